@@ -1,0 +1,22 @@
+"""Fully sharded data parallel training with the wrapper API that people know."""
+
+from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
+from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap.flat_param import FlatParameter
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "Event",
+    "EventKind",
+    "FlatParameter",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "Phase",
+    "ShardingStrategy",
+    "observe_events",
+    "record_events",
+]
+
+__version__ = "0.1.0"

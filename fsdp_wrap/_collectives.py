@@ -1,0 +1,168 @@
+"""The communicator of a group: allocates the buffers that travel and moves them.
+
+1-D buffers in, `Pending` out. Nothing here knows of parameters, and nothing above here knows which way of
+communicating is in use: `make_communicator` is the one place that chooses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._device import Finished, Pending, lane_of
+from fsdp_wrap._mesh import ShardMesh
+
+__all__ = ["Buffer", "Communicator", "make_communicator"]
+
+
+# Torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Buffer:
+    """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
+
+    It starts allocated: views can be made only while it is. They must not be used while it is freed.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.nbytes = self.tensor.numel() * self.tensor.element_size()
+        self._storage = self.tensor.untyped_storage()
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the memory is there."""
+        return self.nbytes == 0 or self._storage.nbytes() > 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this buffer's memory."""
+        same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
+        return same
+
+    def allocate(self) -> None:
+        """Gets memory, with undefined content."""
+        if not self.allocated:
+            self._storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        if self._storage.nbytes() > 0:
+            self._storage.resize_(0)
+
+
+class Communicator(ABC):
+    """A way of communicating within one group.
+
+    Args:
+        mesh: The group and this rank's place in it.
+        device: Where the buffers live.
+    """
+
+    def __init__(self, mesh: ShardMesh, device: torch.device) -> None:
+        self.rank = mesh.rank
+        self.size = mesh.size
+        self.device = device
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """Returns a buffer that can travel."""
+        return Buffer(numel, dtype, self.device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns an uninitialised 1-D tensor that can travel."""
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the view of an evenly sharded 1-D tensor that belongs to this rank."""
+        length = full.numel() // self.size
+        return full.narrow(0, self.rank * length, length)
+
+    @abstractmethod
+    def all_gather(self, full: list[torch.Tensor]) -> Pending:
+        """Fills each of `full`, in which every rank has written its own part, from the other ranks."""
+
+    @abstractmethod
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+        """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduces a small tensor in place; blocks."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrites a contiguous tensor with that of the group's first rank; blocks."""
+
+
+class SoloCommunicator(Communicator):
+    """A group of one rank: nothing travels."""
+
+    def all_gather(self, full: list[torch.Tensor]) -> Pending:
+        return Finished()
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+        for shard, source in zip(shards, full):
+            shard.copy_(source)
+        return Finished()
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        return None
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        return None
+
+
+class _AllPending:
+    def __init__(self, works: list[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class GroupCommunicator(Communicator):
+    """The process group's own collectives, on two lanes: gathers never queue behind reductions."""
+
+    def __init__(self, mesh: ShardMesh, device: torch.device) -> None:
+        super().__init__(mesh, device)
+        self._group = mesh.group
+        self._gather_lane = lane_of(device, "gather")
+        self._reduce_lane = lane_of(device, "reduce")
+
+    def all_gather(self, full: list[torch.Tensor]) -> Pending:
+        return _AllPending([self._gather_lane.issue(self._gather(_as_transport(tensor))) for tensor in full])
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+        pairs = zip(shards, full)
+        return _AllPending([self._reduce_lane.issue(self._reduce(shard, source)) for shard, source in pairs])
+
+    def _gather(self, full: torch.Tensor) -> Callable[[bool], Any]:
+        return lambda async_op: _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
+
+    def _reduce(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[bool], Any]:
+        return lambda async_op: _reduce_scatter(shard, full, group=self._group, async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        dist.all_reduce(tensor, op=op, group=self._group)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=0)
+
+
+def _as_transport(tensor: torch.Tensor) -> torch.Tensor:
+    # Backends know few dtypes; gathering moves bytes, so any dtype may travel as bytes.
+    known = tensor.dtype.is_floating_point and tensor.element_size() > 1
+    return tensor if known or tensor.numel() == 0 else tensor.view(torch.uint8)
+
+
+def make_communicator(mesh: ShardMesh, device: torch.device) -> Communicator:
+    """Chooses the way of communicating for a group and a device."""
+    return SoloCommunicator(mesh, device) if mesh.size == 1 else GroupCommunicator(mesh, device)

@@ -1,0 +1,82 @@
+"""Where communication runs beside computation: streams and events on an accelerator, works on the CPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Finished", "Lane", "Pending", "lane_of"]
+
+
+class Pending(Protocol):
+    """Something issued that may still be running."""
+
+    def wait(self) -> None:
+        """Makes what the caller does next come after it: on the host, or on the current stream."""
+
+
+class Lane(ABC):
+    """One queue of communication that runs beside the computation."""
+
+    @abstractmethod
+    def issue(self, start: Callable[[bool], Any]) -> Pending:
+        """Runs `start` after all that the computation has issued so far.
+
+        Args:
+            start: Issues copies and a collective; gets whether to ask the process group for an
+                asynchronous work, and returns that work (or None).
+        """
+
+
+class Finished:
+    """A `Pending` with nothing left to wait for."""
+
+    def wait(self) -> None:
+        return None
+
+
+class HostLane(Lane):
+    """The CPU's: works of the process group take the place of streams."""
+
+    def issue(self, start: Callable[[bool], Any]) -> Pending:
+        work = start(True)
+        return Finished() if work is None else work
+
+
+class _EventPending:
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+
+class StreamLane(Lane):
+    """An accelerator's: a stream of our own.
+
+    Collectives are asked for synchronously with our stream current, so the process group neither adds a
+    stream nor keeps buffers alive; whoever allocated the buffers does so on the compute stream and frees
+    them there after `wait`, so no `record_stream` is needed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def issue(self, start: Callable[[bool], Any]) -> Pending:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            start(False)
+            event = self._stream.record_event()
+        return _EventPending(event, self._device)
+
+
+@lru_cache
+def lane_of(device: torch.device, purpose: str) -> Lane:
+    """Returns the one lane of this process for a device and a purpose, such as "gather"."""
+    return HostLane() if device.type == "cpu" else StreamLane(device)

@@ -1,0 +1,91 @@
+"""Typed events of the runtime and the observers that listen to them.
+
+Nothing is built or called while nobody listens: `emit` returns after one truth test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Event", "EventKind", "Phase", "emit", "observe_events", "record_events"]
+
+
+class EventKind(Enum):
+    """What the runtime did.
+
+    Attributes:
+        UNSHARD: The all-gather of a unit was issued.
+        RESHARD: A unit's full parameters were freed.
+        REDUCE: The reduce-scatter of a unit's gradients was issued.
+        POST_BACKWARD: A unit's backward is over.
+    """
+
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
+    REDUCE = "reduce"
+    POST_BACKWARD = "post_backward"
+
+
+class Phase(Enum):
+    """Where in an iteration something happened."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FINAL_CALLBACK = "final_callback"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the runtime did.
+
+    Attributes:
+        kind: What happened.
+        unit: Fully qualified name of the unit, "" for the root.
+        phase: Where in the iteration it happened.
+        nbytes: Bytes of the buffers concerned, on this rank.
+    """
+
+    kind: EventKind
+    unit: str
+    phase: Phase
+    nbytes: int = 0
+
+
+_observers: list[Callable[[Event], None]] = []
+
+
+def emit(kind: EventKind, unit: str, phase: Phase, nbytes: int = 0) -> None:
+    """Tells every observer, in the thread in which it happened."""
+    if not _observers:
+        return
+    event = Event(kind, unit, phase, nbytes)
+    for observer in tuple(_observers):
+        observer(event)
+
+
+@contextmanager
+def observe_events(observer: Callable[[Event], None]) -> Iterator[None]:
+    """Calls `observer` with every event while the context is open."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+@contextmanager
+def record_events() -> Iterator[list[Event]]:
+    """Collects the events of this process while the context is open.
+
+    Example:
+        with record_events() as events:
+            model(batch).sum().backward()
+        print([(event.kind.value, event.unit) for event in events])
+    """
+    events: list[Event] = []
+    with observe_events(events.append):
+        yield events

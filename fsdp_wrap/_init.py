@@ -1,0 +1,179 @@
+"""Makes a unit of a module: checks it, places it on the device, and assembles layout, handle and unit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._collectives import Communicator, make_communicator
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._mesh import ShardMesh
+from fsdp_wrap._modules import ParamSlot, collect_slots, own_modules
+from fsdp_wrap._unit import Unit, UnitOptions
+from fsdp_wrap.flat_param import FlatLayout
+
+__all__ = ["FLAT_PARAM", "Ignored", "UnitSpec", "build_unit", "check_module", "resolve_ignored"]
+
+FLAT_PARAM = "_flat_param"
+"""Name under which a unit's module holds its `FlatParameter` (torch's name)."""
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What a unit leaves alone: modules with all below them, and single parameters."""
+
+    modules: Collection[nn.Module] = frozenset()
+    params: Collection[nn.Parameter] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """How to make a unit.
+
+    Attributes:
+        mesh: The ranks to shard over.
+        device: Where the unit computes.
+        use_orig_params: What the optimizer sees: the user's parameters or `FlatParameter`s.
+        sync_module_states: Start from the parameters and buffers of the mesh's first rank.
+        options: How the schedule treats the unit.
+        ignored: What not to touch.
+    """
+
+    mesh: ShardMesh
+    device: torch.device
+    use_orig_params: bool
+    sync_module_states: bool
+    options: UnitOptions
+    ignored: Ignored = field(default_factory=Ignored)
+
+
+def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """Reads the two arguments by which users name what not to shard.
+
+    Raises:
+        TypeError: If they are no collections of modules or of parameters.
+        ValueError: If both are given, or `module` itself is to be ignored.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "ignored_modules and ignored_states exclude each other; pass both kinds as ignored_states"
+        )
+    argument = "ignored_states" if ignored_modules is None else "ignored_modules"
+    given = list(_iterate(argument, ignored_states if ignored_modules is None else ignored_modules))
+    allowed = (nn.Module,) if argument == "ignored_modules" else (nn.Module, nn.Parameter)
+    for item in given:
+        if not isinstance(item, allowed):
+            kinds = " or ".join(kind.__name__ for kind in allowed)
+            raise TypeError(f"{argument} must hold {kinds} objects only, found {type(item).__name__}")
+    modules = {child for item in given if isinstance(item, nn.Module) for child in item.modules()}
+    if module in modules:
+        raise ValueError(f"{argument} holds the {type(module).__name__} that is being wrapped")
+    params = {item for item in given if isinstance(item, nn.Parameter)}
+    params.update(param for child in modules for param in child.parameters(recurse=False))
+    return Ignored(frozenset(modules), frozenset(params))
+
+
+def _iterate(argument: str, value: Any) -> Iterable[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{argument} must be an iterable, not {type(value).__name__}")
+    return value
+
+
+def check_module(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
+    """Checks all that a module would shard, in units below it as well, before anything changes.
+
+    Returns:
+        The tensors concerned by name, parameters first.
+
+    Raises:
+        ValueError: If a parameter is on the meta device, has gradient hooks, or is owned by a unit.
+        TypeError: If a parameter is of a class whose behaviour leaves could not carry over.
+    """
+    slots = collect_slots(module, ignored.modules, ignored.params)
+    for slot in slots:
+        _check_param(slot)
+    tensors: list[tuple[str, torch.Tensor]] = [(slot.fqn, slot.param) for slot in slots]
+    return tensors + [(name, buffer) for _, name, buffer in _own_buffers(module, ignored.modules)]
+
+
+def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
+    """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
+    slots = collect_slots(module, spec.ignored.modules, spec.ignored.params)
+    communicator = make_communicator(spec.mesh, spec.device)
+    _move(module, slots, spec)
+    if spec.sync_module_states:
+        _sync(module, slots, spec, communicator)
+    segments = _segments(slots)
+    layouts = [
+        FlatLayout(
+            segment,
+            communicator,
+            name=FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}",
+            module=module,
+            use_orig_params=spec.use_orig_params,
+        )
+        for number, segment in enumerate(segments)
+    ]
+    return Unit(module, ParamHandle(layouts, communicator) if layouts else None, spec.options)
+
+
+def _check_param(slot: ParamSlot) -> None:
+    param = slot.param
+    if param.device.type == "meta":
+        raise ValueError(
+            f"parameter '{slot.fqn}' is on the meta device and has no values to shard; materialise the "
+            "module first (module.to_empty(device=...) and initialise it)"
+        )
+    if type(param) is not nn.Parameter:
+        raise TypeError(
+            f"parameter '{slot.fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
+            "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
+        )
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
+            "with another tensor; remove them before wrapping"
+        )
+
+
+def _move(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec) -> None:
+    for slot in slots:
+        if slot.param.device != spec.device:
+            slot.param.data = slot.param.data.to(spec.device)
+    for owner, name, buffer in _own_buffers(module, spec.ignored.modules):
+        if buffer.device != spec.device:
+            owner._buffers[name] = buffer.to(spec.device)
+
+
+def _own_buffers(
+    module: nn.Module, ignored: Collection[nn.Module]
+) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [
+        (owner, name, buffer)
+        for _, owner in own_modules(module, ignored)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+
+
+def _sync(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec, communicator: Communicator) -> None:
+    tensors = [slot.param.data for slot in slots]
+    tensors += [buffer for _, _, buffer in _own_buffers(module, spec.ignored.modules)]
+    for tensor in tensors:
+        travelling = tensor.detach().contiguous()
+        communicator.broadcast(travelling)
+        if travelling.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(travelling)
+
+
+def _segments(slots: Iterable[ParamSlot]) -> list[list[ParamSlot]]:
+    by_kind: dict[tuple[torch.dtype, bool], list[ParamSlot]] = {}
+    for slot in slots:
+        by_kind.setdefault((slot.param.dtype, slot.param.requires_grad), []).append(slot)
+    return list(by_kind.values())

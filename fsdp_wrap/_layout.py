@@ -1,0 +1,111 @@
+"""The seam between the front-ends and the runtime: how original parameters lie in 1-D buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["Interval", "Layout"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The contiguous piece of one flattened original parameter that a rank holds.
+
+    Attributes:
+        fqn: Name of the original parameter within its unit.
+        shape: Its shape.
+        start: Index of the piece's first element in the flattened parameter.
+        data: The piece, 1-D, in master dtype; writing into it changes the sharded parameter.
+    """
+
+    fqn: str
+    shape: torch.Size
+    start: int
+    data: torch.Tensor
+
+
+class Layout(Protocol):
+    """How the parameters of one segment lie in an unsharded 1-D buffer, and what is shown of them.
+
+    Attributes:
+        dtype: Master dtype.
+        numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
+        shard_numel: Elements of this rank's part.
+        sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
+            needs a gradient.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    shard_numel: int
+
+    @property
+    def sources(self) -> Sequence[nn.Parameter]: ...
+
+    @property
+    def fqns(self) -> Sequence[str]: ...
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of an unsharded buffer, one per original parameter, in its shape."""
+        ...
+
+    def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of those parts of an unsharded buffer that belong to no parameter."""
+        ...
+
+    def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
+        """Makes the leaves: parameters that alias the unsharded buffer and need no gradient yet."""
+        ...
+
+    def write_shard(self, out: torch.Tensor) -> None:
+        """Copies this rank's shard to where it travels from."""
+        ...
+
+    def read_shard(self, own: torch.Tensor) -> None:
+        """Copies this rank's part of an unsharded buffer back into the shard."""
+        ...
+
+    def show(self, params: Sequence[nn.Parameter]) -> None:
+        """Shows one tensor per original parameter in the modules."""
+        ...
+
+    def show_sharded(self) -> None:
+        """Shows the sharded parameters in the modules."""
+        ...
+
+    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Shows full parameters to the user, who may edit them in place."""
+        ...
+
+    def hide_full(self) -> None:
+        """Undoes what `show_full` did to the sharded parameters; `show_sharded` follows."""
+        ...
+
+    def shown(self) -> list[nn.Parameter | None]:
+        """What the modules show now, one per original parameter."""
+        ...
+
+    def places(self) -> dict[tuple[nn.Module, str], torch.Size]:
+        """Every (module, name) that shows an original parameter, with its shape."""
+        ...
+
+    def add_reduced(self, reduced: torch.Tensor) -> None:
+        """Adds a reduced gradient shard to the sharded parameters' gradients."""
+        ...
+
+    def mark_unsynced(self) -> None:
+        """Makes the sharded parameters' gradients tell later whether they were zeroed meanwhile."""
+        ...
+
+    def zeroed(self) -> list[bool]:
+        """For each leaf, whether its gradient was zeroed since `mark_unsynced`."""
+        ...
+
+    def intervals(self) -> list[Interval]:
+        """What this rank holds, for everything that saves, loads, clips or inspects."""
+        ...

@@ -1,0 +1,147 @@
+"""Parameter slots and module walks; the only writer of `module._parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "UNIT_ATTR",
+    "WRAPPED_ATTR",
+    "ParamSlot",
+    "clean_fqn",
+    "collect_slots",
+    "own_modules",
+    "show_extra",
+]
+
+WRAPPED_ATTR = "_fsdp_wrapped_module"
+"""Attribute under which a wrapper holds the module that it wraps (torch's name)."""
+
+UNIT_ATTR = "_fsdp_unit"
+"""Key in the `__dict__` of a module that a front-end has made a unit."""
+
+_PREFIXES = (WRAPPED_ATTR + ".", "_checkpoint_wrapped_module.")
+
+
+def clean_fqn(name: str) -> str:
+    """Removes the prefixes that wrappers add to a parameter's or module's name."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+        if name == prefix[:-1] or name.endswith("." + prefix[:-1]):
+            name = name[: -len(prefix)]
+    return name
+
+
+class ParamSlot:
+    """One original parameter of a unit and every place in the module tree that shows it.
+
+    Attributes:
+        fqn: Name within the unit, without wrapper prefixes; of several, the first met.
+        param: The original parameter.
+    """
+
+    def __init__(self, fqn: str, param: nn.Parameter) -> None:
+        self.fqn = fqn
+        self.param = param
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def add_place(self, module: nn.Module, name: str) -> None:
+        """Adds one more (module, name) under which the parameter is registered."""
+        self._places.append((module, name))
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Every (module, name) under which the parameter is registered."""
+        return list(self._places)
+
+    def show(self, param: nn.Parameter) -> None:
+        """Registers `param` in every place."""
+        for module, name in self._places:
+            if _has_own_setattr(module):
+                setattr(module, name, param)
+            else:
+                module.__dict__.pop(name, None)
+                module._parameters[name] = param
+
+    def show_plain(self, tensor: torch.Tensor) -> None:
+        """Shows a plain tensor as the attribute; no parameter is registered under the name.
+
+        The key stays in `_parameters` with the value None, which keeps the order of names.
+        """
+        for module, name in self._places:
+            if _has_own_setattr(module):
+                setattr(module, name, None)
+            module._parameters[name] = None
+            module.__dict__[name] = tensor
+
+    def shown(self) -> nn.Parameter | None:
+        """What the first place shows now: a parameter that the user put there, perhaps."""
+        module, name = self._places[0]
+        return module._parameters.get(name)
+
+
+def _has_own_setattr(module: nn.Module) -> bool:
+    # RNNs keep a second list of their weights and update it in __setattr__.
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Registers a parameter that the original module does not have, or removes it with None."""
+    if param is None:
+        module._parameters.pop(name, None)
+    else:
+        module._parameters[name] = param
+
+
+def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
+
+    Yields:
+        (name relative to `module`, module), each module once, parents before children.
+    """
+    stack: list[tuple[str, nn.Module]] = [("", module)]
+    seen: set[nn.Module] = set()
+    while stack:
+        prefix, current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        yield prefix, current
+        children = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in current._modules.items()
+            if child is not None and UNIT_ATTR not in child.__dict__ and child not in ignored
+        ]
+        stack.extend(reversed(children))
+
+
+def collect_slots(
+    module: nn.Module,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+) -> list[ParamSlot]:
+    """Finds the parameters that a unit made of `module` would own, in the order of `named_parameters`.
+
+    Raises:
+        ValueError: If a parameter is already owned by another unit.
+    """
+    slots: dict[nn.Parameter, ParamSlot] = {}
+    for prefix, current in own_modules(module, ignored_modules):
+        for name, param in current._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
+            _refuse_owned(fqn, param)
+            slots.setdefault(param, ParamSlot(fqn, param)).add_place(current, name)
+    return list(slots.values())
+
+
+def _refuse_owned(fqn: str, param: Any) -> None:
+    if getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            f"parameter '{fqn}' is tied to a parameter that another unit already owns; wrap the two modules "
+            "with auto_wrap_policy, or as one unit, so that the tie has one owner"
+        )

@@ -1,0 +1,325 @@
+"""`Schedule`: which unit runs when. The only registrar of runtime hooks.
+
+Two triggers end a unit's backward (docs/architecture.md): when all trainable leaves have their gradients the
+reduction starts; when the gradients of the unit's inputs are done as well, the unit reshards. What no trigger
+reached is finished in the backward's final callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from fsdp_wrap._events import EventKind, Phase, emit
+from fsdp_wrap._exec_order import ExecOrder
+from fsdp_wrap._handle import HandleState, ParamHandle, Segment
+from fsdp_wrap._tree import iter_tensors, map_tensors
+from fsdp_wrap._unit import Unit, Use, graph_task, units_in
+from fsdp_wrap.api import BackwardPrefetch
+
+__all__ = ["Schedule", "schedule_of"]
+
+
+class Schedule:
+    """Runs the units of one tree: before and after each forward and backward.
+
+    Args:
+        root: The unit whose forward is outermost; all units below it join.
+    """
+
+    def __init__(self, root: Unit) -> None:
+        self.root = root
+        self._units = list(units_in(root.module).values())
+        self._order: ExecOrder[Unit] = ExecOrder()
+        self._depth = 0
+        self._backward_open = False
+        self._trains = False
+        self._syncs = True
+        self._keeps_graph = False
+        self._reducing: Unit | None = None
+        for fqn, unit in units_in(root.module).items():
+            unit.join(self, fqn)
+
+    # forward
+
+    def pre_forward(self, unit: Unit) -> Use:
+        """Begins a forward call: unshards, and lets the modules compute with the leaves.
+
+        `exit_forward` must follow, whatever happens in between.
+
+        Raises:
+            RuntimeError: If the unit's parameters are in the user's hands.
+        """
+        recompute = graph_task() != -1  # a forward inside a backward
+        if self._depth == 0 and not recompute:
+            self._begin_iteration()
+        if unit.handle is not None:
+            self._unshard(unit, Phase.BACKWARD if recompute else Phase.FORWARD)
+            self._hook_leaves(unit)
+        self._depth += 1
+        if unit.enter() and unit.handle is not None:
+            unit.handle.show_leaves()
+        return Use(unit)
+
+    def watch_inputs(self, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any, list[Node]]:
+        """Puts a view between each input that needs a gradient and this use, to see when that is done.
+
+        Returns:
+            The inputs to compute with, and the views' nodes.
+        """
+        seen: dict[int, torch.Tensor] = {}
+        nodes: list[Node] = []
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad or tensor.layout != torch.strided:
+                return tensor
+            if id(tensor) not in seen:  # what was one tensor stays one: modules test `query is key`
+                view = seen[id(tensor)] = tensor.view_as(tensor)
+                view.register_hook(lambda _: self._on_input_gradient(use))  # type: ignore[no-untyped-call]
+                assert view.grad_fn is not None
+                nodes.append(view.grad_fn)
+            return seen[id(tensor)]
+
+        if use.unit.handle is not None and torch.is_grad_enabled():
+            args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
+            use.watched = len(nodes)
+        return args, kwargs, nodes
+
+    def post_forward(self, use: Use, output: Any, inputs: list[Node]) -> None:
+        """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
+
+        Args:
+            use: The forward call.
+            output: What the module returned.
+            inputs: The nodes from `watch_inputs`. Only the outputs' hooks keep them: a reference from
+                `use`, which the nodes' own hooks hold, would be a cycle that is never collected.
+
+        Raises:
+            RuntimeError: If an output is a view of a parameter, which would dangle after resharding.
+        """
+        unit = use.unit
+        if unit.handle is None:
+            return
+        tensors = list(iter_tensors(output))
+        _refuse_parameter_views(unit, unit.handle, tensors)
+        with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+        for tensor in with_grad:
+            tensor.register_hook(lambda _: self._pre_backward(use, inputs))  # type: ignore[no-untyped-call]
+        if graph_task() != -1:
+            return  # the backward that recomputes will reshard
+        if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
+            self._order.record(unit)
+        if unit.running == 1 and not self._keeps_parameters(use, bool(with_grad)):
+            self._reshard(unit, Phase.FORWARD)
+
+    def exit_forward(self, use: Use) -> None:
+        """Ends a forward call, whether it returned or raised."""
+        self._depth -= 1
+        if use.unit.exit() and use.unit.handle is not None:
+            use.unit.handle.show_sharded()
+
+    def _begin_iteration(self) -> None:
+        """Starts from a clean state, whatever the last forward or backward left."""
+        self._trains = torch.is_grad_enabled()
+        self._order.begin_forward()
+        if self._backward_open:
+            self._abandon_backward()
+        for unit in self._units:  # kept for a backward that has not come: may be stale by now
+            self._reshard(unit, Phase.FORWARD)
+
+    def _keeps_parameters(self, use: Use, has_grad_outputs: bool) -> bool:
+        unit = use.unit
+        assert unit.handle is not None
+        if not torch.is_grad_enabled():
+            return False
+        if not has_grad_outputs:  # gradients may enter through something that no hook can see
+            return use.watched > 0 or unit.handle.trainable
+        if unit is self.root:
+            return unit.module.training
+        return not unit.options.reshard_after_forward
+
+    def _hook_leaves(self, unit: Unit) -> None:
+        assert unit.handle is not None
+        for leaf, number, index in unit.newly_trainable():
+            segment = unit.handle.segments[number]
+            leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _leaf_hook(unit, segment, index)
+            )
+
+    # backward
+
+    def _pre_backward(self, use: Use, inputs: list[Node]) -> None:
+        """Runs when a gradient reaches one of a use's outputs."""
+        self._open_backward()
+        self._unshard(use.unit, Phase.BACKWARD)
+        if use.open(graph_task(), inputs) and _prefetches(use.unit, BackwardPrefetch.BACKWARD_PRE):
+            self._prefetch(use.unit)
+
+    def on_leaf_gradient(self, unit: Unit, segment: Segment, index: int) -> None:
+        """Runs when a leaf has its gradient of the running backward.
+
+        Raises:
+            RuntimeError: If the gradient has a graph of its own.
+        """
+        leaf, handle = segment.leaves[index], unit.handle
+        assert handle is not None
+        if leaf.grad is not None and leaf.grad.requires_grad:
+            leaf.grad = None
+            raise RuntimeError(
+                f"backward(create_graph=True) reached the parameters of {unit.name}, whose reduced gradients "
+                "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
+                "inner derivative and backward() without create_graph for the outer one"
+            )
+        self._open_backward()
+        if handle.reducing:  # a second use in another graph task: the buffer is still travelling
+            self._finish_reduction()
+        segment.take_gradient(index)
+        if unit.gradient_arrived(leaf):
+            self._reduce(unit, Phase.BACKWARD)
+            if unit.over_with_last_gradient():
+                self._unit_backward_over(unit)
+
+    def _on_input_gradient(self, use: Use) -> None:
+        """Runs when the gradient of one of a use's watched inputs is done."""
+        unit = use.unit
+        if use.task != graph_task() or not use.input_done():
+            return
+        if unit.close(use) and not unit.gradients_to_come():
+            if unit.handle is not None and unit.handle.holds_gradients:
+                self._reduce(unit, Phase.BACKWARD)
+            self._unit_backward_over(unit)
+
+    def _unit_backward_over(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
+            self._keeps_graph = True
+            return
+        unit.end_backward()
+        emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
+        self._reshard(unit, Phase.BACKWARD)
+        if _prefetches(unit, BackwardPrefetch.BACKWARD_POST):
+            self._prefetch(unit)
+
+    def _open_backward(self) -> None:
+        """Begins the backward of this tree at the first hook that runs."""
+        if self._backward_open:
+            return
+        self._backward_open = True
+        self._keeps_graph = False
+        self._order.begin_backward()
+        for unit in self._units:
+            unit.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """The final callback: finishes what no trigger reached."""
+        for unit in self._units:
+            if unit.handle is None:
+                continue
+            if unit.handle.holds_gradients:
+                self._reduce(unit, Phase.FINAL_CALLBACK)
+                if not self._syncs:
+                    unit.handle.keep_accumulated()
+            if not self._keeps_graph:
+                if unit.end_backward():
+                    emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
+                self._reshard(unit, Phase.FINAL_CALLBACK)
+        self._finish_reduction()
+        self._backward_open = False
+
+    def _abandon_backward(self) -> None:
+        """Cleans up after a backward that raised, whose final callback never ran."""
+        self._reducing = None
+        self._backward_open = False
+        for unit in self._units:
+            if unit.handle is not None:
+                unit.handle.abandon_backward()
+
+    # steps that several of the above share
+
+    def _unshard(self, unit: Unit, phase: Phase) -> None:
+        handle = unit.handle
+        assert handle is not None
+        if handle.state is HandleState.SUMMONED:
+            raise RuntimeError(
+                f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+                "before running forward or backward"
+            )
+        if handle.unshard():
+            emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
+        handle.wait()
+
+    def _prefetch(self, unit: Unit) -> None:
+        target = self._order.next_in_backward(unit)
+        if target is not None and target.handle is not None and target.handle.unshard():
+            emit(EventKind.UNSHARD, target.fqn, Phase.BACKWARD, target.handle.unsharded_nbytes)
+
+    def _reshard(self, unit: Unit, phase: Phase) -> None:
+        # A backward may run inside a forward, which still needs its leaves.
+        in_use = unit.running > (1 if phase is Phase.FORWARD else 0)
+        if unit.handle is not None and not in_use and unit.handle.reshard():
+            emit(EventKind.RESHARD, unit.fqn, phase, unit.handle.unsharded_nbytes)
+
+    def _reduce(self, unit: Unit, phase: Phase) -> None:
+        """Starts a unit's reduction once the one before it is finished: one is in flight at most."""
+        if not self._syncs:
+            return
+        self._finish_reduction()
+        assert unit.handle is not None
+        emit(EventKind.REDUCE, unit.fqn, phase, unit.handle.start_reduction())
+        self._reducing = unit
+
+    def _finish_reduction(self) -> None:
+        unit, self._reducing = self._reducing, None
+        if unit is not None and unit.handle is not None:
+            unit.handle.finish_reduction()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients without communication while the context is open."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def require_idle(self, doing: str) -> None:
+        """Refuses what must not happen in the middle of a forward or backward.
+
+        Raises:
+            RuntimeError: If a unit's forward is running or a backward is in progress.
+        """
+        running = next((unit for unit in self._units if unit.running), None)
+        if running is not None or graph_task() != -1:
+            where = f"the forward of {running.name}" if running is not None else "a backward"
+            raise RuntimeError(f"{doing} must not run inside {where}")
+
+
+def schedule_of(unit: Unit) -> Schedule:
+    """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
+    return unit.schedule or Schedule(unit)
+
+
+def _prefetches(unit: Unit, when: BackwardPrefetch) -> bool:
+    return unit.options.backward_prefetch is when
+
+
+def _leaf_hook(unit: Unit, segment: Segment, index: int) -> Any:
+    def hook(_: nn.Parameter) -> None:
+        schedule_of(unit).on_leaf_gradient(unit, segment, index)  # a new root may have taken over
+
+    return hook
+
+
+def _refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
+            raise RuntimeError(
+                f"the forward of {unit.name} returned a parameter or a view of one, whose memory is freed "
+                "when the unit reshards; return a copy (parameter.clone()) instead"
+            )

@@ -1,0 +1,197 @@
+"""`Unit`: a wrapped module with its handle, and where it stands in the running iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._modules import UNIT_ATTR, clean_fqn
+from fsdp_wrap.api import BackwardPrefetch
+
+if TYPE_CHECKING:
+    from fsdp_wrap._schedule import Schedule
+
+__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "units_in"]
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How the schedule treats one unit.
+
+    Attributes:
+        reshard_after_forward: Free the full parameters between forward and backward.
+        backward_prefetch: When backward issues the next unit's all-gather; None for never.
+    """
+
+    reshard_after_forward: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+
+
+class Unit:
+    """A wrapped module with the parameters that it owns.
+
+    Args:
+        module: The module that the front-end made a unit.
+        handle: Owner of its parameters; None where it owns none.
+        options: How to schedule it.
+    """
+
+    def __init__(self, module: nn.Module, handle: ParamHandle | None, options: UnitOptions) -> None:
+        self.module = module
+        self.handle = handle
+        self.options = options
+        self.fqn = ""
+        self.running = 0
+        self._schedule: Schedule | None = None
+        self._hooked: set[int] = set()
+        self._missing: set[int] = set()
+        self._open_uses = 0
+        self._in_backward = False
+
+    @property
+    def name(self) -> str:
+        """The unit as messages name it."""
+        return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(self.module).__name__})"
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the tree in which this unit runs; None before its first use."""
+        return self._schedule
+
+    def join(self, schedule: Schedule, fqn: str) -> None:
+        """Makes this a unit of `schedule`, under its name relative to the root."""
+        self._schedule = schedule
+        self.fqn = fqn
+
+    # forward
+
+    def enter(self) -> bool:
+        """Begins a forward call; returns whether it is the only one in progress."""
+        self.running += 1
+        return self.running == 1
+
+    def exit(self) -> bool:
+        """Ends a forward call; returns whether none is left."""
+        self.running -= 1
+        return self.running == 0
+
+    def newly_trainable(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Yields (leaf, segment, index) of leaves that need gradients and were not yielded before."""
+        if self.handle is None or not self.handle.follow_requires_grad():
+            return
+        for number, segment in enumerate(self.handle.segments):
+            for index, leaf in enumerate(segment.leaves):
+                if leaf.requires_grad and id(leaf) not in self._hooked:
+                    self._hooked.add(id(leaf))
+                    yield leaf, number, index
+
+    # backward
+
+    def begin_backward(self) -> None:
+        """Prepares for a backward of the tree, which may or may not reach this unit."""
+        self._open_uses = 0
+        self._in_backward = False
+        self._expect_gradients()
+        if self.handle is not None:
+            self.handle.forget_zeroed()
+
+    def _expect_gradients(self) -> None:
+        segments = [] if self.handle is None else self.handle.segments
+        self._missing = {id(leaf) for segment in segments for leaf in segment.leaves if leaf.requires_grad}
+
+    def gradient_arrived(self, leaf: nn.Parameter) -> bool:
+        """Notes a leaf's gradient; returns whether all have arrived."""
+        self._in_backward = True
+        if not self._missing:  # reached again, by another graph task
+            self._expect_gradients()
+        self._missing.discard(id(leaf))
+        return not self._missing
+
+    def gradients_to_come(self) -> bool:
+        """Whether the running backward will reach a leaf whose gradient has not arrived."""
+        if self.handle is None or not self._missing:
+            return False
+        leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
+        return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in self._missing)
+
+    def open(self, use: Use) -> None:
+        """Begins the backward of one use."""
+        self._in_backward = True
+        if use.watched:
+            self._open_uses += 1
+
+    def close(self, use: Use) -> bool:
+        """Ends the backward of one use; returns whether no other is open."""
+        use.task = -1
+        self._open_uses -= 1
+        return self._open_uses == 0
+
+    def over_with_last_gradient(self) -> bool:
+        """Whether nothing of the unit is needed once all trainable leaves have their gradients.
+
+        A frozen leaf may be needed for input gradients; those tell by themselves if they are watched,
+        and leave the decision to the final callback if they are not.
+        """
+        segments = [] if self.handle is None else self.handle.segments
+        return self._open_uses == 0 and all(
+            leaf.requires_grad for segment in segments for leaf in segment.leaves
+        )
+
+    def end_backward(self) -> bool:
+        """Ends the unit's backward; returns whether there was one."""
+        was, self._in_backward = self._in_backward, False
+        return was
+
+
+class Use:
+    """One forward call of a unit whose backward may follow."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.watched = 0
+        """How many of its inputs report when their gradients are done."""
+        self.task = -1
+        """The graph task in which its backward is open."""
+        self._awaited = 0
+
+    def open(self, task: int, inputs: list[Node]) -> bool:
+        """Begins its backward in a graph task; returns False if it is open there already."""
+        if self.task == task:
+            return False
+        self.task = task
+        self._awaited = _will_run(inputs) if len(inputs) > 1 else len(inputs)
+        self.unit.open(self)
+        return True
+
+    def input_done(self) -> bool:
+        """Notes that an input's gradient is done; returns whether it was the last one."""
+        self._awaited -= 1
+        return self._awaited == 0
+
+
+def graph_task() -> int:
+    """Returns the id of the backward that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def _will_run(nodes: Iterable[Node]) -> int:
+    """Counts the nodes that the running backward will execute."""
+    try:
+        return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:  # leaves captured by torch.autograd.grad: they are not executed
+        return 0
+
+
+def units_in(module: nn.Module) -> dict[str, Unit]:
+    """Returns the units at and below `module` by name, parents before children."""
+    return {
+        clean_fqn(name): child.__dict__[UNIT_ATTR]
+        for name, child in module.named_modules()
+        if UNIT_ATTR in child.__dict__
+    }

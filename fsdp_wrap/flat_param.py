@@ -1,0 +1,318 @@
+"""`FlatParameter` and the layout that concatenates parameters and cuts the result into even shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_wrap._layout import Interval
+from fsdp_wrap._modules import ParamSlot, show_extra
+
+__all__ = ["FlatLayout", "FlatParameter"]
+
+_ALIGNMENT_BYTES = 16
+"""Start of every parameter in the buffer: matrix kernels round differently on less aligned weights."""
+
+
+class FlatParameter(nn.Parameter):
+    """This rank's shard of the concatenated parameters of one segment; what an optimizer updates.
+
+    It takes no part in autograd: modules compute with leaves, and `.grad` is filled by the reduction.
+
+    Attributes:
+        _fqns: Names of the original parameters within the unit, in order.
+        _shapes: Their shapes.
+        _numels: Their element counts.
+    """
+
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _numels: tuple[int, ...]
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
+        self: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self._fqns = tuple(extent.fqn for extent in extents)
+        self._shapes = tuple(extent.shape for extent in extents)
+        self._numels = tuple(extent.shape.numel() for extent in extents)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+        extents = [Extent(fqn, shape, 0, 0) for fqn, shape in zip(self._fqns, self._shapes)]
+        copied = FlatParameter(self.detach().clone(), self.requires_grad, extents)
+        memo[id(self)] = copied
+        return copied
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where one original parameter lies in the unsharded buffer: [start, stop)."""
+
+    fqn: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+    def within(self, first: int, length: int) -> tuple[int, int]:
+        """Returns the part (start, stop) that lies in [first, first + length), relative to `first`.
+
+        Both are equal where nothing does.
+        """
+        start = min(max(self.start - first, 0), length)
+        return start, max(start, min(self.stop - first, length))
+
+
+class Allocator(Protocol):
+    """What a layout needs of a communicator."""
+
+    rank: int
+    size: int
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+class FlatLayout:
+    """Parameters of one dtype side by side in one buffer, cut into one even shard per rank.
+
+    Args:
+        slots: The original parameters; their data are copied and then given up.
+        allocator: Allocates the shard and knows the rank.
+        name: Name of the `FlatParameter` in the unit's module.
+        module: The unit's module.
+        use_orig_params: Whether the optimizer sees 1-D slices of the original parameters (the user's
+            own Parameter objects) or the `FlatParameter`.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[ParamSlot],
+        allocator: Allocator,
+        *,
+        name: str,
+        module: nn.Module,
+        use_orig_params: bool,
+    ) -> None:
+        first = slots[0].param
+        self.dtype = first.dtype
+        self._slots = list(slots)
+        self._module, self._name = module, name
+        self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
+        self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
+        self.numel = self.shard_numel * allocator.size
+        self._first = self.shard_numel * allocator.rank
+        shard = allocator.empty(self.shard_numel, self.dtype)
+        _fill(shard, self._first, self.extents, slots)
+        self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
+        self._attributes = [dict(slot.param.__dict__) for slot in slots]
+        self._front: _Front = _SliceFront(self) if use_orig_params else _FlatFront(self)
+        self._front.hide_full()
+        self._marks: dict[nn.Parameter, tuple[torch.Tensor | None, int]] = {}
+        for slot in slots:
+            slot.param._fsdp_flattened = True  # type: ignore[attr-defined]
+
+    @property
+    def sources(self) -> Sequence[nn.Parameter]:
+        return self._front.sources
+
+    @property
+    def fqns(self) -> Sequence[str]:
+        return self.flat_param._fqns
+
+    @property
+    def slots(self) -> Sequence[ParamSlot]:
+        """The original parameters' places."""
+        return self._slots
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
+
+    def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        stops = [0, *(extent.stop for extent in self.extents)]
+        starts = [*(extent.start for extent in self.extents), self.numel]
+        return [buffer[stop:start] for stop, start in zip(stops, starts) if start > stop]
+
+    def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
+        leaves = []
+        for view, attributes in zip(self.views(buffer), self._attributes):
+            leaf = nn.Parameter(view, requires_grad=False)
+            leaf.__dict__.update(attributes)
+            leaves.append(leaf)
+        return leaves
+
+    def write_shard(self, out: torch.Tensor) -> None:
+        out.data.copy_(self.flat_param.data)
+
+    def read_shard(self, own: torch.Tensor) -> None:
+        self.flat_param.data.copy_(own.data)
+
+    def show(self, params: Sequence[nn.Parameter]) -> None:
+        for slot, param in zip(self._slots, params):
+            slot.show(param)
+
+    def show_sharded(self) -> None:
+        self._front.show_sharded()
+
+    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
+        self._front.show_full(leaves)
+
+    def hide_full(self) -> None:
+        self._front.hide_full()
+
+    def shown(self) -> list[nn.Parameter | None]:
+        return [slot.shown() for slot in self._slots]
+
+    def places(self) -> dict[tuple[nn.Module, str], torch.Size]:
+        return {
+            place: extent.shape for slot, extent in zip(self._slots, self.extents) for place in slot.places()
+        }
+
+    def register_flat_param(self, param: nn.Parameter | None) -> None:
+        """Registers the `FlatParameter` with the unit's module, or takes it away."""
+        show_extra(self._module, self._name, param)
+
+    def add_reduced(self, reduced: torch.Tensor) -> None:
+        gradient = reduced if reduced.dtype == self.dtype else reduced.to(self.dtype)
+        for param, start, stop in self._front.holders:
+            if not param.requires_grad:
+                continue
+            if start == stop:
+                param.grad = None  # an empty slice has nothing to update
+            elif param.grad is None:
+                param.grad = gradient[start:stop]
+            else:
+                param.grad.add_(gradient[start:stop])
+
+    def mark_unsynced(self) -> None:
+        holders = [param for param, _, _ in self._front.holders if param.requires_grad]
+        for param in holders:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        self._marks = {param: (param.grad, _version(param)) for param in holders}
+
+    def zeroed(self) -> list[bool]:
+        marks = self._marks
+        self._marks = {}
+        cleared = {param: _was_zeroed(param, *marks[param]) for param in marks}
+        return [cleared.get(source, False) for source in self.sources]
+
+    def intervals(self) -> list[Interval]:
+        result = []
+        for extent in self.extents:
+            start, stop = extent.within(self._first, self.shard_numel)
+            if stop > start:
+                data = self.flat_param.data[start:stop]
+                result.append(Interval(extent.fqn, extent.shape, self._first + start - extent.start, data))
+        return result
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """For each original parameter, its (start, stop) in this rank's shard; equal where it has none."""
+        return [extent.within(self._first, self.shard_numel) for extent in self.extents]
+
+
+def _version(param: nn.Parameter) -> int:
+    return -1 if param.grad is None else param.grad._version
+
+
+def _was_zeroed(param: nn.Parameter, grad: torch.Tensor | None, version: int) -> bool:
+    if param.grad is None:
+        return True
+    changed = param.grad is not grad or param.grad._version != version
+    return changed and not param.grad.any()
+
+
+def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:
+    result: list[Extent] = []
+    start = 0
+    for slot in slots:
+        stop = start + slot.param.numel()
+        result.append(Extent(slot.fqn, slot.param.shape, start, stop))
+        start = -(-stop // alignment) * alignment
+    return result
+
+
+def _fill(shard: torch.Tensor, first: int, extents: Sequence[Extent], slots: Sequence[ParamSlot]) -> None:
+    shard.zero_()
+    for extent, slot in zip(extents, slots):
+        start, stop = extent.within(first, shard.numel())
+        if stop > start:
+            offset = first + start - extent.start
+            shard[start:stop].copy_(slot.param.detach().reshape(-1)[offset : offset + stop - start])
+
+
+class _Front(Protocol):
+    """What the optimizer and the user see of a layout while it is sharded.
+
+    Attributes:
+        sources: For each original parameter, the sharded parameter that stands for it.
+        holders: The sharded parameters, each with its (start, stop) in the shard.
+    """
+
+    sources: Sequence[nn.Parameter]
+    holders: Sequence[tuple[nn.Parameter, int, int]]
+
+    def show_sharded(self) -> None: ...
+
+    def show_full(self, leaves: Sequence[nn.Parameter]) -> None: ...
+
+    def hide_full(self) -> None: ...
+
+
+class _FlatFront:
+    """The `FlatParameter` alone; under the original names stand plain slices of it."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self.sources: Sequence[nn.Parameter] = [layout.flat_param] * len(layout.extents)
+        self.holders: Sequence[tuple[nn.Parameter, int, int]] = [(layout.flat_param, 0, layout.shard_numel)]
+        self._pieces = [layout.flat_param.data[start:stop] for start, stop in layout.bounds()]
+
+    def show_sharded(self) -> None:
+        for slot, piece in zip(self._layout.slots, self._pieces):
+            slot.show_plain(piece)
+
+    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
+        self._layout.register_flat_param(None)
+        self._layout.show(leaves)
+
+    def hide_full(self) -> None:
+        self._layout.register_flat_param(self._layout.flat_param)
+
+
+class _SliceFront:
+    """The user's own Parameter objects, each holding its slice of the shard.
+
+    Their `.data` is a slice while sharded and the full parameter while shown in full, so whoever holds
+    such an object (an optimizer made meanwhile, say) holds the right one.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self.sources: Sequence[nn.Parameter] = [slot.param for slot in layout.slots]
+        self.holders: Sequence[tuple[nn.Parameter, int, int]] = [
+            (param, *bounds) for param, bounds in zip(self.sources, layout.bounds())
+        ]
+        self._grads: list[torch.Tensor | None] = [None] * len(self.sources)
+        self._cut()
+
+    def _cut(self) -> None:
+        shard = self._layout.flat_param.data
+        for param, start, stop in self.holders:
+            param.data = shard[start:stop]
+
+    def show_sharded(self) -> None:
+        self._layout.show(self.sources)
+
+    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
+        self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
+        for param, leaf in zip(self.sources, leaves):
+            param.grad = None
+            param.data = leaf.data
+        self._layout.show(self.sources)
+
+    def hide_full(self) -> None:
+        self._cut()
+        for param, grad in zip(self.sources, self._grads):
+            param.grad = grad

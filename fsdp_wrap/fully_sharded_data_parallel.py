@@ -1,0 +1,398 @@
+"""`FullyShardedDataParallel`, the public wrapper."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._init import Ignored, UnitSpec, build_unit, check_module, resolve_ignored
+from fsdp_wrap._mesh import resolve_device, resolve_mesh
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
+from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._unit import Unit, UnitOptions, units_in
+from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap.clip_grad import clip_grad_norm
+from fsdp_wrap.flat_param import FlatParameter
+from fsdp_wrap.full_params import full_unit, is_summoned, summon_full_params
+from fsdp_wrap.state_dict import add_wrapped_prefix, check_fits, clean_keys
+from fsdp_wrap.wrap import plan_wrapping
+
+__all__ = ["BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"]
+
+_STRATEGIES = {ShardingStrategy.FULL_SHARD: True, ShardingStrategy.SHARD_GRAD_OP: False}
+"""The strategies of this version, and whether they reshard after forward."""
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
+
+    Each wrapped module is a unit: its parameters are unshed from their shards just before its forward and
+    backward and freed after them. Build the optimizer from `parameters()` after wrapping.
+
+    Args:
+        module: The module to wrap.
+        process_group: The ranks to shard over; None for the default group.
+        sharding_strategy: FULL_SHARD (default) or SHARD_GRAD_OP.
+        cpu_offload: None or disabled.
+        auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
+        backward_prefetch: When backward gathers the next unit.
+        mixed_precision: None.
+        ignored_modules: Modules not to shard, with all below them.
+        param_init_fn: None.
+        device_id: Where to compute; by default where the module's tensors are.
+        sync_module_states: Start from the first rank's parameters and buffers on all ranks.
+        forward_prefetch: False.
+        limit_all_gathers: Accepted; at most two units' gathers are ever in flight.
+        use_orig_params: Let `parameters()` give the module's own parameters, holding 1-D slices, instead
+            of `FlatParameter`s.
+        ignored_states: Modules or parameters not to shard.
+        device_mesh: A one-dimensional `DeviceMesh` instead of `process_group`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If the process group is missing or does not contain this rank, the module is wrapped
+            already, a parameter cannot be sharded, or an option is not available.
+
+    The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
+    (Rajbhandari et al., 2020, arXiv:1910.02054).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        _check_wrappable(module)
+        _refuse_unavailable(
+            cpu_offload=cpu_offload if cpu_offload is None or cpu_offload.offload_params else None,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            forward_prefetch=forward_prefetch or None,
+        )
+        ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        mesh = resolve_mesh(process_group, device_mesh)
+        spec = UnitSpec(
+            mesh=mesh,
+            device=resolve_device(check_module(module, ignored), device_id, mesh),
+            use_orig_params=use_orig_params,
+            sync_module_states=sync_module_states,
+            options=UnitOptions(
+                _reshards_after_forward(sharding_strategy), _checked_prefetch(backward_prefetch)
+            ),
+            ignored=ignored,
+        )
+        if auto_wrap_policy is not None:
+            shared = {
+                "process_group": mesh.group,
+                "sharding_strategy": sharding_strategy,
+                "backward_prefetch": backward_prefetch,
+                "device_id": spec.device,
+                "sync_module_states": sync_module_states,
+                "use_orig_params": use_orig_params,
+            }
+            _wrap_below(type(self), module, auto_wrap_policy, ignored, shared)
+        self._fsdp_wrapped_module = module
+        self.__dict__[UNIT_ATTR] = self._unit = build_unit(module, spec)
+        self._unit.module = self
+        self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
+
+    # the wrapped module
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED_ATTR:  # not set yet
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def check_is_root(self) -> bool:
+        """Returns whether this instance is the outermost one of its tree (known after the first forward)."""
+        return schedule_of(self._unit).root is self._unit
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Returns the wrapper instances at and below `module`, parents first.
+
+        Args:
+            module: Any module.
+            root_only: Only those that no other instance encloses.
+        """
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if root_only:
+            nested = {id(m) for outer in found for m in outer.modules() if m is not outer}
+            found = [m for m in found if id(m) not in nested]
+        return found
+
+    @property
+    def _has_params(self) -> bool:
+        return self._unit.handle is not None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        param = self._fsdp_wrapped_module._parameters.get("_flat_param")
+        return param if isinstance(param, FlatParameter) else None
+
+    # training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the wrapped module's forward with its full parameters."""
+        schedule = schedule_of(self._unit)
+        use = schedule.pre_forward(self._unit)
+        try:
+            args, kwargs, inputs = schedule.watch_inputs(use, args, kwargs)
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+            schedule.post_forward(use, output, inputs)
+            return output
+        finally:
+            schedule.exit_forward(use)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulates gradients without communication while the context is open.
+
+        The accumulated gradients join those of the next backward outside of it. Until then they are held
+        unsharded, in memory of the size of the full model.
+
+        Raises:
+            RuntimeError: If called on an instance that another one encloses.
+        """
+        schedule = schedule_of(self._unit)
+        if schedule.root is not self._unit:
+            raise RuntimeError(f"no_sync() must be called on the root, and this is {self._unit.name}")
+        return schedule.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their total norm over all ranks is at most `max_norm`.
+
+        Args:
+            max_norm: Upper bound of the norm.
+            norm_type: The p of the p-norm; `float("inf")` for the largest absolute value.
+
+        Returns:
+            The total norm before clipping, a 0-d tensor, the same on all ranks.
+        """
+        return clip_grad_norm(self, max_norm, norm_type)
+
+    # full parameters
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`.
+
+        Raises:
+            ValueError: If `rank0_only`, `offload_to_cpu` or `with_grads` is asked for.
+        """
+        _refuse_unavailable(
+            rank0_only=rank0_only or None,
+            offload_to_cpu=offload_to_cpu or None,
+            with_grads=with_grads or None,
+        )
+        return summon_full_params(module, recurse, writeback)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
+        return self._cleaned_if_summoned(super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
+        return self._cleaned_if_summoned(super().named_buffers(*args, **kwargs))
+
+    def _cleaned_if_summoned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        summoned = any(is_summoned(unit) for unit in units_in(self).values())
+        return ((clean_fqn(name) if summoned else name, value) for name, value in named)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Applies `fn` to every submodule and self with full parameters shown; edits are kept."""
+        with summon_full_params(self):
+            super().apply(fn)
+        return self
+
+    # state dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns full tensors under the unwrapped module's names; collective, the same on every rank."""
+        destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
+        schedule_of(self._unit).require_idle("state_dict()")
+        with full_unit(self._unit, writeback=False, copies=True):
+            return self._fsdp_wrapped_module.state_dict(
+                destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads full tensors, on every rank the same; collective.
+
+        Args:
+            state_dict: Names as the unwrapped module's.
+            strict: Whether names must match exactly.
+            assign: Must be False: sharded parameters cannot be replaced by full ones.
+
+        Returns:
+            Missing and unexpected keys, as `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: If the state dict does not fit; nothing is loaded then.
+            ValueError: If `assign` is True.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would replace sharded parameters; leave assign out"
+            )
+        schedule_of(self._unit).require_idle("load_state_dict()")
+        check_fits(self, state_dict, strict)
+        renamed: OrderedDict[str, Any] = OrderedDict(state_dict)
+        metadata = getattr(state_dict, "_metadata", {})
+        names = [name for name, _ in self.named_modules()]
+        renamed._metadata = {name: metadata.get(clean_fqn(name), {}) for name in names}  # type: ignore[attr-defined]
+        try:
+            return super().load_state_dict(renamed, strict)
+        finally:
+            _end_failed_load(units_in(self).values())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
+        add_wrapped_prefix(state_dict, prefix)
+        if self._unit.handle is not None:
+            self._unit.handle.summon()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # what would break sharding
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
+        for unit in units_in(self).values():
+            _refuse_conversion(unit, fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        raise TypeError(
+            "a wrapped module cannot be deep-copied, since it is tied to its process group; copy the module "
+            "before wrapping it, or load state_dict() into a second one"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a wrapped module cannot be pickled, being tied to its process group; save state_dict() instead"
+        )
+
+
+def _check_wrappable(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(module, FullyShardedDataParallel):
+        raise ValueError(
+            f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel"
+        )
+
+
+def _refuse_unavailable(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not available in this version of fsdp_wrap; leave it out")
+
+
+def _reshards_after_forward(strategy: ShardingStrategy | None) -> bool:
+    if strategy is not None and not isinstance(strategy, ShardingStrategy):
+        raise TypeError(f"sharding_strategy must be a ShardingStrategy or None, not {strategy!r}")
+    strategy = strategy or ShardingStrategy.FULL_SHARD
+    if strategy not in _STRATEGIES:
+        _refuse_unavailable(sharding_strategy=strategy)
+    return _STRATEGIES[strategy]
+
+
+def _checked_prefetch(prefetch: Any) -> BackwardPrefetch | None:
+    if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
+        raise TypeError(f"backward_prefetch must be a BackwardPrefetch or None, not {prefetch!r}")
+    return prefetch
+
+
+def _wrap_below(
+    wrapper_cls: type[FullyShardedDataParallel],
+    module: nn.Module,
+    policy: Any,
+    ignored: Ignored,
+    shared: dict[str, Any],
+) -> None:
+    def make_unit(child: nn.Module, kwargs: dict[str, Any], left_to_ancestor: Set[nn.Parameter]) -> nn.Module:
+        states: list[Any] = [m for m in child.modules() if m in ignored.modules and m is not child]
+        return wrapper_cls(child, **kwargs, ignored_states=[*states, *ignored.params, *left_to_ancestor])
+
+    plan = plan_wrapping(
+        module,
+        policy,
+        wrapper_cls,
+        ignored_modules=ignored.modules,
+        ignored_params=ignored.params,
+        wrapper_kwargs=shared,
+    )
+    plan.apply(make_unit)
+
+
+def _refuse_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for segment in unit.handle.segments if unit.handle is not None else ():
+        before = torch.empty(0, dtype=segment.layout.dtype, device=segment.full.tensor.device)
+        after = fn(before)
+        if after.dtype != before.dtype or after.device != before.device:
+            raise ValueError(
+                f"the sharded parameters of {unit.name} cannot go from {before.dtype} on {before.device} to "
+                f"{after.dtype} on {after.device}; convert or move the module before wrapping it"
+            )
+
+
+def _state_dict_arguments(
+    destination: Any = None, prefix: str = "", keep_vars: bool = False
+) -> tuple[Any, str, bool]:
+    return destination, prefix, keep_vars
+
+
+def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
+    unit = module.__dict__[UNIT_ATTR]
+    if unit.handle is not None:
+        unit.handle.dismiss(writeback=True)
+    clean_keys(incompatible_keys.missing_keys)
+    clean_keys(incompatible_keys.unexpected_keys)
+
+
+def _end_failed_load(units: Iterable[Unit]) -> None:
+    for unit in units:
+        if is_summoned(unit) and unit.handle is not None:
+            unit.handle.dismiss(writeback=False)
