@@ -12,22 +12,14 @@ from torch import nn
 from fsdp_wrap._collectives import Communicator, make_communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._mesh import ShardMesh
-from fsdp_wrap._modules import ParamSlot, collect_slots, own_modules
-from fsdp_wrap._unit import Unit, UnitOptions
+from fsdp_wrap._modules import Ignored, ParamSlot, collect_slots, is_owned, own_modules
+from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.flat_param import FlatLayout
 
-__all__ = ["FLAT_PARAM", "Ignored", "UnitSpec", "build_unit", "check_module", "resolve_ignored"]
+__all__ = ["FLAT_PARAM", "UnitSpec", "build_unit", "check_module", "resolve_ignored"]
 
 FLAT_PARAM = "_flat_param"
 """Name under which a unit's module holds its `FlatParameter` (torch's name)."""
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """What a unit leaves alone: modules with all below them, and single parameters."""
-
-    modules: Collection[nn.Module] = frozenset()
-    params: Collection[nn.Parameter] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +50,8 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
         TypeError: If they are no collections of modules or of parameters.
         ValueError: If both are given, or `module` itself is to be ignored.
     """
+    if isinstance(ignored_states, Ignored):  # of the unit above, which has resolved it
+        return ignored_states
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "ignored_modules and ignored_states exclude each other; pass both kinds as ignored_states"
@@ -95,7 +89,7 @@ def check_module(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.T
         ValueError: If a parameter is on the meta device, has gradient hooks, or is owned by a unit.
         TypeError: If a parameter is of a class whose behaviour leaves could not carry over.
     """
-    slots = collect_slots(module, ignored.modules, ignored.params)
+    slots = collect_slots(module, ignored)
     for slot in slots:
         _check_param(slot)
     tensors: list[tuple[str, torch.Tensor]] = [(slot.fqn, slot.param) for slot in slots]
@@ -104,7 +98,7 @@ def check_module(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.T
 
 def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
-    slots = collect_slots(module, spec.ignored.modules, spec.ignored.params)
+    slots = collect_slots(module, spec.ignored, _lent_params(module))
     communicator = make_communicator(spec.mesh, spec.device)
     _move(module, slots, spec)
     if spec.sync_module_states:
@@ -120,7 +114,15 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
         )
         for number, segment in enumerate(segments)
     ]
-    return Unit(module, ParamHandle(layouts, communicator) if layouts else None, spec.options)
+    return Unit(
+        module, ParamHandle(layouts, communicator) if layouts else None, spec.options, spec.ignored.left
+    )
+
+
+def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:
+    """Returns the tied parameters that units below have left and no unit has taken yet."""
+    left = (param for unit in units_in(module).values() for param in unit.left)
+    return frozenset(param for param in left if not is_owned(param))
 
 
 def _check_param(slot: ParamSlot) -> None:

@@ -90,7 +90,7 @@ class Layout(Protocol):
         """What the modules show now, one per original parameter."""
         ...
 
-    def places(self) -> dict[tuple[nn.Module, str], torch.Size]:
+    def shapes(self) -> dict[tuple[nn.Module, str], torch.Size]:
         """Every (module, name) that shows an original parameter, with its shape."""
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -11,9 +11,13 @@ from torch import nn
 __all__ = [
     "UNIT_ATTR",
     "WRAPPED_ATTR",
+    "Ignored",
+    "ParamPlaces",
     "ParamSlot",
     "clean_fqn",
     "collect_slots",
+    "is_owned",
+    "mark_owned",
     "own_modules",
     "show_extra",
 ]
@@ -36,26 +40,18 @@ def clean_fqn(name: str) -> str:
     return name
 
 
-class ParamSlot:
-    """One original parameter of a unit and every place in the module tree that shows it.
+class ParamPlaces:
+    """Every (module, name) in the module tree that shows one original parameter."""
 
-    Attributes:
-        fqn: Name within the unit, without wrapper prefixes; of several, the first met.
-        param: The original parameter.
-    """
-
-    def __init__(self, fqn: str, param: nn.Parameter) -> None:
-        self.fqn = fqn
-        self.param = param
+    def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str]] = []
 
-    def add_place(self, module: nn.Module, name: str) -> None:
-        """Adds one more (module, name) under which the parameter is registered."""
-        self._places.append((module, name))
+    def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
+        return iter(self._places)
 
-    def places(self) -> list[tuple[nn.Module, str]]:
-        """Every (module, name) under which the parameter is registered."""
-        return list(self._places)
+    def add(self, module: nn.Module, name: str) -> None:
+        """Adds one more place."""
+        self._places.append((module, name))
 
     def show(self, param: nn.Parameter) -> None:
         """Registers `param` in every place."""
@@ -81,6 +77,21 @@ class ParamSlot:
         """What the first place shows now: a parameter that the user put there, perhaps."""
         module, name = self._places[0]
         return module._parameters.get(name)
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """One original parameter of a unit.
+
+    Attributes:
+        fqn: Name within the unit, without wrapper prefixes; of several, the first met.
+        param: The parameter.
+        places: What shows it.
+    """
+
+    fqn: str
+    param: nn.Parameter
+    places: ParamPlaces = field(default_factory=ParamPlaces)
 
 
 def _has_own_setattr(module: nn.Module) -> bool:
@@ -118,29 +129,59 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
         stack.extend(reversed(children))
 
 
+@dataclass(frozen=True)
+class Ignored:
+    """What a unit leaves alone.
+
+    Attributes:
+        modules: Modules that the user wants to keep as they are, all below them included.
+        params: Single parameters likewise.
+        left: Tied parameters that a unit above owns, because it alone encloses all their uses.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    params: frozenset[nn.Parameter] = frozenset()
+    left: frozenset[nn.Parameter] = frozenset()
+
+
 def collect_slots(
-    module: nn.Module,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_params: Collection[nn.Parameter] = (),
+    module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter] = frozenset()
 ) -> list[ParamSlot]:
     """Finds the parameters that a unit made of `module` would own, in the order of `named_parameters`.
+
+    Args:
+        module: The unit's module.
+        ignored: What not to collect.
+        lent: Parameters that units below have left; they are collected with all their places.
 
     Raises:
         ValueError: If a parameter is already owned by another unit.
     """
+    own = {current for _, current in own_modules(module, ignored.modules)}
     slots: dict[nn.Parameter, ParamSlot] = {}
-    for prefix, current in own_modules(module, ignored_modules):
+    for prefix, current in module.named_modules():
         for name, param in current._parameters.items():
-            if param is None or param in ignored_params:
+            wanted = param in lent or (current in own and param not in ignored.params)
+            if param is None or not wanted or param in ignored.left:
                 continue
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
             _refuse_owned(fqn, param)
-            slots.setdefault(param, ParamSlot(fqn, param)).add_place(current, name)
+            slots.setdefault(param, ParamSlot(fqn, param)).places.add(current, name)
     return list(slots.values())
 
 
-def _refuse_owned(fqn: str, param: Any) -> None:
-    if getattr(param, "_fsdp_flattened", False):
+def is_owned(param: nn.Parameter) -> bool:
+    """Whether a unit has taken the parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def mark_owned(param: nn.Parameter) -> None:
+    """Notes that a unit has taken the parameter (clients read this attribute, which is torch's)."""
+    param._fsdp_flattened = True  # type: ignore[attr-defined]
+
+
+def _refuse_owned(fqn: str, param: nn.Parameter) -> None:
+    if is_owned(param):
         raise ValueError(
             f"parameter '{fqn}' is tied to a parameter that another unit already owns; wrap the two modules "
             "with auto_wrap_policy, or as one unit, so that the tie has one owner"

@@ -7,6 +7,7 @@ reached is finished in the backward's final callback.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -146,9 +147,8 @@ class Schedule:
     def _hook_leaves(self, unit: Unit) -> None:
         assert unit.handle is not None
         for leaf, number, index in unit.newly_trainable():
-            segment = unit.handle.segments[number]
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _leaf_hook(unit, segment, index)
+                _leaf_hook(unit, number, index)
             )
 
     # backward
@@ -309,9 +309,13 @@ def _prefetches(unit: Unit, when: BackwardPrefetch) -> bool:
     return unit.options.backward_prefetch is when
 
 
-def _leaf_hook(unit: Unit, segment: Segment, index: int) -> Any:
+def _leaf_hook(unit: Unit, number: int, index: int) -> Any:
+    reference = weakref.ref(unit)  # the leaf holds this hook, and the unit the leaf: a cycle would never go
+
     def hook(_: nn.Parameter) -> None:
-        schedule_of(unit).on_leaf_gradient(unit, segment, index)  # a new root may have taken over
+        unit = reference()
+        if unit is not None and unit.handle is not None:
+            schedule_of(unit).on_leaf_gradient(unit, unit.handle.segments[number], index)
 
     return hook
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._modules import UNIT_ATTR, clean_fqn
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap.api import BackwardPrefetch
 
 if TYPE_CHECKING:
@@ -40,12 +40,20 @@ class Unit:
         module: The module that the front-end made a unit.
         handle: Owner of its parameters; None where it owns none.
         options: How to schedule it.
+        left: Tied parameters of the module that a unit above owns.
     """
 
-    def __init__(self, module: nn.Module, handle: ParamHandle | None, options: UnitOptions) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        handle: ParamHandle | None,
+        options: UnitOptions,
+        left: frozenset[nn.Parameter] = frozenset(),
+    ) -> None:
         self.module = module
         self.handle = handle
         self.options = options
+        self.left = left
         self.fqn = ""
         self.running = 0
         self._schedule: Schedule | None = None
@@ -57,7 +65,8 @@ class Unit:
     @property
     def name(self) -> str:
         """The unit as messages name it."""
-        return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(self.module).__name__})"
+        wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
+        return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
 
     @property
     def schedule(self) -> Schedule | None:

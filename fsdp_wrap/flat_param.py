@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import ParamSlot, show_extra
+from fsdp_wrap._modules import ParamSlot, mark_owned, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -97,7 +97,7 @@ class FlatLayout:
     ) -> None:
         first = slots[0].param
         self.dtype = first.dtype
-        self._slots = list(slots)
+        self.places = [slot.places for slot in slots]
         self._module, self._name = module, name
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
@@ -107,11 +107,11 @@ class FlatLayout:
         _fill(shard, self._first, self.extents, slots)
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
-        self._front: _Front = _SliceFront(self) if use_orig_params else _FlatFront(self)
+        self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
         self._front.hide_full()
         self._marks: dict[nn.Parameter, tuple[torch.Tensor | None, int]] = {}
         for slot in slots:
-            slot.param._fsdp_flattened = True  # type: ignore[attr-defined]
+            mark_owned(slot.param)
 
     @property
     def sources(self) -> Sequence[nn.Parameter]:
@@ -120,11 +120,6 @@ class FlatLayout:
     @property
     def fqns(self) -> Sequence[str]:
         return self.flat_param._fqns
-
-    @property
-    def slots(self) -> Sequence[ParamSlot]:
-        """The original parameters' places."""
-        return self._slots
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
@@ -149,8 +144,8 @@ class FlatLayout:
         self.flat_param.data.copy_(own.data)
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
-        for slot, param in zip(self._slots, params):
-            slot.show(param)
+        for places, param in zip(self.places, params):
+            places.show(param)
 
     def show_sharded(self) -> None:
         self._front.show_sharded()
@@ -162,12 +157,10 @@ class FlatLayout:
         self._front.hide_full()
 
     def shown(self) -> list[nn.Parameter | None]:
-        return [slot.shown() for slot in self._slots]
+        return [places.shown() for places in self.places]
 
-    def places(self) -> dict[tuple[nn.Module, str], torch.Size]:
-        return {
-            place: extent.shape for slot, extent in zip(self._slots, self.extents) for place in slot.places()
-        }
+    def shapes(self) -> dict[tuple[nn.Module, str], torch.Size]:
+        return {place: extent.shape for places, extent in zip(self.places, self.extents) for place in places}
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:
         """Registers the `FlatParameter` with the unit's module, or takes it away."""
@@ -270,8 +263,8 @@ class _FlatFront:
         self._pieces = [layout.flat_param.data[start:stop] for start, stop in layout.bounds()]
 
     def show_sharded(self) -> None:
-        for slot, piece in zip(self._layout.slots, self._pieces):
-            slot.show_plain(piece)
+        for places, piece in zip(self._layout.places, self._pieces):
+            places.show_plain(piece)
 
     def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
         self._layout.register_flat_param(None)
@@ -288,9 +281,9 @@ class _SliceFront:
     such an object (an optimizer made meanwhile, say) holds the right one.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, slots: Sequence[ParamSlot]) -> None:
         self._layout = layout
-        self.sources: Sequence[nn.Parameter] = [slot.param for slot in layout.slots]
+        self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
         self.holders: Sequence[tuple[nn.Parameter, int, int]] = [
             (param, *bounds) for param, bounds in zip(self.sources, layout.bounds())
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_wrap._init import Ignored, UnitSpec, build_unit, check_module, resolve_ignored
+from fsdp_wrap._init import UnitSpec, build_unit, check_module, resolve_ignored
 from fsdp_wrap._mesh import resolve_device, resolve_mesh
-from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -352,8 +353,8 @@ def _wrap_below(
     shared: dict[str, Any],
 ) -> None:
     def make_unit(child: nn.Module, kwargs: dict[str, Any], left_to_ancestor: Set[nn.Parameter]) -> nn.Module:
-        states: list[Any] = [m for m in child.modules() if m in ignored.modules and m is not child]
-        return wrapper_cls(child, **kwargs, ignored_states=[*states, *ignored.params, *left_to_ancestor])
+        inherited: Any = replace(ignored, left=frozenset(left_to_ancestor))
+        return wrapper_cls(child, **kwargs, ignored_states=inherited)
 
     plan = plan_wrapping(
         module,

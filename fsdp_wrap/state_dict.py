@@ -88,7 +88,7 @@ def _full_shapes(module: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
         for unit in units_in(module).values()
         if unit.handle is not None
         for segment in unit.handle.segments
-        for place, extent in segment.layout.places().items()
+        for place, extent in segment.layout.shapes().items()
     }
 
 

@@ -445,7 +445,7 @@ def _ask_policy_function(tree: _Tree, policy: Callable[..., bool], kwargs: Kwarg
     seen = {tree.root}
 
     def visit(module: nn.Module) -> None:
-        if not policy(module=module, recurse=True, nonwrapped_numel=tree.free_numel(module, {})):
+        if not policy(module=module, recurse=True, nonwrapped_numel=tree.free_numel(module, targets)):
             return
         for child in module.children():
             if child not in seen and child not in tree.ignored:

@@ -1,0 +1,174 @@
+"""A crew of rank processes: starting it, giving it jobs, and finding out what became of each rank."""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from unittest import mock
+
+from bed import worker
+from bed.job import Job, Outcome
+
+_PRELOADED = ["torch.distributed.tensor.debug", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_CLEAN_UP_LIMIT = 20.0
+_OUTPUT_TAIL = 6000
+
+
+def warm_up() -> None:
+    """Begin to start the fork server, without waiting: it imports torch once for all ranks of the session."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with mock.patch.dict(os.environ, _ONE_THREAD):
+        forkserver.ensure_running()
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One rank process, seen from pytest."""
+
+    rank: int
+    process: ForkServerProcess
+    link: connection.Connection
+    log: Path
+    stacks: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    @classmethod
+    def start(cls, rank: int, folder: Path) -> "_Member":
+        context = multiprocessing.get_context("forkserver")
+        link, far_end = context.Pipe()
+        log, stacks = folder / f"rank{rank}.log", folder / f"rank{rank}.stacks"
+        process = context.Process(target=worker.main, args=(far_end, rank, str(log), str(stacks)))
+        process.start()
+        far_end.close()  # so that the rank's death shows as the end of the link
+        return cls(rank, process, link, log, stacks)
+
+    def send(self, message: Job | str) -> None:
+        with contextlib.suppress(OSError):  # it died meanwhile: receive() will say how
+            self.link.send(message)
+
+    def receive(self) -> Outcome:
+        try:
+            outcome: Outcome = self.link.recv()
+        except (EOFError, OSError):
+            return self.died()
+        return replace(outcome, output=self._output())
+
+    def died(self) -> Outcome:
+        self.process.join(5)
+        code = self.process.exitcode
+        how = "closed its link" if code is None else f"exited with code {code}"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        return Outcome(kind="died", pid=self.pid, headline=how, exitcode=code, output=self._output())
+
+    def interrupt(self, waited: float) -> Outcome:
+        """What a rank that did not answer is doing."""
+        if not self.process.is_alive():
+            return self.died()
+        what, stack = f"no answer after {waited:.1f} s", self._stack()
+        return Outcome(kind="hung", pid=self.pid, headline=what, text=stack, output=self._output())
+
+    def _stack(self) -> str:
+        if not self.stacks.exists():  # the signal would kill it
+            return "(it had not yet come to take jobs)"
+        os.kill(self.pid, signal.SIGUSR1)
+        limit = time.monotonic() + 2
+        while not self.stacks.stat().st_size and time.monotonic() < limit:
+            time.sleep(0.02)
+        time.sleep(0.05)  # the dump is written piece by piece
+        return self.stacks.read_text(errors="replace") or "(it does not even answer signals)"
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.link.close()
+
+    def _output(self) -> str:
+        return self.log.read_text(errors="replace")[-_OUTPUT_TAIL:] if self.log.exists() else ""
+
+
+class Crew:
+    """Rank processes that stay up from job to job until one does not pass. Started as they are needed."""
+
+    def __init__(self) -> None:
+        self._members: list[_Member] = []
+        self._folder: Path | None = None
+        self._jobs = 0
+
+    def run(self, job: Job, grace: float) -> list[Outcome]:
+        """Run ``job`` on the first ranks. Once one did not pass, the others have ``grace`` seconds."""
+        folder = self._grow(job.world_size)
+        self._jobs += 1
+        members = self._members[: job.world_size]
+        try:
+            for member in members:
+                member.send(replace(job, store=str(folder / f"store{self._jobs}")))
+            outcomes = self._gather(members, job.timeout, grace)
+            if _completed(outcomes):
+                outcomes = self._clean_up(members, outcomes)
+        except BaseException:  # Ctrl-C, say: nobody knows what the ranks are doing
+            self.close()
+            raise
+        if not _completed(outcomes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        for member in self._members:
+            member.kill()
+        self._members.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _grow(self, size: int) -> Path:
+        warm_up()
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        while len(self._members) < size:
+            self._members.append(_Member.start(len(self._members), self._folder))
+        return self._folder
+
+    def _clean_up(self, members: list[_Member], outcomes: list[Outcome]) -> list[Outcome]:
+        """Let the ranks leave the job's group, now that none needs another any more."""
+        for member in members:
+            member.send("all ranks are done")
+        cleaned = self._gather(members, _CLEAN_UP_LIMIT, grace=1.0)
+        if _completed(cleaned):
+            return outcomes
+        return [replace(outcome, headline=f"after the test: {outcome.headline}") for outcome in cleaned]
+
+    def _gather(self, members: list[_Member], timeout: float, grace: float) -> list[Outcome]:
+        """One outcome of each member, asked for or found out."""
+        begin = time.monotonic()
+        deadline = begin + timeout
+        outcomes: dict[int, Outcome] = {}
+        while missing := {member.link: member for member in members if member.rank not in outcomes}:
+            ready = connection.wait(list(missing), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for link in ready:
+                member = missing[link]  # type: ignore[index]
+                outcome = outcomes[member.rank] = member.receive()
+                if outcome.kind != "passed":
+                    deadline = min(deadline, time.monotonic() + grace)
+        for member in missing.values():
+            outcomes[member.rank] = member.interrupt(time.monotonic() - begin)
+        return [outcomes[member.rank] for member in members]
+
+
+def _completed(outcomes: Iterable[Outcome]) -> bool:
+    return all(outcome.kind in ("passed", "skipped") for outcome in outcomes)

@@ -1,0 +1,29 @@
+"""How much memory live tensors hold: found from Python's objects, so independent of anything under test."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def live_bytes(keep: Callable[[torch.Tensor], bool] | None = None) -> int:
+    """Sum the bytes of the storages of all live tensors (those that ``keep`` accepts), each storage once.
+
+    A freed storage (``resize_(0)``) counts nothing. Seen are tensors that have, or once had, a Python object;
+    what autograd's C++ nodes made and hold is not. Left out is what has no memory: meta, fake, wrappers.
+    """
+    sizes: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)):
+            if _has_storage(tensor) and (keep is None or keep(tensor)):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = max(storage.nbytes(), sizes.get(storage.data_ptr(), 0))
+    return sum(sizes.values())
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    # A wrapper's inner tensors are found themselves; a fake tensor's storage is on the meta device.
+    if is_traceable_wrapper_subclass(tensor) or not torch._C._has_storage(tensor):
+        return False
+    return tensor.untyped_storage().device.type != "meta"

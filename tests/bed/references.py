@@ -1,0 +1,72 @@
+"""Counting what really went over a process group, below any library."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Traffic(NamedTuple):
+    """Calls of one collective, and their bytes on this rank: of inputs or outputs, whichever is more."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+_NAMES = {
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "recv_any_source_": "recv",
+}
+"""From c10d's operators to ``torch.distributed``'s functions, where more than an underscore differs."""
+
+
+@contextmanager
+def count_collectives() -> Iterator[dict[str, Traffic]]:
+    """Count this rank's collectives by their names in ``torch.distributed``, whoever issues them and however.
+
+    Those issued from a backward count if the backward runs inside the context.
+    """
+    counts: dict[str, Traffic] = {}
+    with _Counter(counts):
+        yield counts
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, counts: dict[str, Traffic]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts = counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = _collective(func)
+        if name is not None:
+            calls, size = self._counts.get(name, Traffic())
+            self._counts[name] = Traffic(calls + 1, size + max(map(_bytes, (*args, result)), default=0))
+        return result
+
+
+def _collective(func: Any) -> str | None:
+    name: str = func._schema.name.partition("::")[2]
+    if func.namespace == "c10d" and name != "check_for_nan":
+        return _NAMES.get(name, name.rstrip("_"))
+    if func.namespace == "_c10d_functional" and name != "wait_tensor":
+        return name.removesuffix("_out").rstrip("_")
+    return None
+
+
+def _bytes(argument: Any) -> int:
+    tensors = (leaf for leaf in tree_iter(argument) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

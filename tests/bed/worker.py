@@ -1,0 +1,135 @@
+"""A rank process: takes jobs from its connection until that closes."""
+
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from bed.job import Job, Outcome, resolve
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(connection: Connection, rank: int, log: str, stacks: str) -> None:
+    """Serve jobs: answer each with an outcome, and clean up when told that all ranks have answered."""
+    _die_with_pytest()
+    _redirect(log, stacks)
+    torch.set_num_threads(1)
+    gc.freeze()  # torch's own objects: a collection between jobs takes milliseconds, not a tenth of a second
+    environment = dict(os.environ)
+    while True:
+        try:
+            job: Job = connection.recv()
+        except EOFError:
+            return
+        os.ftruncate(1, 0)
+        connection.send(_attempt(job, rank))
+        connection.recv()
+        connection.send(_clean_up(environment))
+
+
+def _die_with_pytest() -> None:
+    """Leave no rank behind, however pytest ends: the fork server ends with pytest, the ranks with it."""
+    # The fork server waits for everyone who holds this; a hung rank would keep it, and itself, alive.
+    alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    os.close(alive)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C pytest ends the ranks
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it died before the line above
+        os._exit(1)
+
+
+def _redirect(log: str, stacks: str) -> None:
+    """Send all output to ``log``; on SIGUSR1 write the Python stacks to ``stacks``."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(file=2)
+    # The file lives as long as the process: the handler writes to its descriptor.
+    faulthandler.register(signal.SIGUSR1, file=os.open(stacks, os.O_WRONLY | os.O_CREAT), all_threads=True)
+
+
+def _attempt(job: Job, rank: int) -> Outcome:
+    try:
+        function = resolve(job)
+        args, kwargs = pickle.loads(job.payload)
+        _prepare(job, rank)
+        with warnings.catch_warnings():
+            value = function(rank, job.world_size, *args, **kwargs)
+        return Outcome(kind="passed", pid=os.getpid(), payload=pickle.dumps(value))
+    except pytest.skip.Exception as skip:
+        return Outcome(kind="skipped", pid=os.getpid(), headline=str(skip))
+    except BaseException as failure:
+        return _failed(failure)
+    finally:
+        sys.stdout.flush()
+
+
+def _failed(failure: BaseException) -> Outcome:
+    frames = failure.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(failure), failure, frames or failure.__traceback__))
+    headline = "".join(traceback.format_exception_only(failure)).strip().splitlines()
+    return Outcome(kind="failed", pid=os.getpid(), headline=headline[0], text=text)
+
+
+def _prepare(job: Job, rank: int) -> None:
+    torch.manual_seed(job.seed)
+    random.seed(job.seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(job.seed)
+    if job.backend is None:
+        return
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no host name look-ups
+    # Longer than the job may take: a stuck rank is to be found stuck, with its stack.
+    patience = timedelta(seconds=job.timeout + 30)
+    store = dist.FileStore(job.store, job.world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=patience)
+
+
+def _clean_up(environment: dict[str, str]) -> Outcome:
+    """Undo what a job may have left in this process."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # It holds meshes of the groups just destroyed, and the next job's meshes compare equal to them.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _reset_torch()
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        gc.collect()
+        return Outcome(kind="passed", pid=os.getpid())
+    except BaseException as failure:
+        return _failed(failure)
+
+
+def _reset_torch() -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(1)

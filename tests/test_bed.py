@@ -1,0 +1,365 @@
+"""The test bed itself: what it runs, what it reports, and that no test disturbs the next."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+from bed import Outcome, RankFailure, ranks, run_isolated, run_ranks
+from bed.memory import live_bytes
+from bed.references import Traffic, count_collectives
+
+FORBIDDEN_TO_TRAVEL = "cannot be pickled, so it cannot reach the ranks"
+
+
+def pid_of(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def echo(rank: int, world_size: int, value: Any) -> tuple[int, int, Any]:
+    return rank, world_size, value
+
+
+def failure_of(fn: Any, *args: Any, world_size: int = 2, **options: Any) -> RankFailure:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(world_size, fn, *args, grace=0.5, **options)
+    return caught.value
+
+
+def kinds(outcomes: list[Outcome]) -> list[str]:
+    return [outcome.kind for outcome in outcomes]
+
+
+# What runs.
+
+
+@ranks(1, 2, 3, 4)
+def test_collectives_run(rank, world_size):
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, world_size, "gloo")
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    assert value.item() == sum(range(1, world_size + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(2)
+@pytest.mark.parametrize("size", [1, 5])
+def test_parameters_and_fixtures_reach_the_ranks(rank, world_size, dtype, size, tmp_path):
+    assert isinstance(dtype, torch.dtype) and size in (1, 5)
+    (tmp_path / f"{rank}").touch()
+    dist.barrier()
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+@ranks(2)
+def test_ranks_draw_the_same_numbers_on_one_thread(rank, world_size):
+    drawn = torch.rand(2)
+    gathered = [torch.empty(2) for _ in range(world_size)]
+    dist.all_gather(gathered, drawn)
+    assert torch.equal(gathered[0], gathered[1])
+    assert torch.get_num_threads() == 1
+
+
+@ranks(2, backend=None)
+def test_without_a_process_group(rank, world_size):
+    assert not dist.is_initialized()
+
+
+@ranks(2)
+def test_skip_in_all_ranks(rank, world_size):
+    pytest.skip("every rank says so")
+
+
+def test_results_come_in_rank_order():
+    assert run_ranks(3, echo, "x") == [(rank, 3, "x") for rank in range(3)]
+    assert torch.equal(run_ranks(1, echo, torch.arange(3))[0][2], torch.arange(3))
+
+
+def test_processes_are_reused():
+    assert run_ranks(2, pid_of) == run_ranks(3, pid_of)[:2]
+
+
+def test_more_ranks_than_the_pool_has():
+    with pytest.raises(ValueError, match="has 1 to 4 ranks, not 5"):
+        run_ranks(5, pid_of)
+
+
+def test_what_cannot_travel_is_named():
+    with pytest.raises(TypeError, match=f"parameter 0 of echo {FORBIDDEN_TO_TRAVEL}"):
+        run_ranks(1, echo, lambda: None)
+    with pytest.raises(TypeError, match="must be a module-level function"):
+        run_ranks(1, lambda rank, world_size: None)
+
+
+# What is left behind.
+
+
+def leave_a_mess(rank: int, world_size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    os.environ["LEFT_BEHIND"] = "1"
+    init_device_mesh("cpu", (2, world_size // 2))
+
+
+def assert_clean(rank: int, world_size: int) -> None:
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "LEFT_BEHIND" not in os.environ
+
+
+def test_the_next_job_finds_everything_clean():
+    run_ranks(2, leave_a_mess)
+    run_ranks(2, assert_clean)
+
+
+def use_dtensors(rank: int, world_size: int, groups_before: int) -> None:
+    for _ in range(groups_before):  # other names for the mesh's groups
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (2, world_size // 2))
+    local = torch.full((2,), float(mesh.get_local_rank(0) + 1))
+    sharded = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
+    assert (sharded + sharded).sum().full_tensor().item() == 12
+
+
+def test_dtensors_of_one_job_do_not_reach_into_the_next():
+    for groups_before in (2, 0, 1):
+        run_ranks(4, use_dtensors, groups_before)
+
+
+# What fails.
+
+
+def fail_on_last(rank: int, world_size: int) -> None:
+    print(f"spoken by {rank}")
+    expected = 17
+    assert rank < world_size - 1 or rank == expected, "a reason"
+    dist.barrier()
+
+
+def fail_everywhere(rank: int, world_size: int) -> None:
+    raise KeyError("everywhere")
+
+
+def sleep_on_last(rank: int, world_size: int) -> None:
+    if rank == world_size - 1:
+        time.sleep(60)
+
+
+def end_with(rank: int, world_size: int, how: str) -> None:
+    dist.barrier()
+    if rank == 0:
+        print("last words", file=sys.stderr)
+        os._exit(7) if how == "exit" else os.kill(os.getpid(), getattr(signal, how))
+    dist.barrier()
+
+
+def return_a_lambda(rank: int, world_size: int) -> Any:
+    return lambda: None
+
+
+def disagree_on_skipping(rank: int, world_size: int) -> None:
+    if rank == 0:
+        pytest.skip("only here")
+
+
+def test_failing_rank():
+    failure = failure_of(fail_on_last)
+    assert kinds(failure.outcomes) == ["hung", "failed"]
+    report = str(failure)
+    assert report.startswith("rank 1 of 2 failed: AssertionError: a reason")
+    assert "assert (1 < (2 - 1) or 1 == 17)" in report  # pytest's values, from the rank
+    assert "in fail_on_last" in report and "in barrier" in report  # the traceback, and the other rank's stack
+    assert "spoken by 0" in report and "spoken by 1" in report
+
+
+def test_failing_everywhere_is_said_once():
+    failure = failure_of(fail_everywhere, world_size=3)
+    assert kinds(failure.outcomes) == ["failed"] * 3
+    assert "---- ranks 0, 1, 2 failed ----" in str(failure)
+    assert str(failure).count("Traceback") == 1
+
+
+def test_hanging_rank_shows_its_stack():
+    begin = time.monotonic()
+    failure = failure_of(sleep_on_last, timeout=1.0)
+    assert time.monotonic() - begin < 10
+    assert kinds(failure.outcomes) == ["passed", "hung"]
+    assert "in sleep_on_last" in str(failure)
+
+
+@pytest.mark.parametrize(("how", "said"), [("SIGKILL", "killed by SIGKILL"), ("exit", "exited with code 7")])
+def test_dead_rank(how, said):
+    failure = failure_of(end_with, how)
+    assert failure.outcomes[0].kind == "died"
+    assert said in str(failure) and "last words" in str(failure)
+
+
+def test_segfault_shows_its_stack():
+    failure = failure_of(end_with, "SIGSEGV")
+    assert failure.outcomes[0].headline == "killed by SIGSEGV"
+    assert "in end_with" in failure.outcomes[0].output
+
+
+def test_unusual_ends():
+    assert "lambda" in failure_of(return_a_lambda).outcomes[0].headline
+    assert kinds(failure_of(disagree_on_skipping).outcomes) == ["skipped", "passed"]
+
+
+def test_a_failure_is_followed_by_fresh_ranks():
+    before = run_ranks(2, pid_of)
+    failure = failure_of(fail_everywhere)
+    assert [outcome.pid for outcome in failure.outcomes] == before
+    assert not set(before) & set(run_ranks(2, pid_of))
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+# Processes of their own.
+
+
+def test_isolated_processes_are_fresh():
+    (outcome,) = run_isolated(pid_of)
+    assert outcome.value == outcome.pid not in run_ranks(4, pid_of)
+
+
+def test_isolated_death_is_an_outcome():
+    killed, survivor = run_isolated(end_with, "SIGKILL", world_size=2)
+    assert (killed.kind, killed.exitcode) == ("died", -signal.SIGKILL)
+    assert survivor.kind == "failed" and "barrier" in survivor.text
+
+
+def announce_and_hang(rank: int, world_size: int, folder: str) -> None:
+    (Path(folder) / f"{rank}.tmp").write_text(str(os.getpid()))
+    (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.pid")
+    time.sleep(60)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a hung rank may outlive its parent")
+def test_no_rank_survives_its_parent(tmp_path):
+    script = "import bed, sys, test_bed; bed.run_ranks(2, test_bed.announce_and_hang, sys.argv[1])"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # killed, it leaves its files
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    parent = subprocess.Popen(command, cwd=Path(__file__).parent, env=environment)
+    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, seconds=40)
+    parent.kill()
+    parent.wait()
+    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    wait_until(lambda: not any(map(is_running, pids)), seconds=20)
+
+
+# What pytest shows.
+
+SAMPLE = """
+import pytest
+import torch.distributed as dist
+from bed import ranks
+
+@ranks(2)
+@pytest.mark.parametrize("limit", [1, 2])
+def test_limit(rank, world_size, limit):
+    print("noise of a rank")
+    assert rank < limit
+
+@ranks(1)
+@pytest.mark.parametrize("hook", [lambda: 0], ids=["hook"])
+def test_hook(rank, world_size, hook):
+    pass
+
+def test_pids():
+    import os, bed
+    print("PID", *bed.run_ranks(2, pid_of), flush=True)
+
+def pid_of(rank, world_size):
+    import os
+    return os.getpid()
+"""
+
+
+def test_report_of_pytest(tmp_path):
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", "test_sample.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+    assert "2 failed, 2 passed" in shown
+    assert "test_limit[1-2ranks]" in shown
+    assert "rank 1 of 2 failed: AssertionError: assert 1 < 1" in shown
+    assert shown.count("noise of a rank") == 2  # of the failing test: each rank's
+    assert f"parameter 'hook' of test_hook {FORBIDDEN_TO_TRAVEL}" in shown
+    assert "bed/" not in shown, "frames of the bed are of no interest"
+    (pids,) = re.findall(r"PID (\d+) (\d+)", shown)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+# Memory and traffic.
+
+
+def test_live_bytes():
+    before = live_bytes()
+    tensor = torch.zeros(1000)
+    views = [tensor[10:], tensor.view(10, 100), tensor.detach()]
+    assert live_bytes() - before == 4000
+    assert live_bytes(lambda found: found.dtype is torch.float64) == 0
+    tensor.untyped_storage().resize_(0)
+    assert live_bytes() == before
+    torch.zeros(1000, device="meta")
+    del tensor, views
+    leaf = torch.ones(500, requires_grad=True)
+    saved = leaf * 2
+    loss = saved * saved
+    del saved  # autograd keeps it
+    assert live_bytes() - before == 6000
+    del loss
+    assert live_bytes() - before == 2000
+
+
+@ranks(2)
+def test_count_collectives(rank, world_size):
+    shard, full = torch.ones(4), torch.empty(8)
+    leaf = torch.ones(8, requires_grad=True)
+
+    def reduce_and_gather(gradient: torch.Tensor) -> None:
+        dist.reduce_scatter_tensor(shard, gradient.clone(), async_op=True).wait()
+        dist.all_gather_into_tensor(full, shard, async_op=True).wait()
+
+    leaf.register_hook(reduce_and_gather)
+    with count_collectives() as counts:
+        dist.all_gather_into_tensor(full, shard, async_op=True).wait()
+        (leaf * 3).sum().backward()
+        dist.all_reduce(shard)
+    dist.all_reduce(shard)
+    assert torch.equal(full, torch.full((8,), 6.0))
+    assert counts == {
+        "all_gather_into_tensor": Traffic(2, 64),
+        "reduce_scatter_tensor": Traffic(1, 32),
+        "all_reduce": Traffic(1, 16),
+    }

@@ -1,0 +1,152 @@
+"""What is in memory: shards at rest, few units while running. Measured from live tensors, not estimated."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from bed import ranks
+from bed.memory import live_bytes
+from models import Block, Transformer, loss_of, tokens, train
+from torch import nn
+
+from fsdp_wrap import BackwardPrefetch, ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH = 64
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in module.parameters())
+
+
+class _Square(nn.Module):
+    """A unit whose parameters outweigh everything else in the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+def _squares(count: int, **kwargs: object) -> tuple[FSDP, int]:
+    """Returns a wrapped stack of equal units, whose root owns nothing, and the bytes of one unit."""
+    module = nn.Sequential(*[_Square() for _ in range(count)])
+    unit = _nbytes(module[0])
+    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({_Square}), **kwargs), unit
+
+
+class _Peak:
+    """Highest live bytes seen at the forward and backward of any unit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.value = 0
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda *_: self.look())
+                module.register_full_backward_hook(lambda *_: self.look())
+
+    def look(self) -> None:
+        self.value = max(self.value, live_bytes())
+
+
+@each_form
+@ranks(4)
+def test_forward_holds_the_shard_and_at_most_three_units(rank, world_size, use_orig_params):
+    model, unit = _squares(8, use_orig_params=use_orig_params)
+    peak = _Peak(model)
+    with torch.no_grad():
+        model(torch.ones(1, 512))
+    model(torch.ones(1, 512))
+    shard = 8 * unit / world_size
+    assert peak.value >= shard + unit  # else the measurement is blind
+    assert peak.value <= shard + 3 * unit
+
+
+@each_form
+@ranks(4)
+def test_backward_holds_few_units(rank, world_size, use_orig_params):
+    """Shards, their gradients, and: the running unit, the prefetched one, gradients taken and travelling."""
+    model, unit = _squares(8, use_orig_params=use_orig_params)
+    model(torch.ones(1, 512)).sum().backward()
+    model.zero_grad()
+    peak = _Peak(model)
+    model(torch.ones(1, 512)).sum().backward()
+    shards_and_grads = 2 * 8 * unit / world_size
+    assert peak.value <= shards_and_grads + 5 * unit
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"])
+@each_form
+@ranks(2)
+def test_only_shards_remain_after_each_step(rank, world_size, use_orig_params, strategy, prefetch):
+    model, unit = _squares(
+        4,
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+        backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
+    )
+    gc.collect()
+    slack = unit // 8  # activations and biases' padding
+    at_rest = 4 * unit // world_size
+    assert live_bytes() <= at_rest + slack
+    x = torch.ones(1, 512)
+    with torch.no_grad():
+        model(x)
+    assert live_bytes() <= at_rest + slack
+    loss = model(x).sum()
+    kept = 0 if strategy == "FULL_SHARD" else 4 * unit
+    assert abs(live_bytes() - at_rest - kept) <= slack
+    loss.backward()
+    assert live_bytes() <= 2 * at_rest + slack
+    model.zero_grad()
+    assert live_bytes() <= at_rest + slack
+
+
+@ranks(2)
+def test_eval_forward_leaves_nothing_unsharded(rank, world_size):
+    torch.manual_seed(0)
+    model = FSDP(Transformer(width=WIDTH), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    gc.collect()
+    at_rest = live_bytes()
+    model.eval()
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            model(tokens(rank, 0))
+        gc.collect()
+        assert live_bytes() <= at_rest, context
+    assert torch.isfinite(loss_of(model, tokens(rank, 0)))
+
+
+@each_form
+@ranks(2)
+def test_a_dropped_model_is_freed(rank, world_size, use_orig_params):
+    gc.collect()
+    before = live_bytes()
+    model, _ = _squares(2, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 512, requires_grad=True)).sum().backward()
+        optimizer.step()
+    unused = model(torch.ones(1, 512, requires_grad=True))  # a graph whose backward never comes
+    del model, optimizer, unused
+    gc.collect()
+    assert live_bytes() <= before
+
+
+@ranks(2)
+def test_steps_do_not_accumulate_memory(rank, world_size):
+    model = FSDP(Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, rank, range(2))
+    gc.collect()
+    before = live_bytes()
+    train(model, optimizer, rank, range(6))
+    gc.collect()
+    assert live_bytes() == before

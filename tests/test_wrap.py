@@ -1,0 +1,734 @@
+"""Auto-wrap policies and the planning of nested units.
+
+References: torch's own policies run by torch's own rewriting, and for tied parameters a listing of all
+paths through the module tree.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_checkpoint
+from torch.distributed.fsdp import _wrap_utils as torch_wrap_utils
+from torch.distributed.fsdp import wrap as torch_wrap
+
+from fsdp_wrap import wrap as our_wrap
+from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy, NameWrapPolicy, enable_wrap, plan_wrapping, wrap
+
+PREFIX = "_fsdp_wrapped_module"
+
+
+class Unit(nn.Module):
+    """Stands in for the wrapper class."""
+
+    def __init__(self, module: nn.Module, tag: str = "root", size: int | None = None) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = module
+        self.tag, self.size = tag, size
+
+    def forward(self, *args, **kwargs):
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class SpecialBlock(Block):
+    pass
+
+
+class Outer:
+    class Block(Block):
+        pass
+
+
+class Model(nn.Module):
+    """Containers, repeated classes, a parameter of its own, an empty slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList([Block(4), Block(4), SpecialBlock(4)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Sequential(nn.Linear(4, 30), nn.ReLU())})
+        self.scale = nn.Parameter(torch.ones(4))
+        self.extra = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        self.register_module("absent", None)
+
+
+class Uses(nn.Module):
+    """Holds the given children and parameters, which may be held elsewhere too."""
+
+    def __init__(self, **held: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, value in held.items():
+            setattr(self, name, value)
+
+
+def clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != PREFIX)
+
+
+def unit_names(root: nn.Module) -> set[str]:
+    return {clean(name) for name, module in root.named_modules() if isinstance(module, Unit)}
+
+
+def make_unit(module, kwargs, left_to_ancestor) -> Unit:
+    return Unit(module, **kwargs)
+
+
+def rewrite(root: nn.Module, policy, **options) -> nn.Module:
+    plan_wrapping(root, policy, Unit, **options).apply(make_unit)
+    return root
+
+
+def torch_rewrite(root: nn.Module, policy, ignored_modules=(), ignored_params=()) -> nn.Module:
+    if isinstance(policy, torch_wrap._Policy):
+        targets = policy._run_policy(root, set(ignored_modules), {})
+        fn = torch_wrap_utils._construct_wrap_fn(root, targets, Unit)
+        torch_wrap_utils._post_order_apply(root, fn)
+    else:
+        torch_wrap._recursive_wrap(
+            root, policy, Unit, set(ignored_modules), set(ignored_params), only_wrap_children=True
+        )
+    return root
+
+
+def snapshot(root: nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(module)) for name, module in root.named_modules(remove_duplicate=False)]
+
+
+def random_tree(rng: random.Random, depth: int = 4) -> nn.Module:
+    """A tree without containers (on those we deviate from torch) and without sharing."""
+    if depth == 0 or rng.random() < 0.25:
+        return rng.choice([lambda: nn.Linear(rng.randint(1, 9), rng.randint(1, 9)), nn.ReLU, Block])()
+    if rng.random() < 0.15:
+        return nn.MultiheadAttention(4, 2)
+    children = [random_tree(rng, depth - 1) for _ in range(rng.randint(1, 4))]
+    return nn.Sequential(*children)
+
+
+# --- the same choices as torch ------------------------------------------------------------------------
+
+
+def over_twenty(module, recurse, nonwrapped_numel):
+    return recurse or nonwrapped_numel > 20
+
+
+def function_policies(lib) -> dict[str, object]:
+    size = functools.partial(lib.size_based_auto_wrap_policy, min_num_params=60)
+    linears = functools.partial(lib.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))
+    return {
+        "always": lib.always_wrap_policy,
+        "lambda": linears,
+        "transformer": functools.partial(lib.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        "size": size,
+        "size_small": functools.partial(lib.size_based_auto_wrap_policy, min_num_params=12),
+        "size_leaf": functools.partial(size, force_leaf_modules={Block}, min_num_params=1),
+        "size_excluded": functools.partial(
+            size, exclude_wrap_modules={nn.Linear, nn.ModuleList, nn.ModuleDict}
+        ),
+        "or": functools.partial(lib._or_policy, policies=[size, linears]),
+        "user": over_twenty,
+        "module_as_function": functools.partial(lib.ModuleWrapPolicy({Block, nn.ReLU}).__call__),
+    }
+
+
+def object_policies(lib) -> dict[str, object]:
+    return {
+        "module": lib.ModuleWrapPolicy({Block, nn.ReLU}),
+        "module_list": lib.ModuleWrapPolicy([nn.Linear, nn.Embedding, nn.MultiheadAttention]),
+        "custom": lib.CustomPolicy(
+            lambda m: {"tag": "x"} if isinstance(m, Block) else isinstance(m, nn.Linear)
+        ),
+    }
+
+
+def policies_of(lib) -> dict[str, object]:
+    return {**function_policies(lib), **object_policies(lib)}
+
+
+@pytest.mark.parametrize("name", list(policies_of(our_wrap)))
+def test_random_trees_are_wrapped_as_torch_wraps_them(name):
+    units = 0
+    for seed in range(30):
+        tree = nn.Sequential(*(random_tree(random.Random(f"{seed}.{i}")) for i in range(3)))
+        expected = unit_names(torch_rewrite(copy.deepcopy(tree), policies_of(torch_wrap)[name]))
+        assert unit_names(rewrite(tree, policies_of(our_wrap)[name])) == expected
+        units += len(expected)
+    assert units > 30, "the trees do not exercise the policy"
+
+
+@pytest.mark.parametrize("name", list(policies_of(our_wrap)))
+def test_random_trees_with_ignored_modules_are_wrapped_as_torch_wraps_them(name):
+    differs = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        tree = nn.Sequential(*(random_tree(rng) for _ in range(3)))
+        reference, whole = copy.deepcopy(tree), copy.deepcopy(tree)
+        picked = rng.sample([n for n, _ in tree.named_modules() if n], 2)
+        theirs = {m for n in picked for m in reference.get_submodule(n).modules()}
+        their_params = {p for m in theirs for p in m.parameters()}
+        torch_rewrite(reference, policies_of(torch_wrap)[name], theirs, their_params)
+        # Ours are given without what lies below them, and without their parameters.
+        ours = {tree.get_submodule(n) for n in picked}
+        rewrite(tree, policies_of(our_wrap)[name], ignored_modules=ours)
+        assert unit_names(tree) == unit_names(reference)
+        differs += unit_names(reference) != unit_names(torch_rewrite(whole, policies_of(torch_wrap)[name]))
+    assert differs, "ignoring never changed anything"
+
+
+@pytest.mark.parametrize("name", sorted(policies_of(our_wrap).keys() - {"always", "user"}))
+@pytest.mark.parametrize(
+    "build", [Model, lambda: nn.Transformer(8, 2, 2, 2, 8), lambda: nn.Sequential(Model(), Model())]
+)
+def test_models_with_containers_are_wrapped_as_torch_wraps_them(build, name):
+    expected = unit_names(torch_rewrite(build(), policies_of(torch_wrap)[name]))
+    expected -= {n for n, m in build().named_modules() if isinstance(m, nn.ParameterList)}
+    assert unit_names(rewrite(build(), policies_of(our_wrap)[name])) == expected
+
+
+def test_always_wrap_leaves_out_only_the_containers():
+    containers = {"layers", "heads", "extra"}
+    expected = unit_names(torch_rewrite(Model(), torch_wrap.always_wrap_policy))
+    assert containers < expected
+    assert unit_names(rewrite(Model(), our_wrap.always_wrap_policy)) == expected - containers
+
+
+def test_ignored_params_do_not_count():
+    model, reference = Model(), Model()
+    policy = functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=40)
+    torch_rewrite(reference, policy, ignored_params={reference.embed.weight})
+    rewrite(model, policy, ignored_params=[model.embed.weight])
+    assert unit_names(model) == unit_names(reference)
+    assert "embed" not in unit_names(model)
+    assert "embed" in unit_names(rewrite(Model(), policy))
+
+
+@pytest.mark.parametrize(
+    "policy", [torch_wrap.ModuleWrapPolicy({Block}), torch_wrap.CustomPolicy(lambda m: True)]
+)
+def test_policies_of_torch_are_accepted(policy):
+    expected = unit_names(torch_rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), policy))
+    assert unit_names(rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), policy)) == expected != set()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ModuleWrapPolicy({Block}),
+        NameWrapPolicy(["Block", "SpecialBlock"]),
+        CustomPolicy(lambda m: isinstance(m, Block)),
+        functools.partial(our_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    ],
+)
+def test_torch_applies_activation_checkpointing_by_our_policies(policy):
+    model = Model()
+    torch_checkpoint.apply_activation_checkpointing(model, auto_wrap_policy=policy)
+    assert all(isinstance(layer, torch_checkpoint.CheckpointWrapper) for layer in model.layers)
+    assert isinstance(model.heads["a"], nn.Linear)
+
+
+@pytest.mark.parametrize("name", [*torch_wrap.__all__, "_or_policy", "_module_wrap_policy"])
+def test_signatures_equal_those_of_torch(name):
+    def shape(fn):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(fn).parameters.values()]
+
+    assert shape(getattr(our_wrap, name)) == shape(getattr(torch_wrap, name))
+
+
+# --- what is wrapped, and in which order --------------------------------------------------------------
+
+
+def test_root_is_never_wrapped_though_the_policy_matches_it():
+    for policy in (ModuleWrapPolicy({Block, nn.Linear}), our_wrap.always_wrap_policy):
+        plan = plan_wrapping(Block(), policy, Unit)
+        assert [type(module) for module in plan.targets] == [nn.Linear, nn.Linear]
+
+
+def test_children_are_wrapped_before_their_parents():
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))))
+    names = {module: name for name, module in model.named_modules()}
+    made = []
+
+    def make(module, kwargs, left_to_ancestor):
+        made.append(names[module])
+        return Unit(module)
+
+    plan_wrapping(model, ModuleWrapPolicy({nn.Linear, nn.Sequential}), Unit).apply(make)
+    assert made == ["0.0", "0.1.0", "0.1", "0"]
+
+
+@pytest.mark.parametrize("policy", [our_wrap.always_wrap_policy, ModuleWrapPolicy({nn.Linear})])
+def test_shared_module_becomes_one_unit_in_every_place(policy):
+    shared = nn.Linear(2, 2)
+    root = Uses(a=Uses(x=shared, y=shared), b=Uses(deep=Uses(x=shared)), c=shared)
+    rewrite(root, policy)
+    units = [m for n, m in root.named_modules(remove_duplicate=False) if n.split(".")[-1] in ("x", "y", "c")]
+    assert len(units) == 4
+    assert all(unit is units[0] for unit in units)
+    assert isinstance(units[0], Unit)
+    assert units[0]._fsdp_wrapped_module is shared
+
+
+def test_policy_is_asked_about_a_shared_module_once():
+    shared, asked = nn.Linear(2, 2), []
+
+    def spy(module, recurse, nonwrapped_numel):
+        asked.append((module, recurse))
+        return True
+
+    root = Uses(a=Uses(x=shared), b=Uses(x=shared))
+    plan_wrapping(root, spy, Unit)
+    assert sorted(recurse for module, recurse in asked if module is shared) == [False, True]
+
+
+def test_container_with_a_forward_can_be_a_unit():
+    class Stack(nn.ModuleList):
+        def forward(self, x):
+            return x
+
+    root = Uses(stack=Stack([nn.Linear(1, 1)]), plain=nn.ModuleList([nn.Linear(1, 1)]))
+    assert unit_names(rewrite(root, our_wrap.always_wrap_policy)) == {"stack", "stack.0", "plain.0"}
+
+
+def test_policy_object_that_names_a_container_is_told_so():
+    root = Model()
+    with pytest.warns(UserWarning, match=r"'layers' \(ModuleList\) has no forward"):
+        rewrite(root, ModuleWrapPolicy({nn.ModuleList, SpecialBlock}))
+    assert unit_names(root) == {"layers.2"}
+
+
+def test_size_policy_gives_the_remainder_to_the_parent():
+    # 30 elements are enough by themselves; 8 + 8 + 8 are enough only together, in their parent.
+    small = nn.Sequential(*(nn.Linear(8, 1, bias=False) for _ in range(3)))
+    root = nn.Sequential(nn.Sequential(nn.Linear(30, 1, bias=False), small), nn.ReLU())
+    policy = functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=24)
+    asked = []
+
+    def spy(module, recurse, nonwrapped_numel):
+        asked.append((type(module).__name__, recurse, nonwrapped_numel))
+        return policy(module, recurse, nonwrapped_numel)
+
+    assert unit_names(rewrite(root, spy)) == {"0.0", "0.1"}
+    assert asked[:5] == [
+        ("Sequential", True, 54),
+        ("Sequential", True, 54),
+        ("Linear", True, 30),
+        ("Linear", False, 30),
+        ("Sequential", True, 24),
+    ]
+    assert asked[-3:] == [("Sequential", False, 24), ("Sequential", False, 0), ("ReLU", True, 0)]
+
+
+def test_size_policy_defaults_follow_the_attributes_of_the_function(monkeypatch):
+    policy = our_wrap.size_based_auto_wrap_policy
+    assert policy.FORCE_LEAF_MODULES == torch_wrap.size_based_auto_wrap_policy.FORCE_LEAF_MODULES
+    assert policy.EXCLUDE_WRAP_MODULES == torch_wrap.size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
+    assert not policy(Block(), False, int(1e8) - 1)
+    assert policy(Block(), False, int(1e8))
+    monkeypatch.setattr(policy, "EXCLUDE_WRAP_MODULES", {Block})
+    monkeypatch.setattr(policy, "FORCE_LEAF_MODULES", {nn.Linear})
+    assert not policy(Block(), False, int(1e8))
+    assert policy(Block(), True, int(1e8))
+    assert not policy(nn.Linear(1, 1), True, int(1e8))
+
+
+def test_tied_parameter_counts_only_where_all_its_uses_are():
+    embed, head = nn.Embedding(10, 5), nn.Linear(5, 10, bias=False)
+    head.weight = embed.weight
+    root = nn.Sequential(nn.Sequential(embed, nn.Linear(5, 5, bias=False), head), nn.Linear(60, 1))
+    policy = functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=50)
+    plan = plan_wrapping(root, policy, Unit)
+    assert list(plan.targets) == [root[0], root[1]]
+    assert plan.owners == {}
+
+
+# --- arguments of the units ---------------------------------------------------------------------------
+
+
+def test_custom_policy_overrides_arguments_unit_by_unit():
+    answers = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
+    root = Uses(**{name: nn.Linear(1, 1) for name in answers})
+    by_module = {root.get_submodule(name): answer for name, answer in answers.items()}
+    defaults = {"tag": "default", "size": 3}
+    rewrite(root, CustomPolicy(lambda m: by_module.get(m, False)), wrapper_kwargs=defaults)
+    assert unit_names(root) == {"up", "down"}
+    assert (root.up.tag, root.up.size) == ("up", 3)
+    assert (root.down.tag, root.down.size) == ("default", 3)
+    assert defaults == {"tag": "default", "size": 3}
+
+
+class Identical(our_wrap._Policy):
+    """Returns one dict for all modules, as a careless policy may."""
+
+    def _run_policy(self, root_module, ignored_modules, root_kwargs):
+        return dict.fromkeys(root_module.modules(), root_kwargs)
+
+
+@pytest.mark.parametrize("policy", [our_wrap.always_wrap_policy, ModuleWrapPolicy({nn.Linear}), Identical()])
+def test_units_do_not_share_a_dict_of_arguments(policy):
+    first, second = plan_wrapping(Block(), policy, Unit, wrapper_kwargs={"tag": "t"}).targets.values()
+    assert first == second == {"tag": "t"}
+    assert first is not second
+
+
+@pytest.mark.parametrize(
+    "policy", [ModuleWrapPolicy({Block}), NameWrapPolicy("Block"), CustomPolicy(lambda m: True)]
+)
+def test_policy_objects_pass_over_ignored_modules(policy):
+    root = nn.Sequential(Block(), Block())
+    chosen = policy._run_policy(root, {root[0]}, {})
+    assert root[1] in chosen
+    assert root[0] not in chosen
+
+
+def test_ignored_modules_are_not_wrapped_though_the_policy_names_them():
+    root = nn.Sequential(Block(), Block())
+    plan = plan_wrapping(root, Identical(), Unit, ignored_modules=[root[0]])
+    assert list(plan.targets) == [root[1].up, root[1].down, root[1]]
+
+
+# --- refusals leave the tree untouched ----------------------------------------------------------------
+
+
+def raises_midway(module, recurse, nonwrapped_numel):
+    if isinstance(module, SpecialBlock):
+        raise RuntimeError("midway")
+    return True
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),
+        (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),
+        (CustomPolicy(lambda m: {"tga": 1} if type(m) is Block else False), TypeError, "'layers.0'.*tga"),
+        (raises_midway, RuntimeError, "midway"),
+        (NameWrapPolicy("Nothing"), ValueError, "no module has a class named 'Nothing'"),
+        ({Block}, TypeError, "use ModuleWrapPolicy"),
+        (None, TypeError, "must be a function or a policy object"),
+    ],
+)
+def test_bad_policy_changes_nothing(policy, error, message):
+    model = Model()
+    before = snapshot(model)
+    with pytest.raises(error, match=message):
+        rewrite(model, policy)
+    assert snapshot(model) == before
+
+
+def test_module_that_is_wrapped_already_is_refused_before_the_policy_is_asked():
+    model = Model()
+    model.layers[1] = Unit(model.layers[1])
+    before, asked = snapshot(model), []
+    with pytest.raises(ValueError, match=r"'layers.1' \(Unit\) is one"):
+        rewrite(model, lambda **kwargs: asked.append(kwargs))
+    assert (snapshot(model), asked) == (before, [])
+    with pytest.raises(ValueError, match=r"the root module \(Unit\) is one"):
+        rewrite(Unit(Block()), our_wrap.always_wrap_policy)
+
+
+def test_wrapped_module_that_is_ignored_is_left_alone():
+    model = Model()
+    ignored = model.layers[1] = Unit(model.layers[1])
+    rewrite(model, ModuleWrapPolicy({Block}), ignored_modules=[ignored])
+    assert model.layers[1] is ignored
+    assert unit_names(model) == {"layers.0", "layers.1", "layers.2"}
+
+
+def test_wrapper_may_be_a_function():
+    model = Model()
+    plan_wrapping(model, NameWrapPolicy("Embedding"), lambda module: Unit(module)).apply(make_unit)
+    assert unit_names(model) == {"embed"}
+
+
+# --- policy by name -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("Block", {"block", "outer"}),
+        ("Outer.Block", {"outer"}),
+        (f"{__name__}.Block", {"block"}),
+        (f"{__name__}.Outer.Block", {"outer"}),
+        (["SpecialBlock", "activation.ReLU"], {"special", "relu"}),
+    ],
+)
+def test_names_match_whole_parts_of_a_class_path(names, expected):
+    root = Uses(block=Block(), special=SpecialBlock(), outer=Outer.Block(), relu=nn.ReLU())
+    assert unit_names(rewrite(root, NameWrapPolicy(names))) == expected
+
+
+def test_name_may_be_one_that_was_given_to_the_class_later():
+    renamed = type("Made", (Block,), {"__qualname__": "Renamed"})
+    for name in ("Made", "Renamed"):
+        assert unit_names(rewrite(Uses(x=renamed()), NameWrapPolicy(name))) == {"x"}
+
+
+@pytest.mark.parametrize(
+    "name", ["lock", "uter.Block", "block", "Block.up", f"x.{__name__}.Block", "Uses.Block"]
+)
+def test_names_do_not_match_parts_of_words(name):
+    with pytest.raises(ValueError, match="no module has a class named"):
+        plan_wrapping(Uses(block=Block(), outer=Outer.Block()), NameWrapPolicy(name), Unit)
+
+
+def test_name_that_matches_nothing_is_answered_with_what_there_is():
+    with pytest.raises(ValueError) as error:
+        plan_wrapping(Model(), NameWrapPolicy(["some.where.SpecialBlok", "Zzz"]), Unit)
+    assert str(error.value) == (
+        "NameWrapPolicy: no module has a class named 'some.where.SpecialBlok', 'Zzz' (did you mean "
+        "'SpecialBlock'?); the classes present, with their counts, are: Block (2), Embedding (1), "
+        "Linear (8), Model (1), ModuleDict (1), ModuleList (1), ParameterList (1), ReLU (1), "
+        "Sequential (1), SpecialBlock (1)"
+    )
+    with pytest.raises(ValueError) as error:
+        plan_wrapping(Block(), NameWrapPolicy("Zzz"), Unit)
+    assert "did you mean" not in str(error.value)
+
+
+def test_one_name_of_several_that_matches_nothing_is_a_warning():
+    model = Model()
+    with pytest.warns(UserWarning, match=r"named 'Blokc' \(did you mean 'Block'\?\)"):
+        rewrite(model, NameWrapPolicy(("Blokc", "Embedding")))
+    assert unit_names(model) == {"embed"}
+
+
+def test_name_matches_the_root_and_ignored_modules_without_wrapping_them():
+    assert not plan_wrapping(Block(), NameWrapPolicy("Block"), Unit).targets
+    model = Model()
+    assert not plan_wrapping(model, NameWrapPolicy("Embedding"), Unit, ignored_modules=[model.embed]).targets
+
+
+@pytest.mark.parametrize("names", ["", [], [""], [Block]])
+def test_names_must_be_names(names):
+    with pytest.raises(ValueError, match="one or more names"):
+        NameWrapPolicy(names)
+
+
+def test_module_classes_must_be_classes():
+    with pytest.raises(TypeError, match="NameWrapPolicy takes the names"):
+        ModuleWrapPolicy(["Block"])
+
+
+def test_policies_show_what_they_hold():
+    policy = ModuleWrapPolicy([nn.Linear, Block, Block])
+    assert policy._module_classes == {nn.Linear, Block}
+    assert repr(policy) == f"ModuleWrapPolicy({{{__name__}.Block, torch.nn.modules.linear.Linear}})"
+    assert repr(NameWrapPolicy("Block")) == "NameWrapPolicy(['Block'])"
+
+
+# --- wrapping by hand ---------------------------------------------------------------------------------
+
+
+def test_wrap_does_nothing_outside_of_enable_wrap():
+    module = Block()
+    assert wrap(module, tag="ignored") is module
+
+
+def test_wrap_takes_arguments_of_the_block_and_its_own():
+    with enable_wrap(wrapper_cls=Unit, tag="block", size=1):
+        first, second = wrap(nn.Linear(1, 1)), wrap(nn.Linear(1, 1), tag="own")
+    assert (first.tag, first.size) == ("block", 1)
+    assert (second.tag, second.size) == ("own", 1)
+
+
+def test_inner_enable_wrap_alone_holds_and_the_outer_returns_after_an_error():
+    with enable_wrap(wrapper_cls=Unit, tag="outer", size=1):
+        with pytest.raises(RuntimeError, match="inside"), enable_wrap(wrapper_cls=Unit, tag="inner"):
+            inner = wrap(Block())
+            raise RuntimeError("inside")
+        outer = wrap(Block())
+    assert (inner.tag, inner.size) == ("inner", None)
+    assert (outer.tag, outer.size) == ("outer", 1)
+    module = Block()
+    assert wrap(module) is module
+
+
+def test_modules_that_wrap_their_own_children_nest():
+    class Layered(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.inner = wrap(Layered(depth - 1) if depth else nn.Linear(1, 1))
+
+    with enable_wrap(wrapper_cls=Unit):
+        assert unit_names(wrap(Layered(2))) == {"", "inner", "inner.inner", "inner.inner.inner"}
+    assert unit_names(Layered(2)) == set()
+
+
+@pytest.mark.parametrize("wrapper_cls", [None, "Unit"])
+def test_enable_wrap_needs_something_to_call(wrapper_cls):
+    with pytest.raises(TypeError, match="wrapper_cls"), enable_wrap(wrapper_cls=wrapper_cls):
+        pass
+
+
+# --- owners of tied parameters ------------------------------------------------------------------------
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+class Cell(Uses):
+    """The class that the policies of this section wrap."""
+
+
+def planned(root: nn.Module, **options) -> our_wrap.WrapPlan:
+    return plan_wrapping(root, ModuleWrapPolicy({Cell}), Unit, **options)
+
+
+def test_parameter_of_two_units_is_left_to_the_root():
+    tied, own = weight(), weight()
+    root = Uses(a=Cell(w=tied, own=own), b=Cell(w=tied))
+    plan = planned(root)
+    assert plan.owners == {tied: root}
+    assert plan.left_to_ancestor == {root.a: {tied}, root.b: {tied}}
+
+
+def test_parameter_of_two_units_is_left_to_the_lowest_unit_above_both():
+    tied = weight()
+    middle = Cell(a=Cell(w=tied), plain=Uses(b=Cell(w=tied)))
+    plan = planned(Uses(top=Cell(middle=middle)))
+    assert plan.owners == {tied: middle}
+    assert plan.left_to_ancestor[middle] == frozenset()
+    assert plan.left_to_ancestor[middle.a] == plan.left_to_ancestor[middle.plain.b] == {tied}
+
+
+def test_parameter_of_a_unit_and_of_a_plain_module_is_left_to_the_unit_above():
+    tied = weight()
+    root = Uses(plain=Uses(w=tied), cell=Cell(w=tied))
+    assert planned(root).owners == {tied: root}
+    outer = Cell(w=tied, cell=Cell(w=tied))
+    assert planned(Uses(outer=outer)).owners == {tied: outer}
+
+
+def test_parameter_tied_within_one_unit_stays_there():
+    tied = weight()
+    plan = planned(Uses(cell=Cell(a=Uses(w=tied), b=Uses(w=tied), again=tied)))
+    assert plan.owners == {}
+    assert list(plan.left_to_ancestor.values()) == [frozenset()]
+
+
+def test_ties_are_by_identity_not_by_value_or_storage():
+    data = torch.zeros(2)
+    root = Uses(a=Cell(w=nn.Parameter(data)), b=Cell(w=nn.Parameter(data)))
+    assert planned(root).owners == {}
+
+
+def test_plain_module_shared_by_two_units_is_left_to_the_unit_above():
+    shared = Uses(w=weight())
+    root = Uses(a=Cell(shared=shared), b=Cell(shared=shared))
+    assert planned(root).owners == {shared.w: root}
+    assert planned(Uses(a=Cell(w=Uses(once=shared, twice=shared)))).owners == {}
+
+
+def test_unit_shared_by_two_units_owns_its_parameters_unless_one_uses_them_itself():
+    shared = Cell(w=weight())
+    assert planned(Uses(a=Cell(shared=shared), b=Cell(shared=shared))).owners == {}
+    # The use in `a` needs the parameter when `a` runs, the use in `shared` also when `b` runs.
+    root = Uses(a=Cell(shared=shared, w=shared.w), b=Cell(shared=shared))
+    assert planned(root).owners == {shared.w: root}
+
+
+def test_ignored_parameters_have_no_owner():
+    tied = weight()
+    root = Uses(a=Cell(w=tied), b=Cell(w=tied), c=Uses(w=tied))
+    assert planned(root, ignored_params=[tied]).owners == {}
+    assert planned(root, ignored_modules=[root.c]).owners == {}
+    assert planned(root).owners == {tied: root}
+
+
+def random_graph(rng: random.Random) -> nn.Module:
+    """Modules and parameters that are used in many places; about half of the modules are to be wrapped."""
+    params, modules = [weight() for _ in range(5)], []
+    for _ in range(rng.randint(3, 9)):
+        held = {f"m{i}": rng.choice(modules) for i in range(rng.randint(0, 2)) if modules}
+        held |= {f"p{i}": rng.choice(params) for i in range(rng.randint(0, 2))}
+        modules.append(rng.choice([Uses, Cell])(**held))
+    return Uses(**{f"m{i}": module for i, module in enumerate(modules[-3:])}, p=params[0])
+
+
+def unit_paths(module: nn.Module, units: tuple[nn.Module, ...]) -> list:
+    """Every path to a parameter: the parameter, and the units that the path passes through."""
+    found = [(param, units) for param in module._parameters.values()]
+    for child in module._modules.values():
+        found += unit_paths(child, (*units, child) if isinstance(child, Cell) else units)
+    return found
+
+
+def expected_owners(root: nn.Module) -> dict[nn.Parameter, nn.Module]:
+    """For each parameter the last unit that lies on all of its paths."""
+    paths: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    for param, units in unit_paths(root, (root,)):
+        paths.setdefault(param, []).append(units)
+    return {
+        param: [unit for unit in chains[0] if all(unit in chain for chain in chains)][-1]
+        for param, chains in paths.items()
+    }
+
+
+def claim(root: nn.Module, plan: our_wrap.WrapPlan) -> dict[nn.Parameter, list[nn.Module]]:
+    """Lets each unit take what the constructor of a wrapper would take; returns the takers."""
+    takers: dict[nn.Parameter, list[nn.Module]] = {p: [] for p in root.parameters()}
+    left = {**plan.left_to_ancestor, root: frozenset()}
+    for unit in [*plan.targets, root]:
+        for param in unit.parameters():
+            if not takers[param] and param not in left[unit]:
+                takers[param].append(unit)
+    return takers
+
+
+def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths():
+    tied = 0
+    for seed in range(300):
+        root = random_graph(random.Random(seed))
+        plan, expected = planned(root), expected_owners(root)
+        assert claim(root, plan) == {param: [owner] for param, owner in expected.items()}, seed
+        assert all(expected[param] is owner for param, owner in plan.owners.items()), seed
+        assert set(plan.owners) == set().union(*plan.left_to_ancestor.values()), seed
+        tied += len(plan.owners)
+    assert tied > 300, "the graphs hold too few ties"
+
+
+def test_random_graphs_are_rewritten_in_every_place_and_once():
+    for seed in range(100):
+        root = random_graph(random.Random(seed))
+        cells = {module for module in root.modules() if isinstance(module, Cell)}
+        planned(root).apply(make_unit)
+        units = [module for module in root.modules() if isinstance(module, Unit)]
+        assert Counter(unit._fsdp_wrapped_module for unit in units) == Counter(cells), seed
+        holders = [m for m in root.modules() if not isinstance(m, Unit)]
+        assert not any(isinstance(child, Cell) for m in holders for child in m.children()), seed
+
+
+def test_owners_are_listed_in_the_order_of_the_tree():
+    params = [weight() for _ in range(8)]
+    root = Uses(**{f"{side}{i}": Cell(w=param) for side in "ab" for i, param in enumerate(params)})
+    assert [id(param) for param in planned(root).owners] == [id(param) for param in params]
+
+
+def test_make_unit_receives_what_to_leave_to_an_ancestor():
+    tied, received = weight(), {}
+    root = Uses(a=Cell(w=tied), b=Cell(w=tied), c=Cell(w=weight()))
+    a, b, c = root.a, root.b, root.c
+
+    def make(module, kwargs, left_to_ancestor):
+        received[module] = left_to_ancestor
+        return Unit(module, **kwargs)
+
+    planned(root).apply(make)
+    assert received == {a: {tied}, b: {tied}, c: set()}
