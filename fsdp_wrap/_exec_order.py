@@ -33,14 +33,9 @@ class ExecOrder(Generic[UnitT]):
         self._cursor = len(self._order)
 
     def next_in_backward(self, unit: UnitT) -> UnitT | None:
-        """Returns the unit whose backward is expected after that of `unit`, which runs now."""
-        index = self._last_before(unit, self._cursor)
-        if index < 0:  # not in the order of the forward: look at all of it
-            index = self._last_before(unit, len(self._order))
-        if index < 0:
-            return None
-        self._cursor = index
-        return self._order[index - 1] if index > 0 else None
-
-    def _last_before(self, unit: UnitT, end: int) -> int:
-        return next((index for index in range(end - 1, -1, -1) if self._order[index] is unit), -1)
+        """Returns the unit whose backward is expected after that of `unit`."""
+        for index in range(self._cursor - 1, -1, -1):
+            if self._order[index] is unit:
+                self._cursor = index
+                return self._order[index - 1] if index > 0 else None
+        return None

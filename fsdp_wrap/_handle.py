@@ -144,6 +144,7 @@ class ParamHandle:
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
         self._summoned: list[_SummonedSegment] = []
+        self._shows_leaves = True
         self.show_sharded()
 
     @property
@@ -195,6 +196,7 @@ class ParamHandle:
         if self.state is HandleState.SHARDED:
             return False
         self.wait()  # a gather in flight still writes
+        self.show_sharded()
         for segment in self.segments:
             segment.full.free()
         self.state = HandleState.SHARDED
@@ -202,13 +204,17 @@ class ParamHandle:
 
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""
-        for segment in self.segments:
-            segment.layout.show(segment.leaves)
+        if not self._shows_leaves:
+            self._shows_leaves = True
+            for segment in self.segments:
+                segment.layout.show(segment.leaves)
 
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""
-        for segment in self.segments:
-            segment.layout.show_sharded()
+        if self._shows_leaves:
+            self._shows_leaves = False
+            for segment in self.segments:
+                segment.layout.show_sharded()
 
     def summon(self, copies: bool = False) -> None:
         """Puts the full parameters, in master dtype, into the user's hands.
@@ -236,7 +242,6 @@ class ParamHandle:
         finally:
             for segment in self.segments:
                 segment.layout.hide_full()
-            self.show_sharded()
             self.state = HandleState.SHARDED
         for summoned_segment, edited in zip(summoned, edits):
             summoned_segment.write_back(edited)

@@ -83,7 +83,7 @@ class Layout(Protocol):
         ...
 
     def hide_full(self) -> None:
-        """Undoes what `show_full` did to the sharded parameters; `show_sharded` follows."""
+        """Undoes `show_full`: the modules show the sharded parameters again."""
         ...
 
     def shown(self) -> list[nn.Parameter | None]:

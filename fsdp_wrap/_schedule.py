@@ -63,7 +63,8 @@ class Schedule:
             self._unshard(unit, Phase.BACKWARD if recompute else Phase.FORWARD)
             self._hook_leaves(unit)
         self._depth += 1
-        if unit.enter() and unit.handle is not None:
+        unit.running += 1
+        if unit.handle is not None:
             unit.handle.show_leaves()
         return Use(unit)
 
@@ -121,8 +122,10 @@ class Schedule:
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
         self._depth -= 1
-        if use.unit.exit() and use.unit.handle is not None:
-            use.unit.handle.show_sharded()
+        unit = use.unit
+        unit.running -= 1
+        if unit.handle is not None and unit.running == 0 and graph_task() == -1:
+            unit.handle.show_sharded()
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
@@ -157,6 +160,8 @@ class Schedule:
         """Runs when a gradient reaches one of a use's outputs."""
         self._open_backward()
         self._unshard(use.unit, Phase.BACKWARD)
+        assert use.unit.handle is not None
+        use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
         if use.open(graph_task(), inputs) and _prefetches(use.unit, BackwardPrefetch.BACKWARD_PRE):
             self._prefetch(use.unit)
 
@@ -229,6 +234,8 @@ class Schedule:
                 if unit.end_backward():
                     emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
                 self._reshard(unit, Phase.FINAL_CALLBACK)
+            elif not unit.running:
+                unit.handle.show_sharded()
         self._finish_reduction()
         self._backward_open = False
 

@@ -41,6 +41,9 @@ class Unit:
         handle: Owner of its parameters; None where it owns none.
         options: How to schedule it.
         left: Tied parameters of the module that a unit above owns.
+
+    Attributes:
+        running: Forward calls in progress.
     """
 
     def __init__(
@@ -79,16 +82,6 @@ class Unit:
         self.fqn = fqn
 
     # forward
-
-    def enter(self) -> bool:
-        """Begins a forward call; returns whether it is the only one in progress."""
-        self.running += 1
-        return self.running == 1
-
-    def exit(self) -> bool:
-        """Ends a forward call; returns whether none is left."""
-        self.running -= 1
-        return self.running == 0
 
     def newly_trainable(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yields (leaf, segment, index) of leaves that need gradients and were not yielded before."""

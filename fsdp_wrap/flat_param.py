@@ -272,6 +272,7 @@ class _FlatFront:
 
     def hide_full(self) -> None:
         self._layout.register_flat_param(self._layout.flat_param)
+        self.show_sharded()
 
 
 class _SliceFront:
@@ -307,5 +308,6 @@ class _SliceFront:
 
     def hide_full(self) -> None:
         self._cut()
+        self.show_sharded()
         for param, grad in zip(self.sources, self._grads):
             param.grad = grad

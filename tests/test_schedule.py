@@ -1,0 +1,436 @@
+"""Which unit runs when: order of events, prefetch, checkpointing, counts of collectives, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from bed import ranks
+from bed.references import count_collectives
+from models import WRAPPINGS, Block, Transformer, full_grads, loss_of, named_state, tokens, train, twins
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_wrap import BackwardPrefetch, EventKind, Phase, record_events
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+each_checkpoint = pytest.mark.parametrize("kind", ["none", "reentrant", "early_stop", "no_early_stop"])
+
+
+class _Checkpointed(nn.Module):
+    """Runs a module under activation checkpointing: outside of it, or the module is a unit's inside."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "none":
+            return self.inner(x)
+        if self.kind == "reentrant":
+            return checkpoint(self.inner, x, use_reentrant=True)
+        return checkpoint(self.inner, x, use_reentrant=False, early_stop=self.kind == "early_stop")
+
+
+def _checkpointed_transformer(kind: str) -> nn.Module:
+    model = Transformer()
+    model.blocks = nn.ModuleList(_Checkpointed(block, kind) for block in model.blocks)
+    return model
+
+
+def _trace(events, *kinds):
+    return [(event.kind.value, event.unit.removesuffix(".inner")) for event in events if event.kind in kinds]
+
+
+def _run(model, rank, step=0):
+    loss_of(model, tokens(rank, step)).backward()
+
+
+@pytest.mark.parametrize("unit", [Block, _Checkpointed], ids=["around", "inside"])
+@each_checkpoint
+@each_form
+@ranks(2)
+def test_forward_order_and_backward_pre(rank, world_size, use_orig_params, kind, unit):
+    _, model = twins(
+        lambda: _checkpointed_transformer(kind),
+        auto_wrap_policy=ModuleWrapPolicy({unit}),
+        use_orig_params=use_orig_params,
+    )
+    for step in range(2):
+        with record_events() as events:
+            loss = loss_of(model, tokens(rank, step))
+        b0, b1, b2 = (f"blocks.{index}" for index in range(3))
+        assert _trace(events, EventKind.UNSHARD) == [("unshard", name) for name in ("", b0, b1, b2)]
+        with record_events() as events:
+            loss.backward()
+        assert _trace(events, EventKind.UNSHARD, EventKind.POST_BACKWARD) == [
+            ("unshard", b2),
+            ("unshard", b1),
+            ("post_backward", b2),
+            ("unshard", b0),
+            ("post_backward", b1),
+            ("post_backward", b0),
+            ("post_backward", ""),
+        ]
+        assert all(event.phase is Phase.BACKWARD for event in events)
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_POST", None])
+@ranks(2)
+def test_backward_post_and_no_prefetch(rank, world_size, prefetch):
+    chosen = BackwardPrefetch[prefetch] if prefetch else None
+    _, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), backward_prefetch=chosen)
+    with record_events() as events:
+        _run(model, rank)
+    backward = [event for event in events if event.phase is Phase.BACKWARD]
+    held = peak = 1  # the root
+    for event in backward:
+        held += {EventKind.UNSHARD: 1, EventKind.RESHARD: -1}.get(event.kind, 0)
+        peak = max(peak, held)
+    assert held == 0
+    assert peak == 2  # never a unit ahead of the running one
+
+
+@pytest.mark.parametrize("unit", [Block, _Checkpointed], ids=["around", "inside"])
+@each_checkpoint
+@each_form
+@ranks(2)
+def test_collectives_per_step(rank, world_size, use_orig_params, kind, unit):
+    """One gather per unit in forward, one per resharded unit in backward, one reduction per unit."""
+    plain, model = twins(
+        lambda: _checkpointed_transformer(kind),
+        auto_wrap_policy=ModuleWrapPolicy({unit}),
+        use_orig_params=use_orig_params,
+    )
+    ddp = DDP(plain)
+    _run(ddp, rank)
+    with count_collectives() as traffic:
+        _run(model, rank)
+    assert {name: calls for name, (calls, _) in traffic.items()} == {
+        "all_gather_into_tensor": 4 + 3,
+        "reduce_scatter_tensor": 4,
+    }
+    found = full_grads(model)
+    for name, param in named_state(ddp):
+        assert torch.equal(found[name], param.grad), name
+
+
+@each_form
+@ranks(2)
+def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size, use_orig_params):
+    plain, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params)
+    ddp = DDP(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ddp, model)]
+    train(ddp, optimizers[0], rank, range(2))
+    train(model, optimizers[1], rank, range(1))
+
+    def fail(*_):
+        raise ArithmeticError("on purpose")
+
+    inner = model.blocks[1].module
+    for register in (
+        inner.mlp.register_forward_hook,
+        inner.mlp[0].register_full_backward_hook,
+        inner.norm1.register_full_backward_hook,
+    ):
+        hook = register(fail)
+        with pytest.raises(ArithmeticError):
+            _run(model, rank, step=5)
+        hook.remove()
+        model.zero_grad()
+    train(model, optimizers[1], rank, range(1, 2))
+    state = model.state_dict()
+    for name, param in named_state(ddp):
+        assert torch.equal(state[name], param.detach()), name
+
+
+@dataclasses.dataclass
+class _Pair:
+    hidden: torch.Tensor
+    note: str
+
+
+_Named = namedtuple("_Named", ["hidden", "rest"])
+
+
+class _Structured(nn.Module):
+    """Takes and returns the hidden state in the containers that users have."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.form = form
+
+    def forward(self, value, *, scale):
+        for container in (list, tuple):
+            if isinstance(value, container) and not isinstance(value, _Named):
+                value = value[0]
+        if isinstance(value, dict):
+            value = value["hidden"]
+        x = value if isinstance(value, torch.Tensor) else value.hidden
+        y = self.linear(x) * scale["by"]
+        return {
+            "tensor": y,
+            "tuple": (y, None),
+            "list": [y, {"again": y}],
+            "dict": {"hidden": y, "n": 3},
+            "dataclass": _Pair(y, "text"),
+            "namedtuple": _Named(y, [y]),
+        }[self.form]
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict", "dataclass", "namedtuple"])
+@each_form
+@ranks(2)
+def test_structured_inputs_and_outputs(rank, world_size, use_orig_params, form):
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.units = nn.ModuleList(_Structured(form) for _ in range(3))
+
+        def forward(self, x):
+            for unit in self.units:
+                x = unit(x, scale={"by": 0.5})
+            return x
+
+    def hidden(value):
+        while not isinstance(value, torch.Tensor):
+            if isinstance(value, dict):
+                value = value["hidden"]
+            else:
+                value = value.hidden if hasattr(value, "hidden") else value[0]
+        return value
+
+    plain, model = twins(
+        Stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({_Structured}), use_orig_params=use_orig_params
+    )
+    x = torch.ones(2, 8, dtype=torch.float64, requires_grad=True)
+    hidden(plain(x)).square().sum().backward()
+    with record_events() as events:
+        hidden(model(x)).square().sum().backward()
+    assert [e.unit for e in events if e.kind is EventKind.POST_BACKWARD and e.phase is Phase.BACKWARD] == [
+        "units.2",
+        "units.1",
+        "units.0",
+    ]
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+
+
+class _Twice(nn.Module):
+    """Uses one unit twice, and repeats what it computes in a loop of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.shared(self.first(x)).tanh()
+        with torch.no_grad():
+            extra = self.shared(x)
+        x = x + extra
+        return self.last(self.shared(x).tanh())
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@each_form
+@ranks(2)
+def test_module_used_several_times(rank, world_size, use_orig_params, needs_grad):
+    plain, model = twins(
+        _Twice, torch.float64, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=needs_grad)
+    for module in (plain, model):
+        x.grad = None
+        module(x).square().sum().backward()
+        (module(x).sum() + module(x * 2).square().sum()).backward()  # two forwards, one backward
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+
+
+@each_form
+@ranks(2)
+def test_two_forwards_then_two_backwards_and_retain_graph(rank, world_size, use_orig_params):
+    plain, model = twins(
+        Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params
+    )
+    ddp = DDP(plain)
+    references = [loss_of(plain, tokens(rank, step)) for step in range(2)]
+    losses = [loss_of(model, tokens(rank, step)) for step in range(2)]
+    for first, second in (references, losses):
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+    del ddp
+    for param in plain.parameters():
+        torch.distributed.all_reduce(param.grad)
+        param.grad /= world_size
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+
+
+@each_form
+@ranks(2)
+def test_gradient_penalty(rank, world_size, use_orig_params):
+    def make():
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    plain, model = twins(
+        make, torch.float64, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        for module in (plain, model):
+            out = module(x).sum()
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+            (out + slope.square().sum()).backward()
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+
+
+@each_form
+@ranks(2)
+def test_frozen_parameters_of_a_unit(rank, world_size, use_orig_params):
+    """Frozen and trainable in one unit: only what trains is reduced, and the numbers are DDP's."""
+
+    def make():
+        model = Transformer()
+        for name, param in model.named_parameters():
+            param.requires_grad_("norm" in name or "head" in name)
+        return model
+
+    plain, model = twins(make, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params)
+    ddp = DDP(plain)
+    _run(ddp, rank)
+    with count_collectives() as traffic:
+        _run(model, rank)
+    trainable = sum(p.numel() * 4 for p in plain.parameters() if p.requires_grad)
+    assert traffic["reduce_scatter_tensor"].bytes <= trainable + 4 * 64
+    found = full_grads(model)
+    for name, param in named_state(ddp):
+        if param.requires_grad:
+            assert torch.equal(found[name], param.grad), name
+
+
+@ranks(2)
+def test_unfreezing_and_freezing_between_steps(rank, world_size):
+    plain, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
+    ours = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
+    for step, frozen in enumerate(["blocks.1", "mlp", "none", "embed"]):
+        for named in (plain.named_parameters(), ours.items()):
+            for name, param in named:
+                param.requires_grad_(frozen not in name)
+                param.grad = None
+        ddp = DDP(plain)
+        for module in (ddp, model):
+            _run(module, rank, step)
+        found = full_grads(model)
+        for name, param in plain.named_parameters():
+            expected = torch.zeros_like(param) if param.grad is None else param.grad
+            assert torch.equal(found[name], expected), (frozen, name)
+
+
+@each_form
+@ranks(2)
+def test_unused_parameters_and_heads(rank, world_size, use_orig_params):
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Linear(8, 8)
+            self.left, self.right = nn.Linear(8, 2), nn.Linear(8, 2)
+            self.spare = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            x = self.trunk(x).tanh()
+            return self.left(x), self.right(x)
+
+    for policy in (None, ModuleWrapPolicy({nn.Linear})):
+        plain, model = twins(Heads, torch.float64, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        x = torch.randn(3, 8, dtype=torch.float64)
+        for module in (plain, model):
+            left, right = module(x)
+            left.sum().backward(retain_graph=True)
+            right.square().sum().backward()
+            module(x)[1].sum().backward()
+        found = full_grads(model)
+        for name, param in plain.named_parameters():
+            expected = torch.zeros_like(param) if param.grad is None else param.grad
+            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@each_form
+@ranks(2)
+def test_inplace_first_and_sparse_and_recurrent_layers(rank, world_size, use_orig_params):
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 8, sparse=True)
+            self.lstm = nn.LSTM(8, 8, batch_first=True, num_layers=2)
+            self.act = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+            self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))
+
+        def forward(self, x):
+            x = self.lstm(self.embed(x))[0] * 1.0
+            return self.norm(self.act(x))
+
+    for policy in (None, ModuleWrapPolicy({nn.Embedding, nn.LSTM, nn.Sequential})):
+        plain, model = twins(Odd, torch.float64, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        x = torch.tensor([[1, 2, 3], [3, 3, 10]])
+        for module in (plain, model):
+            module(x).square().sum().backward()
+        found = full_grads(model)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad.to_dense(), rtol=1e-12, atol=1e-12)
+
+
+@ranks(2)
+def test_clip_grad_norm_equals_plain(rank, world_size):
+    for norm_type in (1.0, 2.0, 3.5, float("inf")):
+        for form in (False, True):
+            plain, model = twins(
+                Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=form
+            )
+            ddp = DDP(plain)
+            for module in (ddp, model):
+                _run(module, rank)
+            expected = nn.utils.clip_grad_norm_(ddp.parameters(), 0.1, norm_type)
+            found = model.clip_grad_norm_(0.1, norm_type)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            grads = full_grads(model)
+            for name, param in named_state(ddp):
+                torch.testing.assert_close(grads[name], param.grad, rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+def test_events_cost_nothing_when_nobody_listens(rank, world_size):
+    from fsdp_wrap import _events
+
+    _, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+    with record_events() as events:
+        _run(model, rank)
+    seen = len(events)
+    assert seen > 0
+    _run(model, rank)
+    assert len(events) == seen
+    assert _events._observers == []
+
+
+@ranks(2)
+def test_unit_names_follow_the_outermost_root(rank, world_size):
+    inner = FSDP(nn.Linear(8, 8))
+    inner(torch.ones(2, 8)).sum().backward()  # its own root for now
+    outer = FSDP(nn.Sequential(inner, nn.Linear(8, 8)))
+    with record_events() as events:
+        outer(torch.ones(2, 8)).sum().backward()
+    assert {event.unit for event in events} == {"", "0"}
+    assert outer.check_is_root() and not inner.check_is_root()
