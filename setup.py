@@ -1,0 +1,15 @@
+from setuptools import setup
+
+TEST = ["pytest>=7"]
+
+setup(
+    name="fsdp-wrap",
+    version="0.1.0",
+    description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
+    license="BSD-3-Clause",
+    packages=["fsdp_wrap"],
+    package_data={"fsdp_wrap": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.11,<3", "tqdm", "packaging"],
+    extras_require={"test": TEST, "dev": [*TEST, "ruff", "mypy"]},
+)
