@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._device import Finished, Pending, lane_of
-from fsdp_wrap._mesh import ShardMesh
+from fsdp_wrap._mesh import Ranks
 
-__all__ = ["Buffer", "Communicator", "make_communicator"]
+__all__ = ["Buffer", "Communicator", "ResidentBuffer", "make_communicator"]
 
 
 # Torch 2.13 renamed them.
@@ -57,18 +57,41 @@ class Buffer:
             self._storage.resize_(0)
 
 
+class ResidentBuffer(Buffer):
+    """A buffer over memory that stays: that of a shard which is the whole (NO_SHARD)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._storage = tensor.untyped_storage()
+
+    def free(self) -> None:
+        return None
+
+
 class Communicator(ABC):
     """A way of communicating within one group.
 
-    Args:
-        mesh: The group and this rank's place in it.
+    Attributes:
+        rank: This process's rank in the group.
+        size: How many ranks it has.
         device: Where the buffers live.
     """
 
-    def __init__(self, mesh: ShardMesh, device: torch.device) -> None:
-        self.rank = mesh.rank
-        self.size = mesh.size
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
         self.device = device
+
+    def _identity(self) -> object:
+        """What makes two communicators interchangeable."""
+        return self.device
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Communicator) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
@@ -93,8 +116,10 @@ class Communicator(ABC):
         """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled."""
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduces a small tensor in place; blocks."""
+    def all_reduce(
+        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        """Reduces each tensor in place."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -102,7 +127,10 @@ class Communicator(ABC):
 
 
 class SoloCommunicator(Communicator):
-    """A group of one rank: nothing travels."""
+    """One rank alone: nothing travels."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 1, device)
 
     def all_gather(self, full: list[torch.Tensor]) -> Pending:
         return Finished()
@@ -112,8 +140,10 @@ class SoloCommunicator(Communicator):
             shard.copy_(source)
         return Finished()
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        return None
+    def all_reduce(
+        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        return Finished()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         return None
@@ -131,11 +161,14 @@ class _AllPending:
 class GroupCommunicator(Communicator):
     """The process group's own collectives, on two lanes: gathers never queue behind reductions."""
 
-    def __init__(self, mesh: ShardMesh, device: torch.device) -> None:
-        super().__init__(mesh, device)
-        self._group = mesh.group
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks.rank, ranks.size, device)
+        self._group = ranks.group
         self._gather_lane = lane_of(device, "gather")
         self._reduce_lane = lane_of(device, "reduce")
+
+    def _identity(self) -> object:
+        return self.device, self._group
 
     def all_gather(self, full: list[torch.Tensor]) -> Pending:
         return _AllPending([self._gather_lane.issue(self._gather(_as_transport(tensor))) for tensor in full])
@@ -150,8 +183,13 @@ class GroupCommunicator(Communicator):
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[bool], Any]:
         return lambda async_op: _reduce_scatter(shard, full, group=self._group, async_op=async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        dist.all_reduce(tensor, op=op, group=self._group)
+    def all_reduce(
+        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        return _AllPending([self._reduce_lane.issue(self._all_reduce(tensor, op)) for tensor in tensors])
+
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[bool], Any]:
+        return lambda async_op: dist.all_reduce(tensor, op=op, group=self._group, async_op=async_op)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
@@ -163,6 +201,6 @@ def _as_transport(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if known or tensor.numel() == 0 else tensor.view(torch.uint8)
 
 
-def make_communicator(mesh: ShardMesh, device: torch.device) -> Communicator:
-    """Chooses the way of communicating for a group and a device."""
-    return SoloCommunicator(mesh, device) if mesh.size == 1 else GroupCommunicator(mesh, device)
+def make_communicator(ranks: Ranks | None, device: torch.device) -> Communicator:
+    """Chooses the way of communicating for a group (None: this rank alone) and a device."""
+    return SoloCommunicator(device) if ranks is None or ranks.size == 1 else GroupCommunicator(ranks, device)

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._collectives import Communicator, ResidentBuffer
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._layout import Layout
 
@@ -37,9 +37,12 @@ class HandleState(Enum):
 class Segment:
     """One layout with its unsharded buffer, its leaves and its reduce buffer."""
 
-    def __init__(self, layout: Layout, communicator: Communicator) -> None:
+    def __init__(self, layout: Layout, communicator: Communicator, contributors: int) -> None:
         self.layout = layout
-        self.full = communicator.buffer(layout.numel, layout.dtype)
+        resident = layout.resident
+        self.full = (
+            communicator.buffer(layout.numel, layout.dtype) if resident is None else ResidentBuffer(resident)
+        )
         self.leaves = layout.make_leaves(self.full.tensor)
         # Written through an alias of its own, so that autograd's version counters do not move.
         self.full_data = self.full.tensor.data
@@ -49,7 +52,7 @@ class Segment:
         self._grad_padding = layout.padding(self.grads.tensor)
         self._filled = [False] * len(self.leaves)
         self._accumulated = False
-        self._scale = 1.0 / communicator.size
+        self._scale = 1.0 / contributors
         self.full.free()
         self.grads.free()
 
@@ -134,12 +137,15 @@ class ParamHandle:
 
     Args:
         layouts: One per segment.
-        communicator: Of the group that shares the unit.
+        communicator: Of the ranks that hold one copy of the unit between them.
+        replicas: Of the ranks that hold the same part of other copies.
     """
 
-    def __init__(self, layouts: Sequence[Layout], communicator: Communicator) -> None:
+    def __init__(self, layouts: Sequence[Layout], communicator: Communicator, replicas: Communicator) -> None:
         self.communicator = communicator
-        self.segments = [Segment(layout, communicator) for layout in layouts]
+        self._replicas = replicas
+        contributors = communicator.size * replicas.size
+        self.segments = [Segment(layout, communicator, contributors) for layout in layouts]
         self.state = HandleState.SHARDED
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
@@ -261,7 +267,7 @@ class ParamHandle:
             self.communicator.empty(segment.layout.shard_numel, segment.layout.dtype) for segment in segments
         ]
         pending = self.communicator.reduce_scatter(shards, full)
-        self._reduction = _Reduction(segments, shards, pending)
+        self._reduction = _Reduction(segments, shards, pending, self._replicas)
         return sum(segment.grads.nbytes for segment in segments)
 
     def finish_reduction(self) -> None:
@@ -290,13 +296,23 @@ class ParamHandle:
 
 
 class _Reduction:
-    """A reduce-scatter in flight: its buffers, and where the result goes."""
+    """A reduction in flight: its buffers, what is still to be done, and where the result goes.
 
-    def __init__(self, segments: list[Segment], shards: list[torch.Tensor], pending: Pending) -> None:
+    The sum over the replicas follows that within the copy, at once if the latter is finished already.
+    """
+
+    def __init__(
+        self, segments: list[Segment], shards: list[torch.Tensor], pending: Pending, replicas: Communicator
+    ) -> None:
         self._segments, self._shards, self._pending = segments, shards, pending
+        self._replicas = replicas
+        self._over_replicas = replicas.all_reduce(shards) if isinstance(pending, Finished) else None
 
     def finish(self) -> None:
         self.abandon()
+        if self._over_replicas is None:
+            self._over_replicas = self._replicas.all_reduce(self._shards)
+        self._over_replicas.wait()
         for segment, shard in zip(self._segments, self._shards):
             segment.layout.add_reduced(shard)
 

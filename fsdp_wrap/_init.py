@@ -99,10 +99,11 @@ def check_module(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.T
 def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
     slots = collect_slots(module, spec.ignored, _lent_params(module))
-    communicator = make_communicator(spec.mesh, spec.device)
+    communicator = make_communicator(spec.mesh.shard, spec.device)
+    replicas = make_communicator(spec.mesh.replicate, spec.device)
     _move(module, slots, spec)
     if spec.sync_module_states:
-        _sync(module, slots, spec, communicator)
+        _sync(module, slots, spec, [replicas, communicator])
     segments = _segments(slots)
     layouts = [
         FlatLayout(
@@ -110,12 +111,16 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
             communicator,
             name=FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}",
             module=module,
+            sharded=spec.mesh.shard is not None,
             use_orig_params=spec.use_orig_params,
         )
         for number, segment in enumerate(segments)
     ]
     return Unit(
-        module, ParamHandle(layouts, communicator) if layouts else None, spec.options, spec.ignored.left
+        module,
+        ParamHandle(layouts, communicator, replicas) if layouts else None,
+        spec.options,
+        spec.ignored.left,
     )
 
 
@@ -164,12 +169,13 @@ def _own_buffers(
     ]
 
 
-def _sync(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec, communicator: Communicator) -> None:
+def _sync(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec, steps: list[Communicator]) -> None:
     tensors = [slot.param.data for slot in slots]
     tensors += [buffer for _, _, buffer in _own_buffers(module, spec.ignored.modules)]
     for tensor in tensors:
         travelling = tensor.detach().contiguous()
-        communicator.broadcast(travelling)
+        for communicator in steps:
+            communicator.broadcast(travelling)
         if travelling.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(travelling)
 

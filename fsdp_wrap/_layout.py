@@ -36,6 +36,7 @@ class Layout(Protocol):
         dtype: Master dtype.
         numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
         shard_numel: Elements of this rank's part.
+        resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
     """
@@ -43,6 +44,9 @@ class Layout(Protocol):
     dtype: torch.dtype
     numel: int
     shard_numel: int
+
+    @property
+    def resident(self) -> torch.Tensor | None: ...
 
     @property
     def sources(self) -> Sequence[nn.Parameter]: ...

@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ShardMesh", "resolve_device", "resolve_mesh"]
+from fsdp_wrap.api import ShardingStrategy
+
+__all__ = ["HYBRID_STRATEGIES", "Ranks", "ShardMesh", "resolve_device", "resolve_mesh"]
+
+HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+"""Strategies that shard over some ranks and replicate over others."""
 
 
 @dataclass(frozen=True)
-class ShardMesh:
-    """The ranks over which a unit is sharded.
-
-    Attributes:
-        group: Their process group.
-        rank: This process's rank in it.
-        size: How many ranks it has.
-    """
+class Ranks:
+    """A process group and this process's place in it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
 
-def resolve_mesh(process_group: Any, device_mesh: Any) -> ShardMesh:
-    """Finds the group to shard over.
+@dataclass(frozen=True)
+class ShardMesh:
+    """Which ranks hold one copy of a unit between them, and which hold the same part of other copies.
+
+    Attributes:
+        shard: Ranks over which parameters are sharded; None where every rank holds all of them.
+        replicate: Ranks over which they are replicated; None where there is one copy.
+    """
+
+    shard: Ranks | None
+    replicate: Ranks | None
+
+    @property
+    def size(self) -> int:
+        """Ranks that contribute to a gradient."""
+        return (self.shard.size if self.shard else 1) * (self.replicate.size if self.replicate else 1)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups in use."""
+        return [ranks.group for ranks in (self.shard, self.replicate) if ranks is not None]
+
+
+def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> ShardMesh:
+    """Finds the groups that a strategy shards and replicates over.
 
     Args:
-        process_group: A `ProcessGroup`, or None for the default group.
-        device_mesh: A one-dimensional `DeviceMesh`, or None.
+        process_group: A `ProcessGroup`, for hybrid strategies a (shard, replicate) pair, or None for the
+            default group.
+        device_mesh: A `DeviceMesh` of one dimension, for hybrid strategies of two (replicate, shard), or
+            None.
+        strategy: What to shard.
 
     Raises:
-        ValueError: If both are given, torch.distributed is not initialised, the mesh has another number
-            of dimensions, or this rank is not part of the group.
+        ValueError: If both are given, torch.distributed is not initialised, they do not fit the strategy,
+            or this rank is not part of them.
         TypeError: If either is of another type.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -47,22 +75,68 @@ def resolve_mesh(process_group: Any, device_mesh: Any) -> ShardMesh:
         )
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
-    group = process_group if device_mesh is None else _mesh_group(device_mesh)
-    group = _checked(dist.group.WORLD if group is None else group)
-    return ShardMesh(group, dist.get_rank(group), dist.get_world_size(group))
+    if device_mesh is not None:
+        groups = _mesh_groups(device_mesh)
+    else:
+        groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
+    if strategy in HYBRID_STRATEGIES:
+        return _hybrid_mesh(groups, strategy)
+    if len(groups) != 1:
+        raise ValueError(
+            f"{strategy.name} takes one process group or a one-dimensional device_mesh, but got "
+            f"{len(groups)} groups or dimensions; HYBRID_SHARD takes two"
+        )
+    ranks = _ranks(dist.group.WORLD if groups[0] is None else groups[0])
+    return ShardMesh(None, ranks) if strategy is ShardingStrategy.NO_SHARD else ShardMesh(ranks, None)
 
 
-def _mesh_group(mesh: Any) -> dist.ProcessGroup:
+def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy) -> ShardMesh:
+    if groups == (None,):
+        groups = _groups_by_host(dist.get_world_size())
+    if len(groups) != 2:
+        raise ValueError(
+            f"{strategy.name} takes a (shard, replicate) pair of process groups or a device_mesh of two "
+            "dimensions (replicate, shard), or neither, in which case it shards within each host"
+        )
+    return ShardMesh(_ranks(groups[0]), _ranks(groups[1]))
+
+
+def _groups_by_host(world_size: int) -> tuple[Any, ...]:
+    """Returns the (shard, replicate) groups that follow from the number of ranks per host."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local < 1 or world_size % local:
+        raise ValueError(
+            f"cannot shard within hosts: LOCAL_WORLD_SIZE={local} does not divide the {world_size} ranks; "
+            "pass a (shard, replicate) pair as process_group or a device_mesh of two dimensions"
+        )
+    assert dist.group.WORLD is not None
+    return _make_groups_by_host(dist.group.WORLD, local)
+
+
+@lru_cache(maxsize=1)  # all units share the groups of one default process group
+def _make_groups_by_host(world: dist.ProcessGroup, local: int) -> tuple[Any, ...]:
+    world_size, rank = dist.get_world_size(world), dist.get_rank(world)
+    if rank == 0:
+        warnings.warn(
+            f"no groups were given: sharding within each host ({local} ranks by LOCAL_WORLD_SIZE) and "
+            f"replicating across {world_size // local}",
+            stacklevel=2,
+        )
+    shard = [dist.new_group(range(start, start + local)) for start in range(0, world_size, local)]
+    replicate = [dist.new_group(range(place, world_size, local)) for place in range(local)]
+    return shard[rank // local], replicate[rank % local]
+
+
+def _mesh_groups(mesh: Any) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the mesh's groups, shard first."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh, not {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(f"device_mesh must be one-dimensional, this one has {mesh.ndim} dimensions")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of device_mesh {mesh}: wrap only on its ranks")
-    return mesh.get_group()
+    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
 
 
-def _checked(group: Any) -> dist.ProcessGroup:
+def _ranks(group: Any) -> Ranks:
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
@@ -73,8 +147,7 @@ def _checked(group: Any) -> dist.ProcessGroup:
             f"rank {dist.get_rank()} is not part of the process_group that it was given: wrap only on the "
             "ranks of the group, or pass each rank the group that it belongs to"
         )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 def resolve_device(
@@ -103,7 +176,7 @@ def resolve_device(
             places = ", ".join(f"'{name}' on {device}" for device, name in found.items())
             raise ValueError(f"all tensors of a unit must be on one device, but {places}; pass device_id")
         wanted = next(iter(found), torch.device("cpu"))
-        return wanted if wanted.type in _device_types(mesh.group) else _current_accelerator(wanted)
+        return wanted if wanted.type in _device_types(mesh) else _current_accelerator(wanted)
     for device, name in found.items():
         if device.type not in ("cpu", "meta") and device != wanted:
             raise ValueError(f"device_id is {wanted}, but '{name}' is on {device}; change one of the two")
@@ -136,5 +209,5 @@ def _current_accelerator(device: torch.device) -> torch.device:
     return device
 
 
-def _device_types(group: dist.ProcessGroup) -> set[str]:
-    return {device.type for device in group._device_types}
+def _device_types(mesh: ShardMesh) -> set[str]:
+    return {device.type for group in mesh.groups for device in group._device_types}

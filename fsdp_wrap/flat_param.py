@@ -82,6 +82,7 @@ class FlatLayout:
         allocator: Allocates the shard and knows the rank.
         name: Name of the `FlatParameter` in the unit's module.
         module: The unit's module.
+        sharded: Whether the buffer is cut at all; otherwise every rank holds the whole of it as its shard.
         use_orig_params: Whether the optimizer sees 1-D slices of the original parameters (the user's
             own Parameter objects) or the `FlatParameter`.
     """
@@ -93,12 +94,13 @@ class FlatLayout:
         *,
         name: str,
         module: nn.Module,
+        sharded: bool,
         use_orig_params: bool,
     ) -> None:
         first = slots[0].param
         self.dtype = first.dtype
         self.places = [slot.places for slot in slots]
-        self._module, self._name = module, name
+        self._module, self._name, self._sharded = module, name, sharded
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.shard_numel * allocator.size
@@ -112,6 +114,10 @@ class FlatLayout:
         self._marks: dict[nn.Parameter, tuple[torch.Tensor | None, int]] = {}
         for slot in slots:
             mark_owned(slot.param)
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        return None if self._sharded else self.flat_param.data
 
     @property
     def sources(self) -> Sequence[nn.Parameter]:
@@ -138,7 +144,8 @@ class FlatLayout:
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
-        out.data.copy_(self.flat_param.data)
+        if out.data_ptr() != self.flat_param.data_ptr():
+            out.data.copy_(self.flat_param.data)
 
     def read_shard(self, own: torch.Tensor) -> None:
         self.flat_param.data.copy_(own.data)
@@ -168,18 +175,18 @@ class FlatLayout:
 
     def add_reduced(self, reduced: torch.Tensor) -> None:
         gradient = reduced if reduced.dtype == self.dtype else reduced.to(self.dtype)
-        for param, start, stop in self._front.holders:
+        for param, piece in zip(self._front.holders, self._front.cut(gradient)):
             if not param.requires_grad:
                 continue
-            if start == stop:
+            if piece.numel() == 0:
                 param.grad = None  # an empty slice has nothing to update
             elif param.grad is None:
-                param.grad = gradient[start:stop]
+                param.grad = piece
             else:
-                param.grad.add_(gradient[start:stop])
+                param.grad.add_(piece)
 
     def mark_unsynced(self) -> None:
-        holders = [param for param, _, _ in self._front.holders if param.requires_grad]
+        holders = [param for param in self._front.holders if param.requires_grad]
         for param in holders:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -200,9 +207,12 @@ class FlatLayout:
                 result.append(Interval(extent.fqn, extent.shape, self._first + start - extent.start, data))
         return result
 
-    def bounds(self) -> list[tuple[int, int]]:
-        """For each original parameter, its (start, stop) in this rank's shard; equal where it has none."""
-        return [extent.within(self._first, self.shard_numel) for extent in self.extents]
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
+        if not self._sharded:
+            return self.views(shard)
+        bounds = (extent.within(self._first, self.shard_numel) for extent in self.extents)
+        return [shard[start:stop] for start, stop in bounds]
 
 
 def _version(param: nn.Parameter) -> int:
@@ -240,11 +250,15 @@ class _Front(Protocol):
 
     Attributes:
         sources: For each original parameter, the sharded parameter that stands for it.
-        holders: The sharded parameters, each with its (start, stop) in the shard.
+        holders: The sharded parameters, each once.
     """
 
     sources: Sequence[nn.Parameter]
-    holders: Sequence[tuple[nn.Parameter, int, int]]
+    holders: Sequence[nn.Parameter]
+
+    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Cuts something of the shard's size into one piece per holder."""
+        ...
 
     def show_sharded(self) -> None: ...
 
@@ -259,8 +273,11 @@ class _FlatFront:
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [layout.flat_param] * len(layout.extents)
-        self.holders: Sequence[tuple[nn.Parameter, int, int]] = [(layout.flat_param, 0, layout.shard_numel)]
-        self._pieces = [layout.flat_param.data[start:stop] for start, stop in layout.bounds()]
+        self.holders: Sequence[nn.Parameter] = [layout.flat_param]
+        self._pieces = layout.pieces(layout.flat_param.data)
+
+    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [shard]
 
     def show_sharded(self) -> None:
         for places, piece in zip(self._layout.places, self._pieces):
@@ -285,16 +302,11 @@ class _SliceFront:
     def __init__(self, layout: FlatLayout, slots: Sequence[ParamSlot]) -> None:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
-        self.holders: Sequence[tuple[nn.Parameter, int, int]] = [
-            (param, *bounds) for param, bounds in zip(self.sources, layout.bounds())
-        ]
+        self.holders: Sequence[nn.Parameter] = self.sources
         self._grads: list[torch.Tensor | None] = [None] * len(self.sources)
-        self._cut()
 
-    def _cut(self) -> None:
-        shard = self._layout.flat_param.data
-        for param, start, stop in self.holders:
-            param.data = shard[start:stop]
+    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._layout.pieces(shard)
 
     def show_sharded(self) -> None:
         self._layout.show(self.sources)
@@ -307,7 +319,8 @@ class _SliceFront:
         self._layout.show(self.sources)
 
     def hide_full(self) -> None:
-        self._cut()
+        for param, piece in zip(self.sources, self.cut(self._layout.flat_param.data)):
+            param.data = piece
         self.show_sharded()
         for param, grad in zip(self.sources, self._grads):
             param.grad = grad

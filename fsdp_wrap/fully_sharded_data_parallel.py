@@ -27,8 +27,7 @@ from fsdp_wrap.wrap import plan_wrapping
 
 __all__ = ["BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"]
 
-_STRATEGIES = {ShardingStrategy.FULL_SHARD: True, ShardingStrategy.SHARD_GRAD_OP: False}
-"""The strategies of this version, and whether they reshard after forward."""
+_RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -39,8 +38,9 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: The module to wrap.
-        process_group: The ranks to shard over; None for the default group.
-        sharding_strategy: FULL_SHARD (default) or SHARD_GRAD_OP.
+        process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
+            replicate) pair of groups, None to shard within each host.
+        sharding_strategy: FULL_SHARD by default.
         cpu_offload: None or disabled.
         auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
         backward_prefetch: When backward gathers the next unit.
@@ -54,7 +54,8 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: Let `parameters()` give the module's own parameters, holding 1-D slices, instead
             of `FlatParameter`s.
         ignored_states: Modules or parameters not to shard.
-        device_mesh: A one-dimensional `DeviceMesh` instead of `process_group`.
+        device_mesh: A `DeviceMesh` instead of `process_group`: of one dimension, or of two (replicate, shard)
+            for hybrid strategies.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -93,21 +94,21 @@ class FullyShardedDataParallel(nn.Module):
             forward_prefetch=forward_prefetch or None,
         )
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        mesh = resolve_mesh(process_group, device_mesh)
+        strategy = _checked_strategy(sharding_strategy)
+        mesh = resolve_mesh(process_group, device_mesh, strategy)
         spec = UnitSpec(
             mesh=mesh,
             device=resolve_device(check_module(module, ignored), device_id, mesh),
             use_orig_params=use_orig_params,
             sync_module_states=sync_module_states,
-            options=UnitOptions(
-                _reshards_after_forward(sharding_strategy), _checked_prefetch(backward_prefetch)
-            ),
+            options=UnitOptions(strategy in _RESHARD_AFTER_FORWARD, _checked_prefetch(backward_prefetch)),
             ignored=ignored,
         )
         if auto_wrap_policy is not None:
             shared = {
-                "process_group": mesh.group,
-                "sharding_strategy": sharding_strategy,
+                "process_group": process_group,
+                "device_mesh": device_mesh,
+                "sharding_strategy": strategy,
                 "backward_prefetch": backward_prefetch,
                 "device_id": spec.device,
                 "sync_module_states": sync_module_states,
@@ -330,13 +331,10 @@ def _refuse_unavailable(**options: Any) -> None:
             raise ValueError(f"{name}={value!r} is not available in this version of fsdp_wrap; leave it out")
 
 
-def _reshards_after_forward(strategy: ShardingStrategy | None) -> bool:
+def _checked_strategy(strategy: Any) -> ShardingStrategy:
     if strategy is not None and not isinstance(strategy, ShardingStrategy):
         raise TypeError(f"sharding_strategy must be a ShardingStrategy or None, not {strategy!r}")
-    strategy = strategy or ShardingStrategy.FULL_SHARD
-    if strategy not in _STRATEGIES:
-        _refuse_unavailable(sharding_strategy=strategy)
-    return _STRATEGIES[strategy]
+    return strategy or ShardingStrategy.FULL_SHARD
 
 
 def _checked_prefetch(prefetch: Any) -> BackwardPrefetch | None:

@@ -53,8 +53,10 @@ WRAPPINGS: dict[str, Callable[[], Any]] = {
     "whole": lambda: None,
     "block": lambda: ModuleWrapPolicy({Block}),
     "name": lambda: NameWrapPolicy("Block"),
-    "size": lambda: lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(
-        module, recurse, nonwrapped_numel, min_num_params=3000
+    "size": lambda: (
+        lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(
+            module, recurse, nonwrapped_numel, min_num_params=3000
+        )
     ),
 }
 """Makers of `auto_wrap_policy` by a name that travels to the ranks."""
@@ -83,7 +85,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
     return losses
 
 
-def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **kwargs: Any) -> tuple[nn.Module, FSDP]:
+def twins(
+    make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> tuple[nn.Module, FSDP]:
     """A plain model and a wrapped one with the same parameters."""
     torch.manual_seed(0)
     plain = make().to(dtype)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
 from bed import ranks
 from bed.references import count_collectives
 from models import WRAPPINGS, Transformer, full_grads, loss_of, named_state, tokens, train, twins
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_wrapping = pytest.mark.parametrize("wrapping", ["whole", "block"])
@@ -27,7 +28,9 @@ def _accumulate(model, rank, inside):
 @each_wrapping
 @ranks(2)
 def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, use_orig_params, wrapping):
-    plain, wrapped = twins(Transformer, auto_wrap_policy=WRAPPINGS[wrapping](), use_orig_params=use_orig_params)
+    plain, wrapped = twins(
+        Transformer, auto_wrap_policy=WRAPPINGS[wrapping](), use_orig_params=use_orig_params
+    )
     ddp = DDP(plain)
     for model in (ddp, wrapped):
         _accumulate(model, rank, [True, True, False])
@@ -101,7 +104,9 @@ def test_no_sync_before_the_first_forward_and_nested(rank, world_size):
 @each_form
 @ranks(2)
 def test_training_goes_on_after_accumulation(rank, world_size, use_orig_params):
-    plain, wrapped = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params)
+    plain, wrapped = twins(
+        Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params
+    )
     ddp = DDP(plain)
     for model in (ddp, wrapped):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -6,14 +6,14 @@ import gc
 
 import pytest
 import torch
-from bed import ranks
-from bed.memory import live_bytes
-from models import Block, Transformer, loss_of, tokens, train
 from torch import nn
 
+from bed import ranks
+from bed.memory import live_bytes
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import Block, Transformer, loss_of, tokens, train
 
 WIDTH = 64
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])

@@ -6,14 +6,24 @@ import copy
 
 import pytest
 import torch
-from bed import ranks
-from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, named_state, tokens, train, twins
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from bed import ranks
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import always_wrap_policy
+from models import (
+    WRAPPINGS,
+    Transformer,
+    full_grads,
+    gather_objects,
+    loss_of,
+    named_state,
+    tokens,
+    train,
+    twins,
+)
 
 STEPS = 10
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
@@ -34,7 +44,9 @@ def _assert_bit_equal(found: dict[str, torch.Tensor], reference: nn.Module, what
 @each_wrapping
 @ranks(2)
 def test_fp32_training_is_bit_equal_to_ddp(rank, world_size, use_orig_params, wrapping):
-    plain, wrapped = twins(Transformer, auto_wrap_policy=WRAPPINGS[wrapping](), use_orig_params=use_orig_params)
+    plain, wrapped = twins(
+        Transformer, auto_wrap_policy=WRAPPINGS[wrapping](), use_orig_params=use_orig_params
+    )
     ddp = DDP(plain)
     references, ours = _adamw(ddp), _adamw(wrapped)
     assert train(wrapped, ours, rank, range(STEPS)) == train(ddp, references, rank, range(STEPS))

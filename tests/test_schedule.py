@@ -7,16 +7,16 @@ from collections import namedtuple
 
 import pytest
 import torch
-from bed import ranks
-from bed.references import count_collectives
-from models import WRAPPINGS, Block, Transformer, full_grads, loss_of, named_state, tokens, train, twins
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
+from bed import ranks
+from bed.references import count_collectives
 from fsdp_wrap import BackwardPrefetch, EventKind, Phase, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import WRAPPINGS, Block, Transformer, full_grads, loss_of, named_state, tokens, train, twins
 
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_checkpoint = pytest.mark.parametrize("kind", ["none", "reentrant", "early_stop", "no_early_stop"])
@@ -208,7 +208,10 @@ def test_structured_inputs_and_outputs(rank, world_size, use_orig_params, form):
         return value
 
     plain, model = twins(
-        Stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({_Structured}), use_orig_params=use_orig_params
+        Stack,
+        torch.float64,
+        auto_wrap_policy=ModuleWrapPolicy({_Structured}),
+        use_orig_params=use_orig_params,
     )
     x = torch.ones(2, 8, dtype=torch.float64, requires_grad=True)
     hidden(plain(x)).square().sum().backward()
