@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._collectives import Communicator, make_communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._mesh import ShardMesh
-from fsdp_wrap._modules import Ignored, ParamSlot, collect_slots, is_owned, own_modules
+from fsdp_wrap._modules import (
+    Ignored,
+    ParamSlot,
+    collect_borrowed,
+    collect_slots,
+    is_owned,
+    mark_owned,
+    own_modules,
+)
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.flat_param import FlatLayout
 
@@ -116,12 +126,40 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
         )
         for number, segment in enumerate(segments)
     ]
-    return Unit(
-        module,
-        ParamHandle(layouts, communicator, replicas) if layouts else None,
-        spec.options,
-        spec.ignored.left,
-    )
+    handle = ParamHandle(layouts, communicator, replicas) if layouts else None
+    lenders = _borrow(module, spec.ignored)
+    unit = Unit(module, handle, spec.options, left=spec.ignored.left, lenders=lenders)
+    for number, segment in enumerate(segments):
+        for index, slot in enumerate(segment):
+            mark_owned(slot.param)
+            _owners[slot.param] = _Ownership(weakref.ref(unit), number, index)
+    return unit
+
+
+@dataclass(frozen=True)
+class _Ownership:
+    """Which leaf of which unit stands for an original parameter."""
+
+    unit: weakref.ref[Unit]
+    segment: int
+    index: int
+
+
+# Weak on both sides: a parameter outlives neither its users nor its unit because of it.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _borrow(module: nn.Module, ignored: Ignored) -> list[Unit]:
+    """Lets the owners of tied parameters show them in `module` as well; returns the owners."""
+    lenders: dict[int, Unit] = {}
+    for fqn, place, param in list(collect_borrowed(module, ignored)):
+        ownership: _Ownership = _owners[param]
+        owner = ownership.unit()
+        if owner is None or owner.handle is None:
+            raise ValueError(f"parameter '{fqn}' belonged to a wrapped module that no longer exists")
+        owner.handle.segments[ownership.segment].layout.add_place(ownership.index, place)
+        lenders[id(owner)] = owner
+    return list(lenders.values())
 
 
 def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fsdp_wrap._modules import Place
+
 __all__ = ["Interval", "Layout"]
 
 
@@ -94,7 +96,11 @@ class Layout(Protocol):
         """What the modules show now, one per original parameter."""
         ...
 
-    def shapes(self) -> dict[tuple[nn.Module, str], torch.Size]:
+    def add_place(self, index: int, place: Place) -> None:
+        """Lets one more place show an original parameter, which is sharded now."""
+        ...
+
+    def shapes(self) -> dict[Place, torch.Size]:
         """Every (module, name) that shows an original parameter, with its shape."""
         ...
 

@@ -13,8 +13,10 @@ __all__ = [
     "WRAPPED_ATTR",
     "Ignored",
     "ParamPlaces",
+    "Place",
     "ParamSlot",
     "clean_fqn",
+    "collect_borrowed",
     "collect_slots",
     "is_owned",
     "mark_owned",
@@ -40,13 +42,17 @@ def clean_fqn(name: str) -> str:
     return name
 
 
+Place = tuple[nn.Module, str]
+"""A module and the name under which it shows a parameter."""
+
+
 class ParamPlaces:
-    """Every (module, name) in the module tree that shows one original parameter."""
+    """Every place in the module tree that shows one original parameter."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[nn.Module, str]] = []
+        self._places: list[Place] = []
 
-    def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
+    def __iter__(self) -> Iterator[Place]:
         return iter(self._places)
 
     def add(self, module: nn.Module, name: str) -> None:
@@ -153,21 +159,30 @@ def collect_slots(
         module: The unit's module.
         ignored: What not to collect.
         lent: Parameters that units below have left; they are collected with all their places.
-
-    Raises:
-        ValueError: If a parameter is already owned by another unit.
     """
-    own = {current for _, current in own_modules(module, ignored.modules)}
     slots: dict[nn.Parameter, ParamSlot] = {}
+    for fqn, place, param in _used_params(module, ignored, lent):
+        if not is_owned(param):
+            slots.setdefault(param, ParamSlot(fqn, param)).places.add(*place)
+    return list(slots.values())
+
+
+def collect_borrowed(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, Place, nn.Parameter]]:
+    """Yields (fqn, place, parameter) where a unit made of `module` would use a parameter of another unit."""
+    for fqn, place, param in _used_params(module, ignored, frozenset()):
+        if is_owned(param):
+            yield fqn, place, param
+
+
+def _used_params(
+    module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter]
+) -> Iterator[tuple[str, Place, nn.Parameter]]:
+    own = {current for _, current in own_modules(module, ignored.modules)}
     for prefix, current in module.named_modules():
         for name, param in current._parameters.items():
             wanted = param in lent or (current in own and param not in ignored.params)
-            if param is None or not wanted or param in ignored.left:
-                continue
-            fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
-            _refuse_owned(fqn, param)
-            slots.setdefault(param, ParamSlot(fqn, param)).places.add(current, name)
-    return list(slots.values())
+            if param is not None and wanted and param not in ignored.left:
+                yield clean_fqn(f"{prefix}.{name}" if prefix else name), (current, name), param
 
 
 def is_owned(param: nn.Parameter) -> bool:
@@ -178,11 +193,3 @@ def is_owned(param: nn.Parameter) -> bool:
 def mark_owned(param: nn.Parameter) -> None:
     """Notes that a unit has taken the parameter (clients read this attribute, which is torch's)."""
     param._fsdp_flattened = True  # type: ignore[attr-defined]
-
-
-def _refuse_owned(fqn: str, param: nn.Parameter) -> None:
-    if is_owned(param):
-        raise ValueError(
-            f"parameter '{fqn}' is tied to a parameter that another unit already owns; wrap the two modules "
-            "with auto_wrap_policy, or as one unit, so that the tie has one owner"
-        )

@@ -8,7 +8,7 @@ reached is finished in the backward's final callback.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,30 @@ class Schedule:
             unit.join(self, fqn)
 
     # forward
+
+    def run_forward(
+        self, unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs `call` as a forward of the unit, and of those that lend it parameters.
+
+        Raises:
+            RuntimeError: If the parameters are in the user's hands, or the output is a view of one.
+        """
+        uses: list[Use] = []
+        try:
+            for each in (*unit.lenders, unit):
+                uses.append(schedule_of(each).pre_forward(each))
+            inputs = []
+            for use in uses:
+                args, kwargs, nodes = schedule_of(use.unit).watch_inputs(use, args, kwargs)
+                inputs.append(nodes)
+            output = call(*args, **kwargs)
+            for use, nodes in zip(uses, inputs):
+                schedule_of(use.unit).post_forward(use, output, nodes)
+            return output
+        finally:
+            for use in uses:
+                schedule_of(use.unit).exit_forward(use)
 
     def pre_forward(self, unit: Unit) -> Use:
         """Begins a forward call: unshards, and lets the modules compute with the leaves.

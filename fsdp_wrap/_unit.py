@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ class Unit:
         handle: Owner of its parameters; None where it owns none.
         options: How to schedule it.
         left: Tied parameters of the module that a unit above owns.
+        lenders: Owners of parameters that the module uses as well; they run whenever this unit does.
 
     Attributes:
         running: Forward calls in progress.
@@ -51,12 +52,15 @@ class Unit:
         module: nn.Module,
         handle: ParamHandle | None,
         options: UnitOptions,
+        *,
         left: frozenset[nn.Parameter] = frozenset(),
+        lenders: Sequence[Unit] = (),
     ) -> None:
         self.module = module
         self.handle = handle
         self.options = options
         self.left = left
+        self.lenders = lenders
         self.fqn = ""
         self.running = 0
         self._schedule: Schedule | None = None

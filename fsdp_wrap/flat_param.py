@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import ParamSlot, mark_owned, show_extra
+from fsdp_wrap._modules import ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -112,8 +112,6 @@ class FlatLayout:
         self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
         self._front.hide_full()
         self._marks: dict[nn.Parameter, tuple[torch.Tensor | None, int]] = {}
-        for slot in slots:
-            mark_owned(slot.param)
 
     @property
     def resident(self) -> torch.Tensor | None:
@@ -166,8 +164,12 @@ class FlatLayout:
     def shown(self) -> list[nn.Parameter | None]:
         return [places.shown() for places in self.places]
 
-    def shapes(self) -> dict[tuple[nn.Module, str], torch.Size]:
+    def shapes(self) -> dict[Place, torch.Size]:
         return {place: extent.shape for places, extent in zip(self.places, self.extents) for place in places}
+
+    def add_place(self, index: int, place: Place) -> None:
+        self.places[index].add(*place)
+        self._front.show_sharded()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:
         """Registers the `FlatParameter` with the unit's module, or takes it away."""

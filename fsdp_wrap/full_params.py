@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from fsdp_wrap._handle import HandleState
+from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
 
-__all__ = ["full_unit", "is_summoned", "summon_full_params"]
+__all__ = ["dismiss", "full_unit", "is_summoned", "summon", "summon_full_params"]
 
 
 @contextmanager
@@ -30,10 +30,13 @@ def summon_full_params(module: nn.Module, recurse: bool = True, writeback: bool 
         RuntimeError: Inside a forward, a backward, or another summon of the same unit.
         ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
     """
-    units = list(units_in(module).values())
-    if not recurse:
-        units = [unit for unit in units if unit.module is module]
-    _check(units)
+    units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
+    for unit in units:
+        schedule_of(unit).require_idle("summon_full_params")
+        if is_summoned(unit):
+            raise RuntimeError(
+                f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
+            )
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(full_unit(unit, writeback=writeback))
@@ -42,31 +45,35 @@ def summon_full_params(module: nn.Module, recurse: bool = True, writeback: bool 
 
 @contextmanager
 def full_unit(unit: Unit, *, writeback: bool, copies: bool = False) -> Iterator[None]:
-    """Shows the full parameters of one unit; with `copies`, each in storage of its own.
+    """Shows the full parameters that one unit uses; with `copies`, each in storage of its own.
 
     After an exception inside, nothing is written back.
     """
-    if unit.handle is None:
-        yield
-        return
-    unit.handle.summon(copies)
+    handles = summon(unit, copies)
     try:
         yield
     except BaseException:
-        unit.handle.dismiss(writeback=False)
+        dismiss(handles, writeback=False)
         raise
-    unit.handle.dismiss(writeback)
+    dismiss(handles, writeback)
+
+
+def summon(unit: Unit, copies: bool = False) -> list[ParamHandle]:
+    """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`."""
+    handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
+    summoned = [handle for handle in handles if handle.state is not HandleState.SUMMONED]
+    for handle in summoned:
+        handle.summon(copies)
+    return summoned
+
+
+def dismiss(handles: Iterable[ParamHandle], writeback: bool) -> None:
+    """Takes full parameters back, all of them even if one cannot be written back."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.dismiss, writeback)
 
 
 def is_summoned(unit: Unit) -> bool:
     """Whether the unit's full parameters are in the user's hands."""
     return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
-
-
-def _check(units: Iterable[Unit]) -> None:
-    for unit in units:
-        schedule_of(unit).require_idle("summon_full_params")
-        if is_summoned(unit):
-            raise RuntimeError(
-                f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
-            )

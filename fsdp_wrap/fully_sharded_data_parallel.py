@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, resolve_ignored
 from fsdp_wrap._mesh import resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
@@ -21,7 +22,7 @@ from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap.clip_grad import clip_grad_norm
 from fsdp_wrap.flat_param import FlatParameter
-from fsdp_wrap.full_params import full_unit, is_summoned, summon_full_params
+from fsdp_wrap.full_params import dismiss, full_unit, is_summoned, summon, summon_full_params
 from fsdp_wrap.state_dict import add_wrapped_prefix, check_fits, clean_keys
 from fsdp_wrap.wrap import plan_wrapping
 
@@ -118,6 +119,7 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = build_unit(module, spec)
         self._unit.module = self
+        self._loading: list[ParamHandle] = []
         self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
@@ -169,15 +171,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
-        schedule = schedule_of(self._unit)
-        use = schedule.pre_forward(self._unit)
-        try:
-            args, kwargs, inputs = schedule.watch_inputs(use, args, kwargs)
-            output = self._fsdp_wrapped_module(*args, **kwargs)
-            schedule.post_forward(use, output, inputs)
-            return output
-        finally:
-            schedule.exit_forward(use)
+        return schedule_of(self._unit).run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients without communication while the context is open.
@@ -287,13 +281,14 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().load_state_dict(renamed, strict)
         finally:
-            _end_failed_load(units_in(self).values())
+            for wrapper in self.fsdp_modules(self):
+                handles, wrapper._loading = wrapper._loading, []
+                dismiss(handles, writeback=False)  # there are some only after an exception
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
         add_wrapped_prefix(state_dict, prefix)
-        if self._unit.handle is not None:
-            self._unit.handle.summon()
+        self._loading = summon(self._unit)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # what would break sharding
@@ -384,14 +379,8 @@ def _state_dict_arguments(
 
 def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
-    unit = module.__dict__[UNIT_ATTR]
-    if unit.handle is not None:
-        unit.handle.dismiss(writeback=True)
+    assert isinstance(module, FullyShardedDataParallel)
+    handles, module._loading = module._loading, []
+    dismiss(handles, writeback=True)
     clean_keys(incompatible_keys.missing_keys)
     clean_keys(incompatible_keys.unexpected_keys)
-
-
-def _end_failed_load(units: Iterable[Unit]) -> None:
-    for unit in units:
-        if is_summoned(unit) and unit.handle is not None:
-            unit.handle.dismiss(writeback=False)
