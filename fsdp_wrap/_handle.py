@@ -89,6 +89,11 @@ class Segment:
                 view.zero_()
         return self.grads.tensor
 
+    def add_reduced(self, shard: torch.Tensor) -> None:
+        """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
+        self.layout.add_reduced(shard, self._filled)
+        self.drop_gradients()
+
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward."""
         if self.grads.allocated:
@@ -309,12 +314,12 @@ class _Reduction:
         self._over_replicas = replicas.all_reduce(shards) if isinstance(pending, Finished) else None
 
     def finish(self) -> None:
-        self.abandon()
+        self._pending.wait()
         if self._over_replicas is None:
             self._over_replicas = self._replicas.all_reduce(self._shards)
         self._over_replicas.wait()
         for segment, shard in zip(self._segments, self._shards):
-            segment.layout.add_reduced(shard)
+            segment.add_reduced(shard)
 
     def abandon(self) -> None:
         self._pending.wait()

@@ -104,8 +104,14 @@ class Layout(Protocol):
         """Every (module, name) that shows an original parameter, with its shape."""
         ...
 
-    def add_reduced(self, reduced: torch.Tensor) -> None:
-        """Adds a reduced gradient shard to the sharded parameters' gradients."""
+    def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        """Adds a reduced gradient shard to the sharded parameters' gradients.
+
+        Args:
+            reduced: The shard, 1-D.
+            used: For each original parameter, whether this rank contributed to its gradient. One that no
+                rank used gets none, so that optimizers pass over it as they do on a plain module.
+        """
         ...
 
     def mark_unsynced(self) -> None:

@@ -111,7 +111,7 @@ class FlatLayout:
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
         self._front.hide_full()
-        self._marks: dict[nn.Parameter, tuple[torch.Tensor | None, int]] = {}
+        self._marks: dict[nn.Parameter, _Mark] = {}
 
     @property
     def resident(self) -> torch.Tensor | None:
@@ -175,30 +175,21 @@ class FlatLayout:
         """Registers the `FlatParameter` with the unit's module, or takes it away."""
         show_extra(self._module, self._name, param)
 
-    def add_reduced(self, reduced: torch.Tensor) -> None:
+    def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         gradient = reduced if reduced.dtype == self.dtype else reduced.to(self.dtype)
-        for param, piece in zip(self._front.holders, self._front.cut(gradient)):
-            if not param.requires_grad:
-                continue
-            if piece.numel() == 0:
-                param.grad = None  # an empty slice has nothing to update
-            elif param.grad is None:
-                param.grad = piece
-            else:
-                param.grad.add_(piece)
+        holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
+        for param, piece, param_used in holders:
+            if param.requires_grad:
+                _add_gradient(param, piece, param_used, self._marks.get(param))
+        self._marks.clear()
 
     def mark_unsynced(self) -> None:
-        holders = [param for param in self._front.holders if param.requires_grad]
-        for param in holders:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        self._marks = {param: (param.grad, _version(param)) for param in holders}
+        for param in self._front.holders:
+            if param.requires_grad:
+                self._marks[param] = _Mark(param, self._marks.get(param))
 
     def zeroed(self) -> list[bool]:
-        marks = self._marks
-        self._marks = {}
-        cleared = {param: _was_zeroed(param, *marks[param]) for param in marks}
-        return [cleared.get(source, False) for source in self.sources]
+        return [source in self._marks and self._marks[source].zeroed for source in self.sources]
 
     def intervals(self) -> list[Interval]:
         result = []
@@ -217,15 +208,45 @@ class FlatLayout:
         return [shard[start:stop] for start, stop in bounds]
 
 
-def _version(param: nn.Parameter) -> int:
-    return -1 if param.grad is None else param.grad._version
+class _Mark:
+    """How a sharded parameter's gradient looked when unreduced gradients were left behind.
+
+    A parameter without a gradient gets one of zeros, so that `zero_grad` of either kind leaves a trace.
+    """
+
+    def __init__(self, param: nn.Parameter, before: _Mark | None) -> None:
+        self._param = param
+        self._made = param.grad is None or (before is not None and before.made)
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        self._grad, self._version = param.grad, param.grad._version
+
+    @property
+    def made(self) -> bool:
+        """Whether the gradient is the mark's own, and still there."""
+        return self._made and self._param.grad is self._grad
+
+    @property
+    def zeroed(self) -> bool:
+        """Whether the user has zeroed the gradient since."""
+        grad = self._param.grad
+        if grad is None:
+            return True
+        changed = grad is not self._grad or grad._version != self._version
+        return changed and not grad.any()
 
 
-def _was_zeroed(param: nn.Parameter, grad: torch.Tensor | None, version: int) -> bool:
-    if param.grad is None:
-        return True
-    changed = param.grad is not grad or param.grad._version != version
-    return changed and not param.grad.any()
+def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, mark: _Mark | None) -> None:
+    if mark is not None and mark.made:
+        param.grad = None
+    if piece.numel() == 0:
+        param.grad = None  # an empty slice has nothing to update
+    elif not used and not piece.any():
+        return  # no rank used the parameter
+    elif param.grad is None:
+        param.grad = piece
+    else:
+        param.grad.add_(piece)
 
 
 def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:
@@ -262,6 +283,10 @@ class _Front(Protocol):
         """Cuts something of the shard's size into one piece per holder."""
         ...
 
+    def used(self, used: Sequence[bool]) -> Sequence[bool]:
+        """From whether each original parameter was used to whether each holder was."""
+        ...
+
     def show_sharded(self) -> None: ...
 
     def show_full(self, leaves: Sequence[nn.Parameter]) -> None: ...
@@ -280,6 +305,9 @@ class _FlatFront:
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return [shard]
+
+    def used(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [any(used)]
 
     def show_sharded(self) -> None:
         for places, piece in zip(self._layout.places, self._pieces):
@@ -309,6 +337,9 @@ class _SliceFront:
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._layout.pieces(shard)
+
+    def used(self, used: Sequence[bool]) -> Sequence[bool]:
+        return used
 
     def show_sharded(self) -> None:
         self._layout.show(self.sources)

@@ -371,6 +371,40 @@ def test_unused_parameters_and_heads(rank, world_size, use_orig_params):
             torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
 
 
+class _Switch(nn.Module):
+    """Uses one of two layers; a third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@ranks(2)
+def test_ranks_use_different_parameters(rank, world_size, accumulate):
+    """What any rank used is updated everywhere; what none used is passed over by the optimizer."""
+    plain, model = twins(_Switch, torch.float64, use_orig_params=True)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5) for m in (plain, model)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if accumulate:
+            with model.no_sync():
+                model(x, rank).sum().backward()
+            sum(plain(x, which).sum() / world_size for which in range(world_size)).backward()
+        model(x, rank).square().sum().backward()
+        sum(plain(x, which).square().sum() / world_size for which in range(world_size)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12)
+    assert all(param.grad is None for param in model.layers[2].parameters())
+
+
 @each_form
 @ranks(2)
 def test_inplace_first_and_sparse_and_recurrent_layers(rank, world_size, use_orig_params):
