@@ -1,0 +1,261 @@
+"""One training run described by options, wrapped and plain side by side in float64.
+
+`SPACE` holds every option's values. `check` trains a wrapped model as a scenario says and compares each loss and
+the final parameters with a plain model that sees the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_wrap import BackwardPrefetch, ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
+
+Scenario = dict[str, Any]
+
+SPACE: dict[str, Sequence[Any]] = {
+    "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
+    "use_orig_params": [False, True],
+    "backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", None],
+    "forward_prefetch": [False],
+    "limit_all_gathers": [True, False],
+    "wrapping": ["whole", "block", "linear", "always", "by_hand"],
+    "frozen": ["nothing", "second_blocks", "embed", "all_but_norms", "all_but_last"],
+    "unfreeze": [False, True],
+    "tied": ["nothing", "embed_head", "blocks"],
+    "checkpointing": ["none", "reentrant", "early_stop", "no_early_stop"],
+    "accumulation": ["F", "FF", "TF", "TTF", "FTF"],
+    "zeroing": ["to_none", "in_place"],
+    "fault": [None, "forward", "backward"],
+    "forwards": [1, 2],
+    "evaluates": [False, True],
+    "input_grad": [False, True],
+}
+HYBRID_SPACE = {**SPACE, "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"]}
+
+WIDTH, VOCABULARY, STEPS = 8, 11, 3
+
+
+def pairwise(space: dict[str, Sequence[Any]], seed: int) -> list[Scenario]:
+    """Few scenarios in which every value of an option meets every value of every other one."""
+    generator = random.Random(seed)
+    left = {
+        frozenset([(a, x), (b, y)])
+        for a, b in itertools.combinations(space, 2)
+        for x in space[a]
+        for y in space[b]
+    }
+    chosen: list[Scenario] = []
+    while left:
+        seeds = sorted(left, key=lambda pair: sorted(map(str, pair)))
+        candidates = [draw(space, generator, dict(generator.choice(seeds))) for _ in range(40)]
+        best = max(candidates, key=lambda scenario: len(left & _pairs(scenario)))
+        left -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def draw(space: dict[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None) -> Scenario:
+    """A random scenario, some options given."""
+    return {name: generator.choice(values) for name, values in space.items()} | (fixed or {})
+
+
+def _pairs(scenario: Scenario) -> set[frozenset[tuple[str, Any]]]:
+    return {frozenset(pair) for pair in itertools.combinations(scenario.items(), 2)}
+
+
+def name_of(scenario: Scenario) -> str:
+    """A short test id."""
+    return "-".join(str(value) for value in scenario.values())
+
+
+class Block(nn.Module):
+    """A residual block with an adapter, which may be checkpointed from inside."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing == "none":
+            return self._compute(x)
+        if self.checkpointing == "reentrant":
+            return checkpoint(self._compute, x, use_reentrant=True)
+        early = self.checkpointing == "early_stop"
+        return checkpoint(self._compute, x, use_reentrant=False, early_stop=early)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc2(self.fc1(self.norm(x)).tanh())
+        return x + y + self.adapter(x)
+
+
+class Model(nn.Module):
+    """Embedding, three blocks, head; takes tokens and an additional input."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(scenario["checkpointing"]) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        if scenario["tied"] == "embed_head":
+            self.head.weight = self.embed.weight
+        elif scenario["tied"] == "blocks":
+            self.blocks[2].fc1.weight = self.blocks[0].fc1.weight
+        for name, param in self.named_parameters():
+            param.requires_grad_(not _is_frozen(name, scenario["frozen"]))
+
+    def forward(self, tokens: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _is_frozen(name: str, frozen: str) -> bool:
+    return {
+        "nothing": False,
+        "second_blocks": name.startswith(("blocks.0", "blocks.2")),
+        "embed": name.startswith("embed"),
+        "all_but_norms": "norm" not in name,
+        "all_but_last": not name.startswith(("blocks.2", "head.bias")),
+    }[frozen]
+
+
+def _policy(wrapping: str) -> Any:
+    return {
+        "whole": None,
+        "block": ModuleWrapPolicy({Block}),
+        "linear": ModuleWrapPolicy({nn.Linear, nn.Embedding}),
+        "always": always_wrap_policy,
+        "by_hand": None,
+    }[wrapping]
+
+
+def _wrap(model: Model, scenario: Scenario) -> FSDP:
+    prefetch = scenario["backward_prefetch"]
+    kwargs: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[scenario["strategy"]],
+        "backward_prefetch": BackwardPrefetch[prefetch] if prefetch else None,
+        "forward_prefetch": scenario["forward_prefetch"],
+        "limit_all_gathers": scenario["limit_all_gathers"],
+        "use_orig_params": scenario["use_orig_params"],
+    }
+    if "HYBRID" in scenario["strategy"]:
+        kwargs["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    if scenario["wrapping"] == "by_hand":
+        model.blocks[0].fc1 = FSDP(model.blocks[0].fc1, **kwargs)
+        model.blocks[0] = FSDP(model.blocks[0], **kwargs)
+        model.blocks[2] = FSDP(model.blocks[2], **kwargs)
+        model.head = FSDP(model.head, **kwargs)
+    return FSDP(model, auto_wrap_policy=_policy(scenario["wrapping"]), **kwargs)
+
+
+class _Batches:
+    """Inputs by rank and number; the same for the wrapped and the plain model."""
+
+    def __init__(self, input_grad: bool) -> None:
+        self._input_grad = input_grad
+
+    def loss(self, model: nn.Module, rank: int, number: int, forwards: int) -> torch.Tensor:
+        losses = [self._one(model, rank, 10 * number + repeat) for repeat in range(forwards)]
+        return torch.stack(losses).sum()
+
+    def _one(self, model: nn.Module, rank: int, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * number + rank)
+        tokens = torch.randint(0, VOCABULARY, (2, 4), generator=generator)
+        shift = torch.randn(2, 4, WIDTH, generator=generator, dtype=torch.float64)
+        output = model(tokens, shift.requires_grad_(self._input_grad))
+        return nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
+
+
+def _backwards(scenario: Scenario, step: int) -> Iterator[tuple[int, bool]]:
+    """(number of the batch, whether inside no_sync) of one step."""
+    for index, letter in enumerate(scenario["accumulation"]):
+        yield 100 * step + index, letter == "T"
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def _break_once(model: FSDP, where: str, batches: _Batches, rank: int) -> None:
+    """One forward and backward in which a module raises on every rank."""
+
+    def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(_fail)
+
+    norm = model.blocks[1].norm
+    hook = norm.register_forward_hook(_fail if where == "forward" else fail_in_backward)
+    try:
+        batches.loss(model, rank, 77, 1).backward()
+    except ArithmeticError:
+        pass
+    finally:
+        hook.remove()
+
+
+def check(scenario: Scenario, rank: int, world_size: int) -> None:
+    """Trains as the scenario says and compares with the plain model."""
+    torch.manual_seed(0)
+    plain = Model(scenario).double()
+    model = _wrap(copy.deepcopy(plain), scenario)
+    # Reentrant checkpointing trains nothing where none of its inputs needs a gradient, plain module or not.
+    batches = _Batches(scenario["input_grad"] or scenario["checkpointing"] == "reentrant")
+    # A FlatParameter gives its unused parts zero gradients, a plain module none: only plain SGD sees no difference.
+    extras = {"momentum": 0.9, "weight_decay": 0.1} if scenario["use_orig_params"] else {}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, **extras) for m in (plain, model)]
+    for step in range(STEPS):
+        if step == 1 and scenario["unfreeze"]:
+            for module in (plain, model):
+                module.requires_grad_(True)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=scenario["zeroing"] == "to_none")
+        if step == 1 and scenario["fault"]:
+            _break_once(model, scenario["fault"], batches, rank)
+            optimizers[1].zero_grad(set_to_none=scenario["zeroing"] == "to_none")
+        _step(scenario, step, plain, model, batches, rank, world_size)
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
+
+
+def _step(
+    scenario: Scenario,
+    step: int,
+    plain: nn.Module,
+    model: FSDP,
+    batches: _Batches,
+    rank: int,
+    world_size: int,
+) -> None:
+    forwards = scenario["forwards"]
+    for number, unsynced in _backwards(scenario, step):
+        if scenario["evaluates"]:
+            with torch.no_grad():
+                model.eval()
+                batches.loss(model, rank, number, 1)
+                model.train()
+        with model.no_sync() if unsynced else nullcontext():
+            loss = batches.loss(model, rank, number, forwards)
+            loss.backward()
+        references = [batches.loss(plain, r, number, forwards) for r in range(world_size)]
+        torch.testing.assert_close(loss, references[rank], rtol=1e-10, atol=1e-10, msg=f"loss: {scenario}")
+        (torch.stack(references).sum() / world_size).backward()

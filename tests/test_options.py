@@ -1,0 +1,34 @@
+"""Options crossed: pairwise in the fast tier, random walks in the slow one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bed import ranks
+from scenario import HYBRID_SPACE, SPACE, check, draw, name_of, pairwise
+
+DRAWS = 300
+"""Scenarios of the random walk."""
+
+
+@pytest.mark.parametrize("scenario", pairwise(SPACE, seed=1), ids=name_of)
+@ranks(2)
+def test_every_pair_of_options(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+@pytest.mark.parametrize("scenario", pairwise(HYBRID_SPACE, seed=2)[::2], ids=name_of)
+@ranks(4)
+def test_hybrid_with_other_options(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+@ranks(2, timeout=600)
+def test_random_walk(rank, world_size, part):
+    generator = random.Random(part)
+    for _ in range(DRAWS // 10):
+        check(draw(SPACE, generator), rank, world_size)
