@@ -40,6 +40,7 @@ class UnitSpec:
         mesh: The ranks to shard over.
         device: Where the unit computes.
         use_orig_params: What the optimizer sees: the user's parameters or `FlatParameter`s.
+        offload: Whether shards and their gradients live in host memory.
         sync_module_states: Start from the parameters and buffers of the mesh's first rank.
         options: How the schedule treats the unit.
         ignored: What not to touch.
@@ -48,6 +49,7 @@ class UnitSpec:
     mesh: ShardMesh
     device: torch.device
     use_orig_params: bool
+    offload: bool
     sync_module_states: bool
     options: UnitOptions
     ignored: Ignored = field(default_factory=Ignored)
@@ -122,6 +124,7 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
             name=FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}",
             module=module,
             sharded=spec.mesh.shard is not None,
+            offload=spec.offload,
             use_orig_params=spec.use_orig_params,
         )
         for number, segment in enumerate(segments)

@@ -71,7 +71,11 @@ class Allocator(Protocol):
     rank: int
     size: int
 
+    device: torch.device
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class FlatLayout:
@@ -83,6 +87,7 @@ class FlatLayout:
         name: Name of the `FlatParameter` in the unit's module.
         module: The unit's module.
         sharded: Whether the buffer is cut at all; otherwise every rank holds the whole of it as its shard.
+        offload: Whether the shard lives in host memory.
         use_orig_params: Whether the optimizer sees 1-D slices of the original parameters (the user's
             own Parameter objects) or the `FlatParameter`.
     """
@@ -95,6 +100,7 @@ class FlatLayout:
         name: str,
         module: nn.Module,
         sharded: bool,
+        offload: bool,
         use_orig_params: bool,
     ) -> None:
         first = slots[0].param
@@ -105,7 +111,9 @@ class FlatLayout:
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.shard_numel * allocator.size
         self._first = self.shard_numel * allocator.rank
-        shard = allocator.empty(self.shard_numel, self.dtype)
+        allocate = allocator.empty_on_host if offload else allocator.empty
+        shard = allocate(self.shard_numel, self.dtype)
+        self._resides = not sharded and shard.device == allocator.device
         _fill(shard, self._first, self.extents, slots)
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
@@ -115,7 +123,7 @@ class FlatLayout:
 
     @property
     def resident(self) -> torch.Tensor | None:
-        return None if self._sharded else self.flat_param.data
+        return self.flat_param.data if self._resides else None
 
     @property
     def sources(self) -> Sequence[nn.Parameter]:
@@ -143,7 +151,7 @@ class FlatLayout:
 
     def write_shard(self, out: torch.Tensor) -> None:
         if out.data_ptr() != self.flat_param.data_ptr():
-            out.data.copy_(self.flat_param.data)
+            out.data.copy_(self.flat_param.data, non_blocking=True)
 
     def read_shard(self, own: torch.Tensor) -> None:
         self.flat_param.data.copy_(own.data)
@@ -176,7 +184,7 @@ class FlatLayout:
         show_extra(self._module, self._name, param)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        gradient = reduced if reduced.dtype == self.dtype else reduced.to(self.dtype)
+        gradient = reduced.to(self.flat_param.device, self.dtype)
         holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
         for param, piece, param_used in holders:
             if param.requires_grad:

@@ -42,7 +42,7 @@ class FullyShardedDataParallel(nn.Module):
         process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
             replicate) pair of groups, None to shard within each host.
         sharding_strategy: FULL_SHARD by default.
-        cpu_offload: None or disabled.
+        cpu_offload: Keep shards, gradients and so optimizer state in host memory.
         auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
         backward_prefetch: When backward gathers the next unit.
         mixed_precision: None.
@@ -89,7 +89,6 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         _check_wrappable(module)
         _refuse_unavailable(
-            cpu_offload=cpu_offload if cpu_offload is None or cpu_offload.offload_params else None,
             mixed_precision=mixed_precision,
             param_init_fn=param_init_fn,
             forward_prefetch=forward_prefetch or None,
@@ -101,6 +100,7 @@ class FullyShardedDataParallel(nn.Module):
             mesh=mesh,
             device=resolve_device(check_module(module, ignored), device_id, mesh),
             use_orig_params=use_orig_params,
+            offload=_checked_offload(cpu_offload),
             sync_module_states=sync_module_states,
             options=UnitOptions(strategy in _RESHARD_AFTER_FORWARD, _checked_prefetch(backward_prefetch)),
             ignored=ignored,
@@ -110,6 +110,7 @@ class FullyShardedDataParallel(nn.Module):
                 "process_group": process_group,
                 "device_mesh": device_mesh,
                 "sharding_strategy": strategy,
+                "cpu_offload": cpu_offload,
                 "backward_prefetch": backward_prefetch,
                 "device_id": spec.device,
                 "sync_module_states": sync_module_states,
@@ -330,6 +331,12 @@ def _checked_strategy(strategy: Any) -> ShardingStrategy:
     if strategy is not None and not isinstance(strategy, ShardingStrategy):
         raise TypeError(f"sharding_strategy must be a ShardingStrategy or None, not {strategy!r}")
     return strategy or ShardingStrategy.FULL_SHARD
+
+
+def _checked_offload(offload: Any) -> bool:
+    if offload is not None and not isinstance(offload, CPUOffload):
+        raise TypeError(f"cpu_offload must be a CPUOffload or None, not {offload!r}")
+    return offload is not None and offload.offload_params
 
 
 def _checked_prefetch(prefetch: Any) -> BackwardPrefetch | None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_wrap import BackwardPrefetch, ShardingStrategy
+from fsdp_wrap import BackwardPrefetch, CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 
@@ -30,6 +30,7 @@ SPACE: dict[str, Sequence[Any]] = {
     "use_orig_params": [False, True],
     "backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", None],
     "forward_prefetch": [False],
+    "offload": [False, True],
     "limit_all_gathers": [True, False],
     "wrapping": ["whole", "block", "linear", "always", "by_hand"],
     "frozen": ["nothing", "second_blocks", "embed", "all_but_norms", "all_but_last"],
@@ -152,6 +153,7 @@ def _wrap(model: Model, scenario: Scenario) -> FSDP:
         "sharding_strategy": ShardingStrategy[scenario["strategy"]],
         "backward_prefetch": BackwardPrefetch[prefetch] if prefetch else None,
         "forward_prefetch": scenario["forward_prefetch"],
+        "cpu_offload": CPUOffload(offload_params=scenario["offload"]),
         "limit_all_gathers": scenario["limit_all_gathers"],
         "use_orig_params": scenario["use_orig_params"],
     }
