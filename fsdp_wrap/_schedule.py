@@ -43,6 +43,8 @@ class Schedule:
         self._syncs = True
         self._keeps_graph = False
         self._reducing: Unit | None = None
+        handles = (unit.handle for unit in self._units if unit.handle is not None)
+        self._device = next((handle.communicator.device for handle in handles), torch.device("cpu"))
         for fqn, unit in units_in(root.module).items():
             unit.join(self, fqn)
 
@@ -56,6 +58,8 @@ class Schedule:
         Raises:
             RuntimeError: If the parameters are in the user's hands, or the output is a view of one.
         """
+        if self._depth == 0 and self._device.type != "cpu":
+            args, kwargs = map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
         uses: list[Use] = []
         try:
             for each in (*unit.lenders, unit):
@@ -71,6 +75,9 @@ class Schedule:
         finally:
             for use in uses:
                 schedule_of(use.unit).exit_forward(use)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
 
     def pre_forward(self, unit: Unit) -> Use:
         """Begins a forward call: unshards, and lets the modules compute with the leaves.
