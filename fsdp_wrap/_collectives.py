@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._device import Finished, Pending, lane_of
+from fsdp_wrap._device import Finished, Lane, Pending, lane_of
 from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._positions import GroupPositions, positions_of
+from fsdp_wrap._watch import Watch
 
 __all__ = ["Buffer", "Communicator", "ResidentBuffer", "make_communicator"]
 
@@ -41,6 +43,11 @@ class Buffer:
         """Whether the memory is there."""
         return self.nbytes == 0 or self._storage.nbytes() > 0
 
+    @property
+    def resizable(self) -> bool:
+        """Whether the memory can come and go: not once it is shared with NumPy."""
+        return self._storage.resizable()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this buffer's memory."""
         same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
@@ -65,6 +72,10 @@ class ResidentBuffer(Buffer):
         self.nbytes = tensor.numel() * tensor.element_size()
         self._storage = tensor.untyped_storage()
 
+    @property
+    def resizable(self) -> bool:
+        return True
+
     def free(self) -> None:
         return None
 
@@ -76,12 +87,16 @@ class Communicator(ABC):
         rank: This process's rank in the group.
         size: How many ranks it has.
         device: Where the buffers live.
+        positions: Where the ranks of the group stand; None without a group.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
+        self.positions = positions
 
     def _identity(self) -> object:
         """What makes two communicators interchangeable."""
@@ -154,21 +169,14 @@ class SoloCommunicator(Communicator):
         return None
 
 
-class _AllPending:
-    def __init__(self, works: list[Pending]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 class GroupCommunicator(Communicator):
     """The process group's own collectives, on two lanes: gathers never queue behind reductions."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        super().__init__(ranks.rank, ranks.size, device)
+        positions = positions_of(ranks.group)
+        super().__init__(ranks.rank, ranks.size, device, positions)
         self._group = ranks.group
+        self._watch = Watch(ranks.group, device, positions)
         self._gather_lane = lane_of(device, "gather")
         self._reduce_lane = lane_of(device, "reduce")
 
@@ -176,11 +184,15 @@ class GroupCommunicator(Communicator):
         return self.device, self._group
 
     def all_gather(self, full: list[torch.Tensor]) -> Pending:
-        return _AllPending([self._gather_lane.issue(self._gather(_as_transport(tensor))) for tensor in full])
+        return self._issue(self._gather_lane, [self._gather(_as_transport(tensor)) for tensor in full])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        pairs = zip(shards, full)
-        return _AllPending([self._reduce_lane.issue(self._reduce(shard, source)) for shard, source in pairs])
+        starts = [self._reduce(shard, source) for shard, source in zip(shards, full)]
+        # On the CPU a reduce-scatter takes no time limit and does not tell whether it has completed.
+        return self._issue(self._reduce_lane, starts, limited=self.device.type != "cpu")
+
+    def _issue(self, lane: Lane, starts: list[Callable[[bool], Any]], limited: bool = True) -> Pending:
+        return self._watch.issue(lambda: [lane.issue(start) for start in starts], limited)
 
     def _gather(self, full: torch.Tensor) -> Callable[[bool], Any]:
         return lambda async_op: _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
@@ -191,7 +203,7 @@ class GroupCommunicator(Communicator):
     def all_reduce(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Pending:
-        return _AllPending([self._reduce_lane.issue(self._all_reduce(tensor, op)) for tensor in tensors])
+        return self._issue(self._reduce_lane, [self._all_reduce(tensor, op) for tensor in tensors])
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[bool], Any]:
         return lambda async_op: dist.all_reduce(tensor, op=op, group=self._group, async_op=async_op)

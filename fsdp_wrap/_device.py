@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Finished", "Lane", "Pending", "lane_of"]
+__all__ = ["Finished", "Issued", "Lane", "Pending", "lane_of"]
 
 
 class Pending(Protocol):
@@ -19,11 +20,18 @@ class Pending(Protocol):
         """Makes what the caller does next come after it: on the host, or on the current stream."""
 
 
+class Issued(Pending, Protocol):
+    """What a lane returns."""
+
+    def wait_for(self, limit: timedelta) -> bool:
+        """As `wait`, but gives up after some time; returns whether that was enough."""
+
+
 class Lane(ABC):
     """One queue of communication that runs beside the computation."""
 
     @abstractmethod
-    def issue(self, start: Callable[[bool], Any]) -> Pending:
+    def issue(self, start: Callable[[bool], Any]) -> Issued:
         """Runs `start` after all that the computation has issued so far.
 
         Args:
@@ -38,13 +46,33 @@ class Finished:
     def wait(self) -> None:
         return None
 
+    def wait_for(self, limit: timedelta) -> bool:
+        return True
+
+
+class _WorkPending:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def wait_for(self, limit: timedelta) -> bool:
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            if not self._work.is_completed():  # it goes on: only the waiting has ended
+                return False
+            raise
+        return True
+
 
 class HostLane(Lane):
     """The CPU's: works of the process group take the place of streams."""
 
-    def issue(self, start: Callable[[bool], Any]) -> Pending:
+    def issue(self, start: Callable[[bool], Any]) -> Issued:
         work = start(True)
-        return Finished() if work is None else work
+        return Finished() if work is None else _WorkPending(work)
 
 
 class _EventPending:
@@ -54,6 +82,10 @@ class _EventPending:
 
     def wait(self) -> None:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def wait_for(self, limit: timedelta) -> bool:
+        self.wait()  # the host does not block
+        return True
 
 
 class StreamLane(Lane):
@@ -68,7 +100,7 @@ class StreamLane(Lane):
         self._device = device
         self._stream = torch.Stream(device)
 
-    def issue(self, start: Callable[[bool], Any]) -> Pending:
+    def issue(self, start: Callable[[bool], Any]) -> Issued:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             start(False)

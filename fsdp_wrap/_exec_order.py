@@ -1,10 +1,19 @@
-"""The order in which units run, recorded in forward and read backwards for prefetching."""
+"""The order in which units run: read backwards for prefetching, and checked in debug level DETAIL."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Generic, TypeVar
 
-__all__ = ["ExecOrder"]
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._events import Phase
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._positions import Note
+
+__all__ = ["ExecOrder", "OrderCheck"]
 
 UnitT = TypeVar("UnitT")
 
@@ -39,3 +48,99 @@ class ExecOrder(Generic[UnitT]):
                 self._cursor = index
                 return self._order[index - 1] if index > 0 else None
         return None
+
+
+class OrderCheck:
+    """Compares the forward order across ranks in the first iteration, and with that one in later iterations.
+
+    Does anything in debug level DETAIL only, since ranks are compared by a collective of its own before each
+    unit. Only forwards that train count. The first iteration ends with the first backward.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[str] | None = None
+        self._order: list[str] = []
+        self._counts = False
+        self._iteration = 0
+        self._warned = False
+
+    def begin_forward(self, trains: bool, iteration: int) -> None:
+        """Begins an outermost forward.
+
+        Args:
+            trains: Whether it runs in training mode with gradients.
+            iteration: Its number.
+        """
+        self._counts = trains and _in_detail()
+        self._order = []
+        self._iteration = iteration
+
+    def enter(self, name: str, handle: ParamHandle) -> None:
+        """Notes that a unit's forward begins.
+
+        Raises:
+            RuntimeError: In the first iteration, if another rank begins another unit's.
+        """
+        if not self._counts:
+            return
+        if self._first is None:
+            _compare_across_ranks(name, handle, self._iteration)
+        else:
+            self._compare_with_first(name)
+        self._order.append(name)
+
+    def begin_backward(self) -> None:
+        """Ends the record of the last forward."""
+        if self._counts and self._first is None:
+            self._first = self._order
+        elif self._counts:
+            self._compare_with_first(None)
+        self._counts = False
+
+    def _compare_with_first(self, name: str | None) -> None:
+        assert self._first is not None
+        expected = next(iter(self._first[len(self._order) :]), None)
+        if name == expected or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            "Forward order differs from that of the first iteration: "
+            f"expected {expected or 'its end'}, got {name or 'its end'} (rank {dist.get_rank()}, iteration "
+            f"{self._iteration}). Prefetching follows the order of the last forward and may be less useful",
+            stacklevel=2,
+        )
+
+
+def _in_detail() -> bool:
+    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+
+
+_EXCHANGE = Note("compares the forward order")
+_LONGEST_NAME = 500  # bytes
+
+
+def _compare_across_ranks(name: str, handle: ParamHandle, iteration: int) -> None:
+    running = {f"{dist.get_rank()} {name}"}
+    for communicator in (handle.communicator, handle.replicas):
+        if communicator.positions is not None:
+            communicator.positions.issue(_EXCHANGE, Phase.FORWARD, iteration)
+            running = _exchange(running, communicator)
+    units = dict(sorted((int(rank), unit) for rank, _, unit in (line.partition(" ") for line in running)))
+    if len(set(units.values())) > 1:
+        raise RuntimeError(
+            "Forward order differs across ranks: "
+            + ", ".join(f"rank {rank} runs {unit}" for rank, unit in units.items())
+            + ". All ranks must run the same units in the same order"
+        )
+
+
+def _exchange(lines: set[str], communicator: Communicator) -> set[str]:
+    """Returns the lines of all ranks, which must have equally many."""
+    length = _LONGEST_NAME * len(lines)
+    text = "\n".join(sorted(lines)).encode()[:length].ljust(length)
+    buffer = communicator.empty(length * communicator.size, torch.uint8)
+    communicator.own_part(buffer).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    communicator.all_gather([buffer]).wait()
+    parts = bytes(buffer.cpu().tolist())
+    texts = [parts[start : start + length] for start in range(0, len(parts), length)]
+    return {line.strip() for text in texts for line in text.decode(errors="replace").splitlines()}

@@ -39,6 +39,7 @@ class Segment:
 
     def __init__(self, layout: Layout, communicator: Communicator, contributors: int) -> None:
         self.layout = layout
+        self._communicator = communicator
         resident = layout.resident
         self.full = (
             communicator.buffer(layout.numel, layout.dtype) if resident is None else ResidentBuffer(resident)
@@ -60,6 +61,18 @@ class Segment:
     def trainable(self) -> bool:
         """Whether any leaf needs a gradient now."""
         return any(leaf.requires_grad for leaf in self.leaves)
+
+    def free(self) -> None:
+        """Frees the unsharded buffer; memory that a NumPy array shares is left to the array."""
+        if self.full.resizable:
+            self.full.free()
+            return
+        self.full = self._communicator.buffer(self.layout.numel, self.layout.dtype)
+        self.full_data = self.full.tensor.data
+        self.own_data = self._communicator.own_part(self.full_data)
+        for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
+            leaf.data = view
+        self.full.free()
 
     def follow_requires_grad(self) -> bool:
         """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""
@@ -148,7 +161,7 @@ class ParamHandle:
 
     def __init__(self, layouts: Sequence[Layout], communicator: Communicator, replicas: Communicator) -> None:
         self.communicator = communicator
-        self._replicas = replicas
+        self.replicas = replicas
         contributors = communicator.size * replicas.size
         self.segments = [Segment(layout, communicator, contributors) for layout in layouts]
         self.state = HandleState.SHARDED
@@ -171,6 +184,12 @@ class ParamHandle:
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
         return any(segment.full.holds(tensor) for segment in self.segments)
+
+    @property
+    def shows_shards(self) -> bool:
+        """Whether the modules show pieces of the original parameters."""
+        shards = any(segment.layout.resident is None for segment in self.segments)
+        return shards and not self._shows_leaves and self.state is not HandleState.SUMMONED
 
     @property
     def reducing(self) -> bool:
@@ -204,12 +223,12 @@ class ParamHandle:
 
     def reshard(self) -> bool:
         """Frees the full parameters; returns False if the unit was sharded already."""
-        if self.state is HandleState.SHARDED:
+        if self.state in (HandleState.SHARDED, HandleState.SUMMONED):
             return False
         self.wait()  # a gather in flight still writes
         self.show_sharded()
         for segment in self.segments:
-            segment.full.free()
+            segment.free()
         self.state = HandleState.SHARDED
         return True
 
@@ -241,19 +260,20 @@ class ParamHandle:
         ]
         self.state = HandleState.SUMMONED
 
-    def dismiss(self, writeback: bool) -> None:
-        """Takes the full parameters back; with `writeback`, edits go into the shards.
+    def edits(self, prefix: str) -> list[list[torch.Tensor]]:
+        """Returns what the modules show of summoned parameters now; `prefix` is for messages.
 
         Raises:
-            ValueError: If a parameter was replaced by one of another shape or dtype; nothing is written.
+            ValueError: If a parameter was replaced by one of another shape or dtype.
         """
+        return [segment.edits(prefix) for segment in self._summoned]
+
+    def dismiss(self, edits: list[list[torch.Tensor]]) -> None:
+        """Takes the full parameters back; `edits` (none: they are dropped) go into the shards."""
         summoned, self._summoned = self._summoned, []
-        try:
-            edits = [segment.edits() for segment in summoned] if writeback else []
-        finally:
-            for segment in self.segments:
-                segment.layout.hide_full()
-            self.state = HandleState.SHARDED
+        for segment in self.segments:
+            segment.layout.hide_full()
+        self.state = HandleState.SHARDED
         for summoned_segment, edited in zip(summoned, edits):
             summoned_segment.write_back(edited)
 
@@ -272,7 +292,7 @@ class ParamHandle:
             self.communicator.empty(segment.layout.shard_numel, segment.layout.dtype) for segment in segments
         ]
         pending = self.communicator.reduce_scatter(shards, full)
-        self._reduction = _Reduction(segments, shards, pending, self._replicas)
+        self._reduction = _Reduction(segments, shards, pending, self.replicas)
         return sum(segment.grads.nbytes for segment in segments)
 
     def finish_reduction(self) -> None:
@@ -341,18 +361,18 @@ class _SummonedSegment:
             nn.Parameter(view.clone() if copies else view, requires_grad=source.requires_grad)
             for view, source in zip(views, layout.sources)
         ]
-        layout.show_full(self._params)
+        layout.show_full(self._params, copies)
 
-    def edits(self) -> list[torch.Tensor]:
+    def edits(self, prefix: str) -> list[torch.Tensor]:
         """Returns what the modules show now, or refuses what does not fit."""
         edited = []
         for fqn, param, shown in zip(self._layout.fqns, self._params, self._layout.shown()):
             found = param if shown is None else shown
             if found.shape != param.shape or found.dtype != param.dtype:
                 raise ValueError(
-                    f"parameter '{fqn}' was replaced inside summon_full_params by one of shape "
+                    f"parameter '{prefix}{fqn}' was replaced inside summon_full_params by one of shape "
                     f"{tuple(found.shape)} and dtype {found.dtype}; it must keep {tuple(param.shape)} and "
-                    f"{param.dtype}. No edit of its unit was written back"
+                    f"{param.dtype}. No edit was written back"
                 )
             edited.append(found.detach())
         return edited

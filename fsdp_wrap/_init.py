@@ -23,10 +23,11 @@ from fsdp_wrap._modules import (
     mark_owned,
     own_modules,
 )
+from fsdp_wrap._schedule import guard_parametrizations
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.flat_param import FlatLayout
 
-__all__ = ["FLAT_PARAM", "UnitSpec", "build_unit", "check_module", "resolve_ignored"]
+__all__ = ["FLAT_PARAM", "UnitSpec", "build_unit", "check_module", "refuse_taken", "resolve_ignored"]
 
 FLAT_PARAM = "_flat_param"
 """Name under which a unit's module holds its `FlatParameter` (torch's name)."""
@@ -105,7 +106,14 @@ def check_module(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.T
     for slot in slots:
         _check_param(slot)
     tensors: list[tuple[str, torch.Tensor]] = [(slot.fqn, slot.param) for slot in slots]
-    return tensors + [(name, buffer) for _, name, buffer in _own_buffers(module, ignored.modules)]
+    for fqn, _, _, buffer in _own_buffers(module, ignored.modules):
+        if buffer.device.type == "meta":
+            raise ValueError(
+                f"buffer '{fqn}' is on the meta device and has no values; materialise the module first "
+                "(module.to_empty(device=...) and initialise it)"
+            )
+        tensors.append((fqn, buffer))
+    return tensors
 
 
 def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
@@ -132,10 +140,16 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     handle = ParamHandle(layouts, communicator, replicas) if layouts else None
     lenders = _borrow(module, spec.ignored)
     unit = Unit(module, handle, spec.options, left=spec.ignored.left, lenders=lenders)
+    for fqn, below in units_in(module).items():
+        below.nest(fqn)
+    guard_parametrizations(unit, [each for _, each in own_modules(module, spec.ignored.modules)])
+    _taken.update(each for _, each in own_modules(module, spec.ignored.modules))
     for number, segment in enumerate(segments):
         for index, slot in enumerate(segment):
             mark_owned(slot.param)
             _owners[slot.param] = _Ownership(weakref.ref(unit), number, index)
+            for place, _ in slot.places:
+                _users.setdefault(place, set()).add(_owners[slot.param])
     return unit
 
 
@@ -152,9 +166,27 @@ class _Ownership:
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+# Modules that show parameters of a unit; a shared module may belong to more than one.
+_users: weakref.WeakKeyDictionary[nn.Module, set[_Ownership]] = weakref.WeakKeyDictionary()
+
+_taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def refuse_taken(module: nn.Module) -> None:
+    """Refuses a module that a unit has taken already, as its own or as part of it."""
+    if module in _taken:
+        raise ValueError(
+            f"this {type(module).__name__} is already wrapped, or part of a wrapped module; wrap parts "
+            "before the whole, each once"
+        )
+
+
 def _borrow(module: nn.Module, ignored: Ignored) -> list[Unit]:
     """Lets the owners of tied parameters show them in `module` as well; returns the owners."""
     lenders: dict[int, Unit] = {}
+    for _, current in own_modules(module, ignored.modules):
+        owners = (ownership.unit() for ownership in _users.get(current, ()))
+        lenders.update({id(owner): owner for owner in owners if owner is not None})
     for fqn, place, param in list(collect_borrowed(module, ignored)):
         ownership: _Ownership = _owners[param]
         owner = ownership.unit()
@@ -194,17 +226,17 @@ def _move(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec) -> None
     for slot in slots:
         if slot.param.device != spec.device:
             slot.param.data = slot.param.data.to(spec.device)
-    for owner, name, buffer in _own_buffers(module, spec.ignored.modules):
+    for _, owner, name, buffer in _own_buffers(module, spec.ignored.modules):
         if buffer.device != spec.device:
             owner._buffers[name] = buffer.to(spec.device)
 
 
 def _own_buffers(
     module: nn.Module, ignored: Collection[nn.Module]
-) -> list[tuple[nn.Module, str, torch.Tensor]]:
+) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
     return [
-        (owner, name, buffer)
-        for _, owner in own_modules(module, ignored)
+        (f"{prefix}.{name}" if prefix else name, owner, name, buffer)
+        for prefix, owner in own_modules(module, ignored)
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
@@ -212,7 +244,7 @@ def _own_buffers(
 
 def _sync(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec, steps: list[Communicator]) -> None:
     tensors = [slot.param.data for slot in slots]
-    tensors += [buffer for _, _, buffer in _own_buffers(module, spec.ignored.modules)]
+    tensors += [buffer for _, _, _, buffer in _own_buffers(module, spec.ignored.modules)]
     for tensor in tensors:
         travelling = tensor.detach().contiguous()
         for communicator in steps:

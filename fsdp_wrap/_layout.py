@@ -84,8 +84,14 @@ class Layout(Protocol):
         """Shows the sharded parameters in the modules."""
         ...
 
-    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
-        """Shows full parameters to the user, who may edit them in place."""
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        """Shows full parameters to the user, who may edit them in place.
+
+        Args:
+            params: One per original parameter.
+            copies: Whether they are the user's to keep. Otherwise the user's own Parameter objects, where
+                those are the sharded parameters, stand for them.
+        """
         ...
 
     def hide_full(self) -> None:

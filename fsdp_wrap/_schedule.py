@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._events import EventKind, Phase, emit
-from fsdp_wrap._exec_order import ExecOrder
+from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._handle import HandleState, ParamHandle, Segment
+from fsdp_wrap._positions import Tree, UnitPositions
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
@@ -37,6 +39,8 @@ class Schedule:
         self.root = root
         self._units = list(units_in(root.module).values())
         self._order: ExecOrder[Unit] = ExecOrder()
+        self._order_check = OrderCheck()
+        self._iteration = 0
         self._depth = 0
         self._backward_open = False
         self._trains = False
@@ -47,6 +51,8 @@ class Schedule:
         self._device = next((handle.communicator.device for handle in handles), torch.device("cpu"))
         for fqn, unit in units_in(root.module).items():
             unit.join(self, fqn)
+        tree = Tree()
+        self._positions = {unit: _positions(unit, tree) for unit in self._units}
 
     # forward
 
@@ -91,6 +97,8 @@ class Schedule:
         if self._depth == 0 and not recompute:
             self._begin_iteration()
         if unit.handle is not None:
+            if not recompute:
+                self._order_check.enter(unit.name, unit.handle)
             self._unshard(unit, Phase.BACKWARD if recompute else Phase.FORWARD)
             self._hook_leaves(unit)
         self._depth += 1
@@ -161,7 +169,9 @@ class Schedule:
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
         self._trains = torch.is_grad_enabled()
+        self._iteration += 1
         self._order.begin_forward()
+        self._order_check.begin_forward(self._trains and self.root.module.training, self._iteration)
         if self._backward_open:
             self._abandon_backward()
         for unit in self._units:  # kept for a backward that has not come: may be stale by now
@@ -247,6 +257,7 @@ class Schedule:
         self._backward_open = True
         self._keeps_graph = False
         self._order.begin_backward()
+        self._order_check.begin_backward()
         for unit in self._units:
             unit.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -270,6 +281,13 @@ class Schedule:
         self._finish_reduction()
         self._backward_open = False
 
+    def end_failed_backward(self) -> None:
+        """Shows the sharded parameters again after a backward that raised."""
+        if self._backward_open and graph_task() == -1:
+            self._abandon_backward()
+            for unit in self._units:
+                self._reshard(unit, Phase.IDLE)
+
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
         self._reducing = None
@@ -288,14 +306,23 @@ class Schedule:
                 f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
                 "before running forward or backward"
             )
-        if handle.unshard():
-            emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
+        self._positions[unit].enter(phase, self._iteration)
+        self._gather(unit, phase)
         handle.wait()
+        self._positions[unit].gather.completed()
 
     def _prefetch(self, unit: Unit) -> None:
         target = self._order.next_in_backward(unit)
-        if target is not None and target.handle is not None and target.handle.unshard():
-            emit(EventKind.UNSHARD, target.fqn, Phase.BACKWARD, target.handle.unsharded_nbytes)
+        if target is not None:
+            self._gather(target, Phase.BACKWARD)
+
+    def _gather(self, unit: Unit, phase: Phase) -> None:
+        """Issues a unit's all-gather unless it is unsharded, or being so, already."""
+        handle = unit.handle
+        if handle is not None and handle.state is HandleState.SHARDED:
+            self._positions[unit].gather.issue(phase, self._iteration)
+            handle.unshard()
+            emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
 
     def _reshard(self, unit: Unit, phase: Phase) -> None:
         # A backward may run inside a forward, which still needs its leaves.
@@ -309,6 +336,7 @@ class Schedule:
             return
         self._finish_reduction()
         assert unit.handle is not None
+        self._positions[unit].reduction.issue(phase, self._iteration)
         emit(EventKind.REDUCE, unit.fqn, phase, unit.handle.start_reduction())
         self._reducing = unit
 
@@ -316,6 +344,7 @@ class Schedule:
         unit, self._reducing = self._reducing, None
         if unit is not None and unit.handle is not None:
             unit.handle.finish_reduction()
+            self._positions[unit].reduction.completed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -341,6 +370,35 @@ class Schedule:
 def schedule_of(unit: Unit) -> Schedule:
     """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
     return unit.schedule or Schedule(unit)
+
+
+def _positions(unit: Unit, tree: Tree) -> UnitPositions:
+    communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+    return UnitPositions(
+        unit.name,
+        tree,
+        gathering=[one.positions for one in communicators[:1] if one.positions is not None],
+        # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
+        reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
+        waits=all(one.device.type == "cpu" for one in communicators),
+    )
+
+
+def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Refuses to compute a parametrised tensor from sharded parameters, which do not fit each other."""
+    reference = weakref.ref(unit)
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        unit = reference()
+        if unit is not None and unit.handle is not None and unit.handle.shows_shards:
+            raise RuntimeError(
+                f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
+                "read it inside summon_full_params"
+            )
+
+    for module in modules:
+        if isinstance(module, ParametrizationList):
+            module.register_forward_pre_hook(refuse)
 
 
 def _prefetches(unit: Unit, when: BackwardPrefetch) -> bool:

@@ -63,6 +63,7 @@ class Unit:
         self.lenders = lenders
         self.fqn = ""
         self.running = 0
+        self.nested = False
         self._schedule: Schedule | None = None
         self._hooked: set[int] = set()
         self._missing: set[int] = set()
@@ -83,6 +84,11 @@ class Unit:
     def join(self, schedule: Schedule, fqn: str) -> None:
         """Makes this a unit of `schedule`, under its name relative to the root."""
         self._schedule = schedule
+        self.fqn = fqn
+
+    def nest(self, fqn: str) -> None:
+        """Notes that another unit encloses this one, under its name there."""
+        self.nested = True
         self.fqn = fqn
 
     # forward

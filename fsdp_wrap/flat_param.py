@@ -163,8 +163,8 @@ class FlatLayout:
     def show_sharded(self) -> None:
         self._front.show_sharded()
 
-    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
-        self._front.show_full(leaves)
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        self._front.show_full(params, copies)
 
     def hide_full(self) -> None:
         self._front.hide_full()
@@ -297,7 +297,7 @@ class _Front(Protocol):
 
     def show_sharded(self) -> None: ...
 
-    def show_full(self, leaves: Sequence[nn.Parameter]) -> None: ...
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
 
     def hide_full(self) -> None: ...
 
@@ -321,9 +321,9 @@ class _FlatFront:
         for places, piece in zip(self._layout.places, self._pieces):
             places.show_plain(piece)
 
-    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self._layout.register_flat_param(None)
-        self._layout.show(leaves)
+        self._layout.show(params)
 
     def hide_full(self) -> None:
         self._layout.register_flat_param(self._layout.flat_param)
@@ -341,7 +341,7 @@ class _SliceFront:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
         self.holders: Sequence[nn.Parameter] = self.sources
-        self._grads: list[torch.Tensor | None] = [None] * len(self.sources)
+        self._grads: list[torch.Tensor | None] | None = None
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._layout.pieces(shard)
@@ -352,16 +352,21 @@ class _SliceFront:
     def show_sharded(self) -> None:
         self._layout.show(self.sources)
 
-    def show_full(self, leaves: Sequence[nn.Parameter]) -> None:
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        if copies:
+            self._layout.show(params)
+            return
         self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
-        for param, leaf in zip(self.sources, leaves):
-            param.grad = None
-            param.data = leaf.data
+        for source, param in zip(self.sources, params):
+            source.grad = None
+            source.data = param.data
         self._layout.show(self.sources)
 
     def hide_full(self) -> None:
         for param, piece in zip(self.sources, self.cut(self._layout.flat_param.data)):
             param.data = piece
         self.show_sharded()
-        for param, grad in zip(self.sources, self._grads):
-            param.grad = grad
+        if self._grads is not None:
+            for param, grad in zip(self.sources, self._grads):
+                param.grad = grad
+            self._grads = None

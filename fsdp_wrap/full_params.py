@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
-from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._handle import HandleState
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
 
-__all__ = ["dismiss", "full_unit", "is_summoned", "summon", "summon_full_params"]
+__all__ = ["dismiss", "full_units", "is_summoned", "summon", "summon_full_params"]
 
 
 @contextmanager
@@ -37,41 +38,52 @@ def summon_full_params(module: nn.Module, recurse: bool = True, writeback: bool 
             raise RuntimeError(
                 f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
             )
-    with ExitStack() as stack:
-        for unit in units:
-            stack.enter_context(full_unit(unit, writeback=writeback))
+    with full_units(units, writeback=writeback):
         yield
 
 
 @contextmanager
-def full_unit(unit: Unit, *, writeback: bool, copies: bool = False) -> Iterator[None]:
-    """Shows the full parameters that one unit uses; with `copies`, each in storage of its own.
+def full_units(units: Iterable[Unit], *, writeback: bool, copies: bool = False) -> Iterator[None]:
+    """Shows the full parameters that units use; with `copies`, each in storage of its own.
 
     After an exception inside, nothing is written back.
     """
-    handles = summon(unit, copies)
+    summoned: list[Unit] = []
     try:
+        for unit in units:
+            summoned += summon(unit, copies)
         yield
     except BaseException:
-        dismiss(handles, writeback=False)
+        dismiss(summoned, writeback=False)
         raise
-    dismiss(handles, writeback)
+    dismiss(summoned, writeback)
 
 
-def summon(unit: Unit, copies: bool = False) -> list[ParamHandle]:
+def summon(unit: Unit, copies: bool = False) -> list[Unit]:
     """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`."""
-    handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
-    summoned = [handle for handle in handles if handle.state is not HandleState.SUMMONED]
-    for handle in summoned:
-        handle.summon(copies)
+    summoned = []
+    for each in (*unit.lenders, unit):
+        if each.handle is not None and not is_summoned(each):
+            each.handle.summon(copies)
+            summoned.append(each)
     return summoned
 
 
-def dismiss(handles: Iterable[ParamHandle], writeback: bool) -> None:
-    """Takes full parameters back, all of them even if one cannot be written back."""
-    with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.dismiss, writeback)
+def dismiss(units: Iterable[Unit], writeback: bool) -> None:
+    """Takes full parameters back, all of them; if one cannot be written back, none is.
+
+    Raises:
+        ValueError: If a parameter was replaced by one of another shape or dtype.
+    """
+    units = list(units)
+    edits: list[list[list[torch.Tensor]]] = [[] for _ in units]
+    try:
+        if writeback:
+            edits = [each.handle.edits(f"{each.fqn}." if each.fqn else "") for each in units if each.handle]
+    finally:
+        for each, edited in zip(units, edits):
+            assert each.handle is not None
+            each.handle.dismiss(edited)
 
 
 def is_summoned(unit: Unit) -> bool:

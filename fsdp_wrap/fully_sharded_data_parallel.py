@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._init import UnitSpec, build_unit, check_module, resolve_ignored
+from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._mesh import resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._schedule import schedule_of
@@ -22,8 +20,15 @@ from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap.clip_grad import clip_grad_norm
 from fsdp_wrap.flat_param import FlatParameter
-from fsdp_wrap.full_params import dismiss, full_unit, is_summoned, summon, summon_full_params
-from fsdp_wrap.state_dict import add_wrapped_prefix, check_fits, clean_keys
+from fsdp_wrap.full_params import dismiss, full_units, is_summoned, summon, summon_full_params
+from fsdp_wrap.state_dict import (
+    add_wrapped_metadata,
+    add_wrapped_prefix,
+    check_fits,
+    clean_keys,
+    separate,
+    with_wrapped_metadata,
+)
 from fsdp_wrap.wrap import plan_wrapping
 
 __all__ = ["BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"]
@@ -120,7 +125,9 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = build_unit(module, spec)
         self._unit.module = self
-        self._loading: list[ParamHandle] = []
+        self._loading: list[Unit] = []
+        self._load_errors: list[str] = []
+        self._defers_load = False
         self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
@@ -172,6 +179,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
+        self._drop_stale_load()
         return schedule_of(self._unit).run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -183,10 +191,9 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: If called on an instance that another one encloses.
         """
-        schedule = schedule_of(self._unit)
-        if schedule.root is not self._unit:
+        if self._unit.nested:
             raise RuntimeError(f"no_sync() must be called on the root, and this is {self._unit.name}")
-        return schedule.no_sync()
+        return schedule_of(self._unit).no_sync()
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.
@@ -221,10 +228,14 @@ class FullyShardedDataParallel(nn.Module):
             offload_to_cpu=offload_to_cpu or None,
             with_grads=with_grads or None,
         )
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._drop_stale_load()
         return summon_full_params(module, recurse, writeback)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
+        if self._unit.schedule is not None:
+            self._unit.schedule.end_failed_backward()
         return self._cleaned_if_summoned(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,20 +248,38 @@ class FullyShardedDataParallel(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Applies `fn` to every submodule and self with full parameters shown; edits are kept."""
-        with summon_full_params(self):
+        units = list(units_in(self).values())
+        for unit in units:
+            schedule_of(unit).require_idle("apply()")
+        with full_units(units, writeback=True):  # those that are shown already stay
             super().apply(fn)
         return self
 
     # state dicts
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns full tensors under the unwrapped module's names; collective, the same on every rank."""
+        """Returns full tensors under the unwrapped module's names; collective, the same on every rank.
+
+        The tensors are copies, so later training does not change them.
+        """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         schedule_of(self._unit).require_idle("state_dict()")
-        with full_unit(self._unit, writeback=False, copies=True):
-            return self._fsdp_wrapped_module.state_dict(
+        self._drop_stale_load()
+        for pre_hook in self._state_dict_pre_hooks.values():
+            pre_hook(self, prefix, keep_vars)
+        aliased = [*self.buffers(), *(self.parameters() if is_summoned(self._unit) else ())]
+        with full_units([self._unit], writeback=False, copies=True):
+            destination = self._fsdp_wrapped_module.state_dict(
                 destination=destination, prefix=prefix, keep_vars=keep_vars
             )
+        if not keep_vars:
+            separate(destination, prefix, aliased)
+        add_wrapped_metadata(destination._metadata, prefix)
+        for hook in self._state_dict_hooks.values():
+            changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
+            if changed is not None and not getattr(hook, "_from_public_api", False):
+                destination = changed
+        return destination
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -267,28 +296,59 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             RuntimeError: If the state dict does not fit; nothing is loaded then.
+            TypeError: If it is no mapping.
             ValueError: If `assign` is True.
         """
         if assign:
             raise ValueError(
                 "load_state_dict(assign=True) would replace sharded parameters; leave assign out"
             )
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}"
+            )
         schedule_of(self._unit).require_idle("load_state_dict()")
-        check_fits(self, state_dict, strict)
-        renamed: OrderedDict[str, Any] = OrderedDict(state_dict)
-        metadata = getattr(state_dict, "_metadata", {})
-        names = [name for name, _ in self.named_modules()]
-        renamed._metadata = {name: metadata.get(clean_fqn(name), {}) for name in names}  # type: ignore[attr-defined]
+        known_to_fit = check_fits(self, state_dict, strict)
+        with self._loads_all_or_nothing(deferred=not known_to_fit):
+            return super().load_state_dict(with_wrapped_metadata(self, state_dict), strict)
+
+    @contextmanager
+    def _loads_all_or_nothing(self, deferred: bool) -> Iterator[None]:
+        """Ends a load, with its message in clean names.
+
+        Args:
+            deferred: Write back only now, when no module has complained; until then all units that have
+                loaded hold full parameters.
+        """
+        wrappers = self.fsdp_modules(self)
+        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()] if deferred else []
+        for wrapper in wrappers:
+            wrapper._drop_stale_load()
+            wrapper._defers_load = deferred
+        succeeded = False
         try:
-            return super().load_state_dict(renamed, strict)
+            yield
+            succeeded = True
+        except RuntimeError as error:
+            raise RuntimeError(clean_fqn(str(error))) from None
         finally:
-            for wrapper in self.fsdp_modules(self):
-                handles, wrapper._loading = wrapper._loading, []
-                dismiss(handles, writeback=False)  # there are some only after an exception
+            for wrapper in wrappers:
+                wrapper._defers_load = False
+                units, wrapper._loading = wrapper._loading, []
+                dismiss(units, writeback=succeeded)
+            for buffer, value in () if succeeded else buffers:
+                buffer.copy_(value)
+
+    def _drop_stale_load(self) -> None:
+        """Ends a load of a plain module above that failed half-way."""
+        units, self._loading = self._loading, []
+        dismiss(units, writeback=False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
         add_wrapped_prefix(state_dict, prefix)
+        self._drop_stale_load()
+        self._load_errors = args[-1]
         self._loading = summon(self._unit)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -319,6 +379,7 @@ def _check_wrappable(module: Any) -> None:
         raise ValueError(
             f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel"
         )
+    refuse_taken(module)
 
 
 def _refuse_unavailable(**options: Any) -> None:
@@ -364,7 +425,35 @@ def _wrap_below(
         ignored_params=ignored.params,
         wrapper_kwargs=shared,
     )
+    for child, kwargs in plan.targets.items():
+        try:
+            _check_options(**kwargs)
+        except (TypeError, ValueError) as error:
+            name = next(name for name, each in module.named_modules() if each is child)
+            raise type(error)(f"for '{name}': {error}") from None
     plan.apply(make_unit)
+
+
+def _check_options(
+    *,
+    process_group: Any = None,
+    device_mesh: Any = None,
+    sharding_strategy: Any = None,
+    cpu_offload: Any = None,
+    backward_prefetch: Any = None,
+    mixed_precision: Any = None,
+    param_init_fn: Any = None,
+    forward_prefetch: Any = False,
+    **others: Any,
+) -> None:
+    _refuse_unavailable(
+        mixed_precision=mixed_precision,
+        param_init_fn=param_init_fn,
+        forward_prefetch=forward_prefetch or None,
+    )
+    resolve_mesh(process_group, device_mesh, _checked_strategy(sharding_strategy))
+    _checked_offload(cpu_offload)
+    _checked_prefetch(backward_prefetch)
 
 
 def _refuse_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -387,7 +476,9 @@ def _state_dict_arguments(
 def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
     assert isinstance(module, FullyShardedDataParallel)
-    handles, module._loading = module._loading, []
-    dismiss(handles, writeback=True)
+    module._load_errors[:] = [clean_fqn(message) for message in module._load_errors]
+    if not module._defers_load:
+        units, module._loading = module._loading, []
+        dismiss(units, writeback=True)
     clean_keys(incompatible_keys.missing_keys)
     clean_keys(incompatible_keys.unexpected_keys)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn
 from fsdp_wrap._unit import units_in
 
-__all__ = ["add_wrapped_prefix", "check_fits", "clean_keys"]
+__all__ = ["add_wrapped_metadata", "add_wrapped_prefix", "check_fits", "clean_keys", "separate"]
 
 
 def add_wrapped_prefix(state_dict: dict[str, Any], prefix: str) -> None:
@@ -22,15 +23,41 @@ def add_wrapped_prefix(state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
 
 
+def add_wrapped_metadata(metadata: dict[str, Any], prefix: str) -> None:
+    """Adds versions under the names of the wrapped module, which a plain module above looks for."""
+    for key in [key for key in metadata if f"{key}.".startswith(prefix)]:
+        metadata.setdefault(f"{prefix}{WRAPPED_ATTR}.{key[len(prefix) :]}".rstrip("."), metadata[key])
+
+
+def with_wrapped_metadata(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a copy whose module versions stand under the names that `module` has now."""
+    copied: OrderedDict[str, Any] = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", {})
+    names = [name for name, _ in module.named_modules()]
+    copied._metadata = {name: metadata.get(clean_fqn(name), {}) for name in names}  # type: ignore[attr-defined]
+    return copied
+
+
+def separate(state_dict: dict[str, Any], prefix: str, aliased: Iterable[torch.Tensor]) -> None:
+    """Replaces, in place, values below `prefix` that share memory with tensors of the model by copies."""
+    shared = {tensor.untyped_storage()._cdata for tensor in aliased}
+    for key, value in state_dict.items():
+        below = key.startswith(prefix) and isinstance(value, torch.Tensor)
+        if below and value.untyped_storage()._cdata in shared:
+            state_dict[key] = value.clone()
+
+
 def clean_keys(keys: list[str]) -> None:
     """Removes wrapper prefixes from a list of names, in place."""
     keys[:] = [clean_fqn(key) for key in keys]
 
 
-def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> bool:
     """Refuses a state dict of full tensors that does not fit, before anything is loaded.
 
-    Modules that load in a way of their own (hooks, `_load_from_state_dict`) decide for themselves.
+    Returns:
+        Whether it is sure to fit. What modules accept that load in a way of their own (hooks,
+        `_load_from_state_dict`) shows only when they do.
 
     Raises:
         RuntimeError: Naming missing and unexpected keys (if `strict`) and tensors of another shape, as
@@ -49,6 +76,7 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__} (nothing was loaded):\n\t{details}"
         )
+    return not own_way
 
 
 def _quoted(keys: list[str]) -> str:
@@ -57,7 +85,10 @@ def _quoted(keys: list[str]) -> str:
 
 def _other_shapes(expected: Mapping[str, torch.Size | None], given: Mapping[str, Any]) -> Iterator[str]:
     for key, shape in expected.items():
-        found = getattr(given.get(key), "shape", None)
+        value = given.get(key)
+        if shape is not None and key in given and not isinstance(value, torch.Tensor):
+            yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
+        found = getattr(value, "shape", None)
         scalar_as_vector = shape == torch.Size([]) and found == torch.Size([1])  # as torch 0.3 saved them
         if shape is not None and found is not None and found != shape and not scalar_as_vector:
             yield (

@@ -6,17 +6,17 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from bed import ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_wrap import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from bed import ranks
+from fsdp_wrap import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy, NameWrapPolicy
 
@@ -55,6 +55,9 @@ def per_block(module: nn.Module, **options: Any) -> FSDP:
     return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
+each_wrapping = pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+
+
 def facts(tensor: torch.Tensor) -> list[Any]:
     values = None if tensor.is_meta else tensor.detach().flatten().tolist()
     grad = None if tensor.grad is None else tensor.grad.flatten().tolist()
@@ -84,14 +87,16 @@ def refused(module: nn.Module, error: type[Exception], *words: str) -> Iterator[
         yield
     unsaid = [word for word in words if word not in str(caught.value)]
     assert not unsaid, f"the message lacks {unsaid}: {caught.value}"
-    assert fingerprint(module) == before
+    after = fingerprint(module)
+    assert [(old, new) for old, new in zip(before, after) if old != new] == []
+    assert len(after) == len(before)
 
 
 def assert_same_state(model: nn.Module, plain: nn.Module) -> None:
     expected, found = plain.state_dict(), model.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
 def assert_trains_like(plain: nn.Module, model: nn.Module, members: list[int] | None = None) -> None:
@@ -108,6 +113,11 @@ def assert_trains_like(plain: nn.Module, model: nn.Module, members: list[int] | 
     assert_same_state(model, plain)
 
 
+def enter(context: AbstractContextManager[Any]) -> None:
+    with context:
+        raise AssertionError("the context was entered")
+
+
 def a_batch() -> torch.Tensor:
     return torch.randn(4, WIDTH, dtype=torch.float64)
 
@@ -115,7 +125,9 @@ def a_batch() -> torch.Tensor:
 # What is wrapped.
 
 
-@pytest.mark.parametrize(("what", "named"), [(3, "int"), (print, "builtin"), (nn.Linear, "type"), (None, "NoneType")])
+@pytest.mark.parametrize(
+    ("what", "named"), [(3, "int"), (print, "builtin"), (nn.Linear, "type"), (None, "NoneType")]
+)
 @ranks(1)
 def test_what_is_no_module(rank, world_size, what, named):
     with pytest.raises(TypeError, match=rf"torch\.nn\.Module, not .*{named}"):
@@ -123,15 +135,25 @@ def test_what_is_no_module(rank, world_size, what, named):
 
 
 @each_form
-@pytest.mark.parametrize("which", ["wrapper", "module", "part"])
+@pytest.mark.parametrize("which", ["wrapper", "module"])
 @ranks(2)
 def test_wrapping_twice(rank, world_size, use_orig_params, which):
     net = make_net()
     plain = copy.deepcopy(net)
     model = FSDP(net, use_orig_params=use_orig_params)
-    target = {"wrapper": model, "module": net, "part": net.blocks[0]}[which]
-    with refused(model, ValueError, "already", "Block" if which == "part" else "Net"):
-        FSDP(target, use_orig_params=use_orig_params)
+    with refused(model, ValueError, "already wrapped", "Net"):
+        FSDP({"wrapper": model, "module": net}[which], use_orig_params=use_orig_params)
+    assert_trains_like(plain, model)
+
+
+@each_form
+@ranks(2)
+def test_wrapping_a_part_of_what_is_wrapped(rank, world_size, use_orig_params):
+    net = make_net()
+    plain = copy.deepcopy(net)
+    model = FSDP(net, use_orig_params=use_orig_params)
+    with refused(model, ValueError, "already", "Block"):
+        FSDP(net.blocks[0], use_orig_params=use_orig_params)
     assert_trains_like(plain, model)
 
 
@@ -190,7 +212,7 @@ def to_meta(module: nn.Module, *names: str) -> None:
         setattr(place, attribute, nn.Parameter(getattr(place, attribute).to("meta")))
 
 
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @pytest.mark.parametrize("device_id", [None, "cpu"])
 @ranks(2)
 def test_parameter_on_another_device(rank, world_size, wrap, device_id):
@@ -203,7 +225,7 @@ def test_parameter_on_another_device(rank, world_size, wrap, device_id):
     assert_trains_like(plain, wrap(net))
 
 
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @ranks(2)
 def test_module_without_values(rank, world_size, wrap):
     plain = make_net()
@@ -221,7 +243,7 @@ class Buffered(Net):
         self.blocks[1].register_buffer("offset", torch.zeros(WIDTH))
 
 
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @pytest.mark.parametrize("device_id", [None, "cpu"])
 @ranks(2)
 def test_buffer_on_another_device(rank, world_size, wrap, device_id):
@@ -238,7 +260,7 @@ class Special(nn.Parameter):
     pass
 
 
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @ranks(2)
 def test_parameter_subclass(rank, world_size, wrap):
     net = make_net()
@@ -261,7 +283,7 @@ def test_lazy_module_that_has_not_run(rank, world_size):
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @ranks(2)
 def test_gradient_hook(rank, world_size, wrap, kind):
     net = make_net()
@@ -275,15 +297,15 @@ def test_gradient_hook(rank, world_size, wrap, kind):
 
 @each_form
 @ranks(2)
-def test_parameter_tied_between_modules_wrapped_by_hand(rank, world_size, use_orig_params):
+def test_parameter_tied_between_modules_wrapped_by_hand_is_supported(rank, world_size, use_orig_params):
     net = make_net()
     net.blocks[1].up.weight = net.blocks[0].up.weight
-    plain, together = copy.deepcopy(net), copy.deepcopy(net)
-    first = FSDP(net.blocks[0], use_orig_params=use_orig_params)
-    with refused(net.blocks[1], ValueError, "'up.weight'", "tied", "auto_wrap_policy", "one unit"):
-        FSDP(net.blocks[1], use_orig_params=use_orig_params)
-    assert_trains_like(copy.deepcopy(plain.blocks[0]), first)
-    assert_trains_like(plain, per_block(together, use_orig_params=use_orig_params))  # the cure it names
+    plain = copy.deepcopy(net)
+    for index in range(2):
+        net.blocks[index] = FSDP(net.blocks[index], use_orig_params=use_orig_params)
+    model = FSDP(net, use_orig_params=use_orig_params)
+    assert_same_state(model, plain)
+    assert_trains_like(plain, model)
 
 
 class Scaled(nn.Module):
@@ -360,11 +382,39 @@ def test_group_and_mesh_exclude_each_other(rank, world_size):
     assert_trains_like(plain, FSDP(net, device_mesh=mesh))
 
 
+HYBRID = ShardingStrategy.HYBRID_SHARD
+
+
+@pytest.mark.parametrize("kind", ["process_group", "device_mesh"])
 @ranks(2)
-def test_mesh_of_two_dimensions(rank, world_size):
+def test_groups_and_strategy_must_go_together(rank, world_size, kind):
+    net, pair = make_net(), (dist.group.WORLD, dist.new_group([rank], use_local_synchronization=True))
+    one, two = (pair[0], pair) if kind == "process_group" else (make_mesh(2), make_mesh(1, 2))
+    with refused(net, ValueError, "FULL_SHARD takes one", "HYBRID_SHARD"):
+        per_block(net, **{kind: two})
+    with refused(net, ValueError, "HYBRID_SHARD", "pair", "two dimensions"):
+        per_block(net, sharding_strategy=HYBRID, **{kind: one})
+    plain = copy.deepcopy(net)
+    assert_trains_like(plain, per_block(net, sharding_strategy=HYBRID, **{kind: two}))
+
+
+def make_mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes)
+
+
+@pytest.mark.parametrize("wrong", [0, 1], ids=["shard", "replicate"])
+@ranks(4)
+def test_hybrid_group_of_other_ranks(rank, world_size, wrong):
+    shard = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    replicate = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    own = [shard[rank // 2], replicate[rank % 2]]
+    others = [shard[1 - rank // 2], replicate[1 - rank % 2]]
     net = make_net()
-    with refused(net, ValueError, "device_mesh", "one-dimensional", "2 dimensions"):
-        FSDP(net, device_mesh=init_device_mesh("cpu", (1, world_size)))
+    mixed = tuple(others[place] if place == wrong else own[place] for place in range(2))
+    with refused(net, ValueError, f"rank {rank} is not part of", "process_group"):
+        per_block(net, process_group=mixed, sharding_strategy=HYBRID)
+    plain = copy.deepcopy(net)
+    assert_trains_like(plain, per_block(net, process_group=tuple(own), sharding_strategy=HYBRID))
 
 
 # Arguments.
@@ -372,24 +422,32 @@ def test_mesh_of_two_dimensions(rank, world_size):
 WRONG_TYPES: dict[str, list[Callable[[nn.Module], Any]]] = {
     "sharding_strategy": [lambda net: "FULL_SHARD", lambda net: 1, lambda net: BackwardPrefetch.BACKWARD_PRE],
     "backward_prefetch": [lambda net: "BACKWARD_PRE", lambda net: True],
-    "auto_wrap_policy": [lambda net: {Block}, lambda net: "Block"],
-    "ignored_modules": [lambda net: net.head, lambda net: ["head"], lambda net: [net.head.weight], lambda net: 3],
+    "ignored_modules": [lambda net: net.head, lambda net: ["head"], lambda net: [net.head.weight]],
     "ignored_states": [lambda net: net.head.weight.shape, lambda net: ["head.weight"], lambda net: 3],
-    "process_group": [lambda net: "gloo", lambda net: (dist.group.WORLD, dist.group.WORLD)],
+    "process_group": [lambda net: "gloo", lambda net: dist.get_rank()],
     "device_mesh": [lambda net: "cpu", lambda net: [0, 1]],
     "cpu_offload": [lambda net: True],
 }
 
 
-@pytest.mark.parametrize(
-    ("argument", "index"), [(name, index) for name, values in WRONG_TYPES.items() for index in range(len(values))]
-)
+@pytest.mark.parametrize("argument", list(WRONG_TYPES))
 @ranks(2)
-def test_argument_of_a_wrong_type(rank, world_size, argument, index):
+def test_argument_of_a_wrong_type(rank, world_size, argument):
     net = make_net()
     plain = copy.deepcopy(net)
-    with refused(net, TypeError, argument):
-        FSDP(net, **{argument: WRONG_TYPES[argument][index](net)})
+    for make in WRONG_TYPES[argument]:
+        with refused(net, TypeError, argument):
+            per_block(net, **{argument: make(net)})
+    assert_trains_like(plain, FSDP(net))
+
+
+@ranks(2)
+def test_policy_of_a_wrong_type(rank, world_size):
+    net = make_net()
+    for policy in ({Block}, "Block"):
+        with refused(net, TypeError, "auto_wrap_policy", "ModuleWrapPolicy"):
+            FSDP(net, auto_wrap_policy=policy)
+    plain = copy.deepcopy(net)
     assert_trains_like(plain, FSDP(net))
 
 
@@ -411,11 +469,9 @@ def test_ignoring_what_is_wrapped(rank, world_size, argument):
 
 
 UNAVAILABLE: dict[str, Any] = {
-    "cpu_offload": CPUOffload(offload_params=True),
     "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
     "param_init_fn": nn.Module.eval,
     "forward_prefetch": True,
-    "sharding_strategy": ShardingStrategy.NO_SHARD,
 }
 
 
@@ -429,22 +485,14 @@ def test_option_that_is_not_available_yet(rank, world_size, option):
     assert_trains_like(plain, per_block(net))
 
 
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@ranks(1)
-def test_strategy_that_is_not_available_yet(rank, world_size, strategy):
-    net = make_net()
-    with refused(net, ValueError, f"sharding_strategy=<ShardingStrategy.{strategy}"):
-        FSDP(net, sharding_strategy=ShardingStrategy[strategy])
-
-
 @pytest.mark.parametrize("option", ["rank0_only", "offload_to_cpu", "with_grads"])
 @ranks(2)
 def test_summon_option_that_is_not_available_yet(rank, world_size, option):
     net = make_net()
     plain = copy.deepcopy(net)
     model = per_block(net)
-    with refused(model, ValueError, option, "not available"), FSDP.summon_full_params(model, **{option: True}):
-        raise AssertionError("the context was entered")
+    with refused(model, ValueError, option, "not available"):
+        enter(FSDP.summon_full_params(model, **{option: True}))
     assert_trains_like(plain, model)
 
 
@@ -488,7 +536,7 @@ def spoil(state: dict[str, Any], how: str) -> list[str]:
 
 
 @each_form
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @pytest.mark.parametrize("how", ["missing", "unexpected", "shape", "no tensor", "all"])
 @ranks(2)
 def test_checkpoint_that_does_not_fit(rank, world_size, use_orig_params, wrap, how):
@@ -498,7 +546,7 @@ def test_checkpoint_that_does_not_fit(rank, world_size, use_orig_params, wrap, h
     state = moved_on(plain)
     words = spoil(state, how)
     keys = list(state)
-    with refused(model, RuntimeError, "Net", *words):
+    with refused(model, RuntimeError, *words):
         model.load_state_dict(state)
     assert list(state) == keys
     assert_same_state(model, plain)
@@ -520,11 +568,13 @@ def test_checkpoint_that_does_not_fit_even_unstrictly(rank, world_size, use_orig
 
 
 @each_form
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @pytest.mark.parametrize("how", ["missing", "shape"])
 @pytest.mark.parametrize("where", ["norm", "blocks.1.up"])
 @ranks(2)
-def test_checkpoint_that_does_not_fit_a_module_with_its_own_way(rank, world_size, use_orig_params, wrap, how, where):
+def test_checkpoint_and_a_module_that_loads_in_its_own_way(
+    rank, world_size, use_orig_params, wrap, how, where
+):
     net = make_net(Normed)
     plain = copy.deepcopy(net)
     model = wrap(net, use_orig_params=use_orig_params)
@@ -588,7 +638,7 @@ def test_forward_inside_summon(rank, world_size, use_orig_params, part):
     with FSDP.summon_full_params(model):
         with torch.no_grad():
             for param in (*model.parameters(), *plain.parameters()):
-                param.mul_(2)
+                param.mul_(0.9)
         with refused(model, RuntimeError, unit, "summon_full_params", "leave its context"):
             target(a_batch())
         assert {tuple(param.shape) for param in model.parameters()} >= {(3, WIDTH), (5, WIDTH)}
@@ -603,8 +653,9 @@ def test_backward_inside_summon(rank, world_size, use_orig_params):
     plain = copy.deepcopy(net)
     model = per_block(net, use_orig_params=use_orig_params)
     loss = model(a_batch()).square().mean()
-    with FSDP.summon_full_params(model), refused(model, RuntimeError, "summon_full_params", "leave its context"):
-        loss.backward()
+    with FSDP.summon_full_params(model):
+        with refused(model, RuntimeError, "summon_full_params", "leave its context"):
+            loss.backward()
     assert_trains_like(plain, model)
 
 
@@ -619,24 +670,56 @@ def test_summon_inside_summon(rank, world_size, use_orig_params, part):
     with FSDP.summon_full_params(model):
         with torch.no_grad():
             for param in (*model.parameters(), *plain.parameters()):
-                param.add_(1)
-        with refused(model, RuntimeError, "already shown", "summon_full_params"), FSDP.summon_full_params(target):
-            raise AssertionError("the context was entered")
+                param.mul_(0.9)
+        with refused(model, RuntimeError, "already shown", "summon_full_params"):
+            enter(FSDP.summon_full_params(target))
     assert_same_state(model, plain)
     assert_trains_like(plain, model)
 
 
 @each_form
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @ranks(2)
 def test_backward_with_a_graph_of_its_own(rank, world_size, use_orig_params, wrap):
     net = make_net()
     plain = copy.deepcopy(net)
     model = wrap(net, use_orig_params=use_orig_params)
+    before = fingerprint(model)
     loss = model(a_batch()).square().mean()
-    with refused(model, RuntimeError, "create_graph=True", "the root unit (Net)", "torch.autograd.grad"):
+    with pytest.raises(RuntimeError) as caught:
         loss.backward(create_graph=True)
+    for word in ("create_graph=True", "the root unit (Net)", "torch.autograd.grad"):
+        assert word in str(caught.value)
+    assert_same_state(model, plain)
+    with torch.no_grad():
+        model(a_batch())  # clears away what any failed backward leaves
+    assert fingerprint(model) == before
     assert_trains_like(plain, model)
+
+
+def fail(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError("in the backward")
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_gradients_can_be_zeroed_after_a_failed_backward(rank, world_size, use_orig_params, wrap):
+    net = make_net()
+    plain, part = copy.deepcopy(net), net.blocks[0].down
+    model = wrap(net, use_orig_params=use_orig_params)
+    model(a_batch()).square().mean().backward()
+    hook = part.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    with pytest.raises(ZeroDivisionError, match="in the backward"):
+        model(a_batch()).square().mean().backward()
+    hook.remove()
+    model.zero_grad()
+    batches = torch.randn(world_size, 4, WIDTH, dtype=torch.float64)
+    for module, batch in ((model, batches[rank]), (plain, batches.flatten(0, 1))):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(batch).square().mean().backward()
+        optimizer.step()
+    assert_same_state(model, plain)
 
 
 LEAKS: dict[str, Callable[[nn.Linear], Any]] = {
@@ -663,25 +746,23 @@ class LeakyNet(Net):
         self.blocks[0] = Leaky()
 
     def forward(self, x):
-        return super().forward(x) if self.blocks[0].leak is None else self.blocks[0](x)
+        out = self.blocks[0](self.stem(x))
+        return out if isinstance(out, tuple) else self.head(self.blocks[1](out))
 
 
 @each_form
-@pytest.mark.parametrize("how", list(LEAKS))
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(("how", "grad"), [*((how, True) for how in LEAKS), ("transposed", False)])
+@each_wrapping
 @ranks(2)
 def test_forward_that_returns_a_parameter(rank, world_size, use_orig_params, how, wrap, grad):
     net = make_net(LeakyNet)
-    plain = copy.deepcopy(net)
+    plain, leaky = copy.deepcopy(net), net.blocks[0]
     model = wrap(net, use_orig_params=use_orig_params)
     unit = "the root unit (LeakyNet)" if wrap is FSDP else "unit 'blocks.0'"
-    model.blocks[0].module.leak = how if wrap is per_block else None
-    if wrap is FSDP:
-        model.blocks[0].leak = how
-    with refused(model, RuntimeError, unit, "a parameter or a view of one", "clone"), torch.set_grad_enabled(grad):
+    leaky.leak = how
+    with torch.set_grad_enabled(grad), refused(model, RuntimeError, unit, "a parameter or a view", "clone"):
         model(a_batch())
-    (model.blocks[0].module if wrap is per_block else model.blocks[0]).leak = None
+    leaky.leak = None
     assert_trains_like(plain, model)
 
 
@@ -694,8 +775,8 @@ def test_no_sync_on_a_nested_instance(rank, world_size, use_orig_params, forward
     model = per_block(net, use_orig_params=use_orig_params)
     for _ in range(forwards):
         model(a_batch())
-    with refused(model, RuntimeError, "no_sync()", "root", "blocks.0"), model.module.blocks[0].no_sync():
-        raise AssertionError("the context was entered")
+    with refused(model, RuntimeError, "no_sync()", "root", "blocks.0"):
+        enter(model.module.blocks[0].no_sync())
     with model.no_sync():
         pass
     assert_trains_like(plain, model)
@@ -714,7 +795,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @each_form
-@pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+@each_wrapping
 @pytest.mark.parametrize("how", list(CONVERSIONS))
 @ranks(2)
 def test_conversion_to_another_dtype_or_device(rank, world_size, use_orig_params, wrap, how):

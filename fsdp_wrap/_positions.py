@@ -1,0 +1,464 @@
+"""Where each rank stands, kept where the ranks of its host can read it even after it died.
+
+The ranks of a group must issue the same collectives in the same order. So every rank numbers the collectives
+of units that it issues in a group and notes them, with unit, phase and iteration, in a small memory-mapped
+file. Entries of equal number that differ are a mix-up, which nothing else would show: gathers of equal size
+from different units complete, with wrong parameters.
+
+The files' names follow from a word that the ranks of a job agree on through the store. A rank whose file is
+not found runs on another host and is left out. An owner keeps its file locked, and the lock ends with the
+process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file to remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Iterable
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from fsdp_wrap._events import Phase
+
+__all__ = ["GroupPositions", "Note", "Tree", "UnitPositions", "positions_of"]
+
+_ENTRY = struct.Struct("<Q8sIB235p")  # as `_Entry`
+_COMPARED = 16  # bytes of it: number and digest
+_RING = 32  # the latest collectives of a group
+_SIZE = _ENTRY.size * (1 + _RING)
+_PREFIX = "fsdp_wrap-"
+_LEFT_OVER_AFTER = 60.0  # seconds in which the survivors of a killed rank may still want its file
+_PHASES = list(Phase)
+_CODES = {phase: code for code, phase in enumerate(Phase)}
+
+
+class _Entry(NamedTuple):
+    """One thing that a rank did.
+
+    Attributes:
+        number: Which collective of the group it is, from 1 on; 0 where nothing was noted.
+        digest: Of the whole text.
+        iteration: Which outermost forward it belongs to.
+        phase: Index of the phase.
+        text: What it did, as far as there is room.
+    """
+
+    number: int
+    digest: bytes
+    iteration: int
+    phase: int
+    text: bytes
+
+    def __str__(self) -> str:
+        what = self.text.decode(errors="replace")
+        return f"{what} ({_PHASES[self.phase].value} of iteration {self.iteration})"
+
+
+class Note:
+    """What an entry says, encoded once."""
+
+    def __init__(self, text: str) -> None:
+        encoded = text.encode()
+        self.digest = hashlib.blake2b(encoded, digest_size=8).digest()
+        self.text = encoded if len(encoded) < 235 else encoded[:30] + b"..." + encoded[-200:]
+
+
+class _File:
+    """One rank's entries for one group: the unit it entered last, then a ring of its collectives."""
+
+    def __init__(self, descriptor: int, access: int = mmap.ACCESS_WRITE) -> None:
+        self.memory = mmap.mmap(descriptor, _SIZE, access=access)
+        self._descriptor = descriptor
+        if descriptor != -1:
+            weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def create(cls, path: Path) -> _File:
+        """Makes this rank's own file; it goes with its last user or with the process.
+
+        Raises:
+            OSError: If that is not possible.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.posix_fallocate(descriptor, 0, _SIZE)  # where space is short an error, not a signal later on
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = cls(descriptor)
+        # Unlike atexit it also runs in the children of multiprocessing, and in no copy made by a fork.
+        Finalize(file, _give_up, args=(path, descriptor), exitpriority=0)
+        return file
+
+    @classmethod
+    def find(cls, path: Path) -> _File | None:
+        """Opens a peer's file if it is on this host."""
+        try:
+            return cls(os.open(path, os.O_RDONLY), mmap.ACCESS_READ)
+        except (OSError, ValueError):  # the latter: it has no length yet
+            return None
+
+    def write(self, slot: int, number: int, note: Note, phase: Phase, iteration: int) -> None:
+        """Puts an entry into a slot."""
+        _ENTRY.pack_into(self.memory, slot, number, note.digest, iteration, _CODES[phase], note.text)
+
+    def read(self, slot: int) -> _Entry:
+        """Returns the entry in a slot."""
+        return _Entry._make(_ENTRY.unpack_from(self.memory, slot))
+
+    def last_collective(self) -> _Entry:
+        """Returns the entry of the highest number."""
+        return max(self.read(_slot(number)) for number in range(_RING))
+
+    def alive(self) -> bool:
+        """Whether the owner of a peer's file lives."""
+        return not _can_lock(self._descriptor)
+
+
+def _slot(number: int) -> int:
+    return _ENTRY.size * (1 + number % _RING)
+
+
+_ENTERED = 0  # the slot of the unit entered last
+
+
+def _can_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.lockf(descriptor, fcntl.LOCK_UN)
+    return True
+
+
+def _give_up(path: Path, descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+        fcntl.lockf(descriptor, fcntl.LOCK_UN)  # who still sees it knows that this rank is ending
+
+
+class _Job:
+    """The names of all ranks' files, for the life of one default process group."""
+
+    def __init__(self) -> None:
+        self._directory = _directory()
+        self._word = secrets.token_hex(8)
+        self._enabled = True
+        self._groups: dict[str, GroupPositions] = {}
+        try:
+            self._word = _agree(self._word)
+            _remove_left_overs(self._directory)
+        except (OSError, RuntimeError) as error:
+            self._disable(error)
+
+    def positions_of(self, group: dist.ProcessGroup, world: dist.ProcessGroup) -> GroupPositions:
+        """Returns the positions of a group, the same to all who ask."""
+        name = group.group_name
+        if name not in self._groups:
+            whole = None if group is world else self.positions_of(world, world)
+            self._groups[name] = GroupPositions(self, group, whole)
+        return self._groups[name]
+
+    @property
+    def groups(self) -> Iterable[GroupPositions]:
+        """The positions in all groups that units of this rank use."""
+        return self._groups.values()
+
+    def path(self, group: dist.ProcessGroup, rank: int) -> Path:
+        """Returns where a rank's file is, if it has one."""
+        name = hashlib.blake2b(group.group_name.encode(), digest_size=6).hexdigest()
+        return self._directory / f"{_PREFIX}{self._word}-{name}-{rank}"
+
+    def create(self, path: Path) -> _File:
+        """Makes a file of this rank's own; memory that nobody sees where that is not possible."""
+        if self._enabled:
+            try:
+                return _File.create(path)
+            except OSError as error:
+                self._disable(error)
+        return _File(-1)
+
+    def _disable(self, error: Exception) -> None:
+        self._enabled = False
+        warnings.warn(
+            f"ranks cannot show each other where they stand ({error}): units that are mixed up between ranks "
+            "will not be noticed, and a failure will not be reported with the positions of all ranks",
+            stacklevel=2,
+        )
+
+
+def _directory() -> Path:
+    shared = Path("/dev/shm")  # in memory: writing never waits for a disk
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _agree(proposal: str) -> str:
+    """Returns the same word on all ranks, and another one after torch.distributed was initialised anew."""
+    store = dist.distributed_c10d._get_default_store()
+    turn = store.add(f"fsdp_wrap/turn/{dist.get_rank()}", 1)  # a store may outlive its group
+    return store.compare_set(f"fsdp_wrap/word/{turn}", "", proposal).decode()
+
+
+def _remove_left_overs(directory: Path) -> None:
+    """Removes files of killed ranks."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            if time.time() - path.stat().st_mtime > _LEFT_OVER_AFTER:
+                with path.open("rb") as file:
+                    if _can_lock(file.fileno()):
+                        path.unlink()
+
+
+_jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Job] = weakref.WeakKeyDictionary()
+
+
+def positions_of(group: dist.ProcessGroup) -> GroupPositions:
+    """Returns the positions of a group's ranks."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _jobs:
+        _jobs.clear()  # there is one default group at a time, and destroyed ones may live on
+        _jobs[world] = _Job()
+    return _jobs[world].positions_of(group, world)
+
+
+class GroupPositions:
+    """Where the ranks of one group stand, as far as they run on this host.
+
+    Args:
+        job: What names the files.
+        group: The process group.
+        world: The positions of all ranks of the job, by which they tell what they entered; None if the group
+            is the default one.
+
+    Attributes:
+        trees: How many trees of units have communicated in the group.
+        issued: The number of the last collective that this rank has noted.
+    """
+
+    def __init__(self, job: _Job, group: dist.ProcessGroup, world: GroupPositions | None) -> None:
+        self._job = job
+        self._rank = dist.get_rank()
+        self._world = self if world is None else world
+        self._own = job.create(job.path(group, self._rank))
+        self._missing = {rank: job.path(group, rank) for rank in dist.get_process_group_ranks(group)}
+        del self._missing[self._rank]
+        self._peers: dict[int, _File] = {}
+        self._searches = _RING  # whom the first collectives do not show is on another host
+        self.issued = 0
+        self.trees = 0
+
+    def enter(self, note: Note, phase: Phase, iteration: int) -> None:
+        """Notes which unit this rank enters."""
+        world = self._world
+        if world._searches:
+            world._search()
+        world._own.write(_ENTERED, 1, note, phase, iteration)
+
+    def issue(self, note: Note, phase: Phase, iteration: int) -> int:
+        """Notes a collective that this rank is about to issue; returns its number.
+
+        Raises:
+            RuntimeError: If a peer has issued another one in its place.
+        """
+        if self._searches:
+            self._search()
+        self.issued += 1
+        self._own.write(_slot(self.issued), self.issued, note, phase, iteration)
+        self.compare(self.issued)
+        return self.issued
+
+    def compare(self, number: int, all_came: bool = False) -> None:
+        """Compares a collective with what the peers have issued in its place.
+
+        Args:
+            number: Which one.
+            all_came: Whether it has completed, so that every peer must have issued it.
+
+        Raises:
+            RuntimeError: If a peer has issued another one.
+        """
+        begin = _slot(number)
+        end = begin + _COMPARED
+        own = self._own.memory[begin:end]
+        for peer in self._peers.values():
+            if peer.memory[begin:end] != own:
+                self._refuse_mix_up(number, all_came)
+                return
+
+    def compare_all(self) -> None:
+        """Compares all collectives that this rank has noted lately, in whatever group.
+
+        A peer that does not come may have found a mix-up in a group that it shares with others.
+
+        Raises:
+            RuntimeError: If a peer has issued another one in the place of one of them.
+        """
+        for group in self._job.groups:
+            group._search()
+            for number in range(max(1, group.issued - _RING // 2), group.issued + 1):
+                group.compare(number)
+
+    def reached(self, number: int) -> bool:
+        """Whether all peers have come as far as to this collective.
+
+        Raises:
+            RuntimeError: If one has issued another one.
+        """
+        self.compare(number)
+        slot = _slot(number)
+        return all(peer.read(slot).number >= number for peer in self._peers.values())
+
+    def dead_before(self, number: int) -> list[int]:
+        """Returns the peers that died and had not come as far as to this collective."""
+        slot = _slot(number)
+        behind = {rank: peer for rank, peer in self._peers.items() if peer.read(slot).number < number}
+        return [rank for rank, peer in behind.items() if not peer.alive()]
+
+    def table(self) -> str:
+        """Tells where the ranks of this host stand, dead ones included."""
+        self._search()
+        world, files = self._world, self._files()
+        world._search()
+        lines = ["Where the ranks stand:"]
+        for rank, file in world._files().items():
+            entered = file.read(_ENTERED)
+            line = f"in or after {entered}" if entered.number else "in no unit yet"
+            last = files[rank].last_collective() if rank in files else None
+            if last and last.number:
+                line += f"; its collective {last.number} of the group {last}"
+            lines.append(f"  rank {rank} ({world._state(rank)}): {line}")
+        if world._missing:
+            lines.append(f"  {len(world._missing)} more ranks run on other hosts or have not begun")
+        return "\n".join(lines)
+
+    def _refuse_mix_up(self, number: int, all_came: bool) -> None:
+        if not self._mixed_up(number, all_came):
+            return
+        time.sleep(0.001)  # an entry may have been read while it was being written
+        mixed_up = self._mixed_up(number, all_came)
+        if mixed_up:
+            raise RuntimeError(
+                f"ranks communicate for different units: {' while '.join(mixed_up)}. All ranks of a group "
+                f"must run the same units in the same order.\n{self.table()}"
+            )
+
+    def _mixed_up(self, number: int, all_came: bool) -> list[str]:
+        """Tells what each rank has issued as this collective of the group, if that differs."""
+        entries = {rank: file.read(_slot(number)) for rank, file in self._files().items()}
+        digests = {entry.digest for entry in entries.values() if entry.number == number}
+        behind = [rank for rank, entry in entries.items() if all_came and entry.number < number]
+        if len(digests) == 1 and not behind:
+            return []
+        did = [f"rank {rank} {entry}" for rank, entry in entries.items() if entry.number == number]
+        return did + [f"rank {rank} has communicated for no unit" for rank in behind]
+
+    def _state(self, rank: int) -> str:
+        if rank == self._rank:
+            return "this one"
+        return "alive" if self._peers[rank].alive() else "dead"
+
+    def _files(self) -> dict[int, _File]:
+        return dict(sorted({**self._peers, self._rank: self._own}.items()))
+
+    def _search(self) -> None:
+        self._searches -= 1 if self._searches else 0
+        for rank, path in list(self._missing.items()):
+            file = _File.find(path)
+            if file is not None:
+                self._peers[rank] = file
+                del self._missing[rank]
+
+
+class Tree:
+    """Stands for one tree of units, to tell apart units of equal names in several trees."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[GroupPositions, int] = {}
+
+    def number_in(self, group: GroupPositions) -> int:
+        """Returns which tree of the group this is.
+
+        The first collectives decide: their order must be the same on all ranks, that of wrapping need not.
+        """
+        if group not in self._numbers:
+            group.trees += 1
+            self._numbers[group] = group.trees
+        return self._numbers[group]
+
+
+class UnitPositions:
+    """Notes what one unit does.
+
+    Args:
+        name: The unit as messages name it.
+        tree: To which it belongs.
+        gathering: The positions of the groups in which it gathers parameters, all alike on every rank.
+        reducing: Of those in which it reduces gradients.
+        waits: Whether waiting for a collective means that it has completed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tree: Tree,
+        gathering: Iterable[GroupPositions],
+        reducing: Iterable[GroupPositions],
+        waits: bool,
+    ) -> None:
+        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits)
+        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits)
+        self._note = Note(name)
+        self._group = next(iter(reducing), None)
+
+    def enter(self, phase: Phase, iteration: int) -> None:
+        """Notes that this rank enters the unit."""
+        if self._group is not None:
+            self._group.enter(self._note, phase, iteration)
+
+
+class CollectivePositions:
+    """Notes one kind of collective of one unit, in every group concerned."""
+
+    def __init__(self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool) -> None:
+        self._text = text
+        self._tree = tree
+        self._waits = waits
+        self._issued: dict[GroupPositions, int] = dict.fromkeys(groups, 0)
+        self._notes: dict[GroupPositions, Note] = {}
+
+    def issue(self, phase: Phase, iteration: int) -> None:
+        """Notes that the collective is about to be issued; peers look as soon as it is.
+
+        Raises:
+            RuntimeError: If a peer has issued another one in its place.
+        """
+        for group in self._issued:
+            note = self._notes.get(group) or self._make_note(group)
+            self._issued[group] = group.issue(note, phase, iteration)
+
+    def completed(self) -> None:
+        """Checks, once it was waited for, that every peer has issued the same.
+
+        Raises:
+            RuntimeError: If a peer has issued another one.
+        """
+        for group, number in self._issued.items():
+            if number:
+                self._issued[group] = 0
+                group.compare(number, all_came=self._waits)
+
+    def _make_note(self, group: GroupPositions) -> Note:
+        number = self._tree.number_in(group)
+        text = self._text if number == 1 else f"{self._text} of root number {number}"
+        self._notes[group] = Note(text)
+        return self._notes[group]

@@ -1,0 +1,335 @@
+"""The layering of the package, read from its source, and its agreement with torch's public API."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import wrap as torch_wrap
+
+import fsdp_wrap
+from fsdp_wrap import FullyShardedDataParallel, api, wrap
+
+PACKAGE = Path(fsdp_wrap.__file__).parent
+
+LAYERS = [
+    ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py"],
+    ["_mesh.py", "_device.py", "_positions.py", "_watch.py", "_collectives.py"],
+    ["_layout.py", "flat_param.py", "_dtensor_layout.py"],
+    ["_handle.py"],
+    ["_exec_order.py", "_unit.py", "_schedule.py"],
+    [
+        "_init.py",
+        "full_params.py",
+        "state_dict.py",
+        "optim_state_dict.py",
+        "clip_grad.py",
+        "sharded_grad_scaler.py",
+        "comm_hooks.py",
+    ],
+    ["fully_sharded_data_parallel.py", "fully_shard.py", "checkpoint.py", "compat.py"],
+    ["__init__.py"],
+]
+"""A file imports from lower layers, and from files before it in its own layer's list. Not all exist yet."""
+
+LAYOUTS = {"Layout", "FlatLayout", "DTensorLayout", "_Front", "_FlatFront", "_SliceFront"}
+MOST_LINES, MOST_ARGUMENTS = 60, 9
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def layer_of(name: str) -> int | None:
+    return next((level for level, names in enumerate(LAYERS) if name in names), None)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imported_files(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Yields the files of the package that a file imports, and whether for type checking only."""
+    for_types = {inner for node in ast.walk(tree) if is_type_checking(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            modules = [node.module or ""]
+            if modules == ["fsdp_wrap"]:
+                modules = [f"fsdp_wrap.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            if module.split(".")[0] == "fsdp_wrap":
+                yield f"{module.partition('.')[2].partition('.')[0] or '__init__'}.py", node in for_types
+
+
+def functions_in(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Yields all functions, nested ones as well, by their qualified names."""
+    for child in ast.iter_child_nodes(tree):
+        name = f"{prefix}{getattr(child, 'name', '')}"
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield name, child
+        scope = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        yield from functions_in(child, f"{name}." if scope else prefix)
+
+
+def length(function: Function) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    documented = ast.get_docstring(function, clean=False) is not None
+    first = function.body[0]
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
+def argument_count(function: Function) -> int:
+    """All arguments save self and cls."""
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return len({argument.arg for argument in every if argument is not None} - {"self", "cls"})
+
+
+def writes_to(node: ast.AST, attribute: str) -> bool:
+    """Whether a statement or call changes `something.attribute` or what it holds."""
+
+    def names_it(value: ast.AST) -> bool:
+        if isinstance(value, ast.Subscript):
+            return names_it(value.value)
+        if isinstance(value, (ast.Tuple, ast.List)):
+            return any(names_it(element) for element in value.elts)
+        return isinstance(value, ast.Attribute) and value.attr == attribute
+
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        return any(names_it(target) for target in node.targets)
+    if isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        return names_it(node.target)
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"pop", "popitem", "update", "setdefault", "clear", "move_to_end"}
+        and names_it(node.func.value)
+    )
+
+
+def called_name(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+# Layers.
+
+
+def test_every_file_has_a_layer():
+    assert {path.name for path in FILES if layer_of(path.name) is None} == set()
+    assert all(path.parent == PACKAGE for path in FILES), "the package is flat"
+    listed = [name for names in LAYERS for name in names]
+    assert len(listed) == len(set(listed))
+
+
+@each_file
+def test_imports_go_downwards(path):
+    level = layer_of(path.name)
+    assert level is not None
+    own_layer = LAYERS[level]
+    lower = {name for names in LAYERS[:level] for name in names}
+    allowed = lower | set(own_layer[: own_layer.index(path.name)])
+    for name, for_types in imported_files(parse(path)):
+        if for_types and name in own_layer:
+            continue  # naming a type is no dependency at run time; of a higher layer not even that
+        assert name in allowed, f"{path.name} must not import {name}"
+
+
+def test_the_check_of_imports_sees_all_forms():
+    tree = parse_text(
+        """
+        import fsdp_wrap.api
+        from fsdp_wrap import wrap, _tree
+        from fsdp_wrap._unit import Unit
+        if TYPE_CHECKING:
+            from fsdp_wrap._schedule import Schedule
+        def late():
+            import fsdp_wrap
+        """
+    )
+    expected = {"api.py", "wrap.py", "_tree.py", "_unit.py", "__init__.py"}
+    assert {name for name, for_types in imported_files(tree) if not for_types} == expected
+    assert [name for name, for_types in imported_files(tree) if for_types] == ["_schedule.py"]
+
+
+def parse_text(text: str) -> ast.Module:
+    return ast.parse(inspect.cleandoc(text))
+
+
+def test_the_composable_api_never_imports_the_wrapper():
+    path = PACKAGE / "fully_shard.py"
+    imported = {name for name, _ in imported_files(parse(path))} if path.exists() else set()
+    assert "fully_sharded_data_parallel.py" not in imported
+
+
+def test_the_package_only_re_exports():
+    tree = parse(PACKAGE / "__init__.py")
+    for node in tree.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        constants = ("__all__", "__version__")
+        constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants
+        assert docstring or constant or isinstance(node, ast.ImportFrom), ast.unparse(node)
+    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert imported == set(fsdp_wrap.__all__)
+
+
+# One writer, one seam.
+
+
+@each_file
+def test_only_one_file_writes_parameters(path):
+    writes = [node.lineno for node in ast.walk(parse(path)) if writes_to(node, "_parameters")]
+    if path.name == "_modules.py":
+        assert writes, "the check finds nothing any more"
+    else:
+        assert writes == [], f"{path.name} writes module._parameters in lines {writes}"
+    calls = (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call))
+    assert path.name == "_modules.py" or "register_parameter" not in map(called_name, calls)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "module._parameters[name] = param",
+        "module._parameters.pop(name)",
+        "del module._parameters[name]",
+        "a, module._parameters[name] = pair",
+        "module._parameters = {}",
+        "module._parameters.update(other)",
+    ],
+)
+def test_the_check_of_writes_sees_all_forms(statement):
+    assert any(writes_to(node, "_parameters") for node in ast.walk(ast.parse(statement)))
+    assert not any(writes_to(node, "_buffers") for node in ast.walk(ast.parse(statement)))
+
+
+@each_file
+def test_nobody_asks_which_layout_it_is(path):
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and called_name(node) in ("isinstance", "issubclass", "type"):
+            named = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)}
+            assert named.isdisjoint(LAYOUTS), f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_only_the_schedule_registers_runtime_hooks():
+    hooks = {
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+        "register_multi_grad_hook",
+        "queue_callback",
+    }
+    users = {
+        path.name
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and called_name(node) in hooks
+    }
+    assert users == {"_schedule.py"}
+
+
+# Sizes.
+
+
+@each_file
+def test_functions_are_short(path):
+    long = {name: length(function) for name, function in functions_in(parse(path))}
+    assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}
+
+
+@each_file
+def test_functions_have_few_arguments(path):
+    counts = {name: argument_count(function) for name, function in functions_in(parse(path))}
+    counts.pop("FullyShardedDataParallel.__init__", None)  # as many as torch's
+    assert {name: count for name, count in counts.items() if count > MOST_ARGUMENTS} == {}
+
+
+def test_the_checks_of_sizes_count_rightly():
+    text = '''
+        class A:
+            @decorated
+            def f(self, a, /, b, *c, d=1, **e):
+                """One.
+
+                Two.
+                """
+                def inner():
+                    return 1
+                return inner
+    '''
+    found = dict(functions_in(parse_text(text)))
+    assert list(found) == ["A.f", "A.f.inner"]
+    assert [length(function) for function in found.values()] == [4, 2]
+    assert [argument_count(function) for function in found.values()] == [5, 0]
+
+
+# Torch's API.
+
+
+def parameters(function: object) -> list[tuple[str, object, object]]:
+    """Name, kind and default of each parameter; enum members of the two libraries compare by name."""
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return [(one.name, one.kind, comparable(one.default)) for one in signature.parameters.values()]
+
+
+def comparable(default: object) -> object:
+    return (type(default).__name__, default.name) if isinstance(default, Enum) else default
+
+
+@pytest.mark.parametrize(
+    "name", ["__init__", "summon_full_params", "fsdp_modules", "clip_grad_norm_", "no_sync"]
+)
+def test_signatures_equal_those_of_torch(name):
+    ours = getattr(FullyShardedDataParallel, name)
+    assert parameters(ours) == parameters(getattr(torch_fsdp.FullyShardedDataParallel, name))
+
+
+@pytest.mark.parametrize("name", [name for name in api.__all__ if issubclass(getattr(api, name), Enum)])
+def test_enums_equal_those_of_torch(name):
+    def members(enum: type[Enum]) -> list[tuple[str, object]]:
+        return [(member.name, member.value) for member in enum]
+
+    assert members(getattr(api, name)) == members(getattr(torch_fsdp, name))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in api.__all__ if dataclasses.is_dataclass(getattr(api, name))]
+)
+def test_configurations_equal_those_of_torch(name):
+    def fields(cls: type) -> list[tuple[str, object]]:
+        return [(field.name, field.default) for field in dataclasses.fields(cls)]
+
+    assert fields(getattr(api, name)) == fields(getattr(torch_fsdp, name))
+
+
+def test_both_kinds_of_api_objects_are_compared():
+    kinds = {issubclass(getattr(api, name), Enum) for name in api.__all__}
+    assert kinds == {True, False}
+
+
+def test_public_names_of_torch_have_the_same_paths():
+    assert fsdp_wrap.fully_sharded_data_parallel.FullyShardedDataParallel is FullyShardedDataParallel
+    assert fsdp_wrap.api.ShardingStrategy is fsdp_wrap.ShardingStrategy
+    assert set(torch_wrap.__all__) <= set(wrap.__all__)
+    for name in (*api.__all__, "FullyShardedDataParallel"):
+        if hasattr(torch_fsdp.fully_sharded_data_parallel, name):
+            assert hasattr(fsdp_wrap.fully_sharded_data_parallel, name), name

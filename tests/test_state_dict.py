@@ -1,0 +1,641 @@
+"""State dicts of full tensors: what a plain module gives and takes, whichever way it is wrapped."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bed import ranks
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH = 6
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x):
+        return x + self.gain * self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Parameters before, between and after submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.register_parameter("absent", None)
+
+    def forward(self, x):
+        x = self.stem(x + self.shift)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Tied(Net):
+    """Ties within the root, within a block, and between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.stem.weight
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+class Shared(Net):
+    """A module of a block stands in the root as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.blocks[0].down
+
+    def forward(self, x):
+        return super().forward(self.again(x[:, :5]))
+
+
+class Buffered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks[0].register_buffer("kept", torch.randn(3))
+        self.blocks[0].register_buffer("not_kept", torch.randn(3), persistent=False)
+        self.blocks[1].register_buffer("nothing", None)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class Counting(Block):
+    """State that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 3
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+class WithExtraState(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Counting()
+
+
+class Mixed(Net):
+    """Several dtypes, frozen parameters, memory that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse = nn.Parameter(torch.randn(3).bfloat16())
+        self.blocks[0].table = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.blocks[1].up.requires_grad_(False)
+        self.stem.weight = nn.Parameter(self.stem.weight.detach().clone().t())
+
+
+class Hooked(Net):
+    """With state-dict hooks of the user on inner modules and on the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self, self.blocks[1], self.head):
+            module.register_state_dict_pre_hook(note_prefix)
+            module.register_state_dict_post_hook(double_biases)
+        self.seen: list[str] = []
+
+
+def note_prefix(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    module.__dict__.setdefault("seen", []).append(prefix)
+
+
+def double_biases(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix) and name.endswith("bias")]:
+        state[f"{name}_doubled"] = state.pop(name) * 2
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    cls.__name__: cls for cls in (Net, Tied, Shared, Buffered, WithExtraState, Mixed, Hooked)
+}
+
+
+def whole(net: nn.Module, **options: Any) -> nn.Module:
+    return FSDP(net, **options)
+
+
+def per_block(net: nn.Module, **options: Any) -> nn.Module:
+    return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block, nn.BatchNorm1d}), **options)
+
+
+def below_plain(net: nn.Module, **options: Any) -> nn.Module:
+    """The outermost module stays plain."""
+    net.stem = FSDP(net.stem, **options)
+    net.blocks[1] = FSDP(net.blocks[1], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+    return net
+
+
+def by_hand(net: nn.Module, **options: Any) -> nn.Module:
+    for index in range(2):
+        net.blocks[index] = FSDP(net.blocks[index], **options)
+    return FSDP(net, **options)
+
+
+each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, below_plain])
+each_full_wrapping = pytest.mark.parametrize("wrap", [whole, per_block])
+
+
+def wrapped_and_plain(cls: Callable[[], nn.Module], wrap: Callable[..., nn.Module], use_orig_params: bool):
+    """The wrapped model, and an equal plain one."""
+    plain = cls()
+    if cls is not Mixed:
+        plain.double()
+    return wrap(copy.deepcopy(plain), use_orig_params=use_orig_params), plain
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        if not isinstance(value, torch.Tensor):
+            assert found[name] == value, name
+            continue
+        assert type(found[name]) is type(value), name
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(found[name], value), name
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def changed(state: dict[str, Any]) -> dict[str, Any]:
+    """Other values under the same names."""
+    other = copy.deepcopy(state)
+    for name, value in other.items():
+        other[name] = {"count": 8} if isinstance(value, dict) else value + 1
+    return other
+
+
+def new_batches() -> torch.Tensor:
+    """One batch for each rank, the same on every rank."""
+    return torch.randn(dist.get_world_size(), 4, WIDTH, dtype=torch.float64)
+
+
+def train_side_by_side(steps: int, model: nn.Module, ours: Any, plain: nn.Module, theirs: Any) -> None:
+    for _ in range(steps):
+        batches = new_batches()
+        inputs = (batches[dist.get_rank()], batches.flatten(0, 1))
+        for module, optimizer, batch in zip((model, plain), (ours, theirs), inputs):
+            optimizer.zero_grad()
+            module(batch).square().mean().backward()
+            optimizer.step()
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+# What is saved.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("Tied", "Shared")])
+@ranks(2)
+def test_state_dict_equals_that_of_the_plain_module(rank, world_size, name, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+    expected = plain.state_dict()
+    found = model.state_dict()
+    assert_equal(found, expected)
+    assert found._metadata.items() >= expected._metadata.items()
+    assert_equal(model.state_dict(), expected)  # taking it has changed nothing
+
+
+@each_form
+@pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
+@pytest.mark.parametrize("name", ["Tied", "Shared"])
+@ranks(2)
+def test_tied_parameters_are_saved_under_every_name(rank, world_size, name, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+    assert_equal(model.state_dict(), plain.state_dict())
+    train_side_by_side(2, model, adamw(model), plain, adamw(plain))
+    state = model.state_dict()
+    assert_close(state, plain.state_dict())
+    ties = {"stem": "head", "blocks.0.up": "blocks.1.up"} if name == "Tied" else {"blocks.0.down": "again"}
+    for one, other in ties.items():
+        assert torch.equal(state[f"{one}.weight"], state[f"{other}.weight"])
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_hooks_of_inner_modules_run_once_with_clean_prefixes(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Hooked, wrap, use_orig_params)
+    plain.state_dict()
+    model.state_dict()
+    inner = {clean(name): module for name, module in model.named_modules()}
+    for name in ("", "blocks.1", "head"):
+        assert inner[name].seen == plain.get_submodule(name).seen
+
+
+def clean(name: str) -> str:
+    """The innermost module keeps the name that it had before wrapping."""
+    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
+
+
+@each_form
+@ranks(2)
+def test_hooks_on_the_wrapper_run(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    for module in (model, model.module.blocks[1], plain, plain.blocks[1]):
+        module.register_state_dict_pre_hook(note_prefix)
+        module.register_state_dict_post_hook(double_biases)
+    assert_equal(model.state_dict(), plain.state_dict())
+    assert (model.seen, model.module.blocks[1].seen) == (plain.seen, plain.blocks[1].seen)
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_prefix_and_destination(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
+    before = torch.zeros(1)
+    found, expected = OrderedDict(before=before), OrderedDict(before=before)
+    found._metadata, expected._metadata = OrderedDict(), OrderedDict()  # as nn.Module wants it
+    assert model.state_dict(destination=found, prefix="net.") is found
+    plain.state_dict(destination=expected, prefix="net.")
+    assert_equal(found, expected)
+    assert found._metadata.items() >= expected._metadata.items()
+    assert_equal(model.state_dict(prefix="net."), plain.state_dict(prefix="net."))
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_keep_vars(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Mixed, wrap, use_orig_params)
+    expected, found = plain.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert isinstance(found[name], nn.Parameter), name
+        assert found[name].requires_grad == value.requires_grad, name
+        assert torch.equal(found[name], value), name
+
+
+@each_form
+@each_full_wrapping
+@pytest.mark.parametrize(("name", "steps"), [("Buffered", 0), ("Buffered", 2), ("Mixed", 0)])
+@ranks(2)
+def test_saved_tensors_have_memory_of_their_own(rank, world_size, name, steps, wrap, use_orig_params):
+    model, _ = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+    for _ in range(steps):
+        model(new_batches()[rank]).square().mean().backward()
+    state = model.state_dict()
+    for key, value in state.items():
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size(), key
+        assert not value.requires_grad, key
+    assert len({value.untyped_storage().data_ptr() for value in state.values()}) == len(state)
+
+
+@each_form
+@each_full_wrapping
+@ranks(2)
+def test_training_on_does_not_change_what_was_saved(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
+    optimizer = adamw(model)
+    state = model.state_dict()
+    for _ in range(2):
+        model(new_batches()[rank]).square().mean().backward()
+        optimizer.step()
+    assert_equal(state, plain.state_dict())
+    assert not torch.equal(model.state_dict()["norm.running_mean"], state["norm.running_mean"])
+
+
+@each_form
+@each_full_wrapping
+@ranks(2)
+def test_writing_into_what_was_saved_does_not_change_the_model(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
+    for value in model.state_dict().values():
+        value.fill_(7)
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@each_full_wrapping
+@ranks(1, 2, 3)
+def test_every_rank_saves_the_same(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    train_side_by_side(3, model, adamw(model), plain, adamw(plain))
+    state = model.state_dict()
+    assert_close(state, plain.state_dict())
+    states: list[Any] = [None] * world_size
+    dist.all_gather_object(states, state)
+    for other in states:
+        assert_equal(other, state)
+
+
+@each_form
+@each_full_wrapping
+@ranks(2)
+def test_saving_while_parameters_are_kept_for_a_backward(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    batches = new_batches()
+    loss = model(batches[rank]).square().mean()
+    assert_equal(model.state_dict(), plain.state_dict())
+    loss.backward()
+    plain(batches.flatten(0, 1)).square().mean().backward()
+    ours.step(), theirs.step()
+    assert_close(model.state_dict(), plain.state_dict())
+    train_side_by_side(1, model, ours, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+# What is loaded.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("name", ["Net", "Buffered", "WithExtraState", "Mixed"])
+@ranks(2)
+def test_loads_what_a_plain_module_saved(rank, world_size, name, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+    state = changed(plain.state_dict())
+    untouched = copy.deepcopy(state)
+    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_equal(model.state_dict(), untouched)
+    assert_equal(state, untouched)
+
+
+@each_form
+@pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
+@pytest.mark.parametrize("name", ["Tied", "Shared"])
+@ranks(2, 3)
+def test_loads_tied_parameters(rank, world_size, name, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+    state = changed(plain.state_dict())
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    assert_equal(model.state_dict(), plain.state_dict())
+    train_side_by_side(2, model, adamw(model), plain, adamw(plain))
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("name", ["Net", "Buffered", "Tied", "WithExtraState"])
+@ranks(2)
+def test_a_plain_module_loads_what_was_saved(rank, world_size, name, wrap, use_orig_params):
+    if (name, wrap) == ("Tied", below_plain):
+        wrap = by_hand  # a tie between a wrapped module and a plain one above cannot last
+    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+    fresh = MODELS[name]().double()
+    assert str(fresh.load_state_dict(model.state_dict())) == "<All keys matched successfully>"
+    assert_equal(fresh.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("source", [whole, per_block, below_plain])
+@pytest.mark.parametrize("target", [whole, per_block, below_plain])
+@ranks(3)
+def test_loads_what_was_saved_in_another_wrapping(rank, world_size, source, target):
+    saved, plain = wrapped_and_plain(Buffered, source, use_orig_params=True)
+    model, _ = wrapped_and_plain(Buffered, target, use_orig_params=False)
+    model.load_state_dict(saved.state_dict())
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_values_are_cast_to_the_dtype_of_the_model(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    state = {name: value.float() for name, value in changed(plain.state_dict()).items()}
+    plain.load_state_dict(state)
+    model.load_state_dict(state)
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_unstrict_loading_reports_and_loads_like_a_plain_module(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
+    state = changed(plain.state_dict())
+    for name in ("shift", "blocks.1.up.bias", "norm.running_var", "stem.weight"):
+        del state[name]
+    state["extra"] = state["blocks.1.extra"] = torch.zeros(2)
+    expected, found = plain.load_state_dict(state, strict=False), model.load_state_dict(state, strict=False)
+    assert sorted(found.missing_keys) == sorted(expected.missing_keys)
+    assert sorted(found.unexpected_keys) == sorted(expected.unexpected_keys)
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_assignment_below_a_plain_module(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, below_plain, use_orig_params)
+    state = changed(plain.state_dict())
+    try:
+        model.load_state_dict(copy.deepcopy(state), assign=True)
+    except ValueError:
+        state = plain.state_dict()  # refused, as the wrapper itself does; then nothing has changed
+    assert_equal(model.state_dict(), state)
+
+
+@each_form
+@each_full_wrapping
+@pytest.mark.parametrize("grad", [True, False], ids=["kept_for_backward", "no_grad"])
+@ranks(2)
+def test_loading_after_a_forward(rank, world_size, wrap, use_orig_params, grad):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    batches = new_batches()
+    with torch.set_grad_enabled(grad):
+        model(batches[rank])
+    state = changed(plain.state_dict())
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(model(batches[rank]), plain(batches[rank]), rtol=0, atol=1e-12)
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@each_full_wrapping
+@ranks(2, 3)
+def test_loading_in_the_middle_of_training(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    state = {name: value + 0.01 for name, value in plain.state_dict().items()}
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    assert_equal(model.state_dict(), plain.state_dict())
+    train_side_by_side(2, model, ours, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_loading_keeps_gradients(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    batches = new_batches()
+    model(batches[rank]).square().mean().backward()
+    plain(batches.flatten(0, 1)).square().mean().backward()
+    state = {name: value * 0.9 for name, value in plain.state_dict().items()}
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    ours.step(), theirs.step()
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+# Modules that load in ways of their own.
+
+
+class Renamed(Block):
+    """Reads a name of an earlier version of itself, and knows its version."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: list[int | None] = []
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.versions.append(local_metadata.get("version"))
+        if f"{prefix}scale" in state_dict:
+            state_dict[f"{prefix}gain"] = state_dict.pop(f"{prefix}scale")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+class Migrating(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Renamed()
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_module_that_renames_what_it_loads(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Migrating, wrap, use_orig_params)
+    state = changed(plain.state_dict())
+    state["blocks.1.scale"] = state.pop("blocks.1.gain")
+    for module in (model, plain):
+        assert str(module.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@pytest.mark.parametrize(
+    ("wrap", "saver"),
+    [
+        (whole, "plain"),
+        (per_block, "plain"),
+        (whole, "wrapped"),
+        (per_block, "wrapped"),
+        (below_plain, "wrapped"),
+    ],
+)
+@ranks(2)
+def test_version_of_a_module_reaches_it(rank, world_size, wrap, saver, use_orig_params):
+    model, plain = wrapped_and_plain(Migrating, wrap, use_orig_params)
+    state = (plain if saver == "plain" else model).state_dict()
+    (renamed,) = (module for module in model.modules() if isinstance(module, Renamed))
+    for given in (state, dict(state)):  # the second comes without versions
+        model.load_state_dict(given)
+    assert renamed.versions == [2, None]
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_load_hooks_see_names_and_module_of_the_plain_module(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    loaded: list[tuple[str, str]] = []
+
+    def before(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[f"{prefix}gain"] = state.pop(f"{prefix}scale")
+        loaded.append(("before", type(module).__name__))
+
+    def after(module: nn.Module, incompatible: Any) -> None:
+        assert not incompatible.missing_keys
+        loaded.append(("after", type(module).__name__))
+
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.register_load_state_dict_pre_hook(before)
+        block.register_load_state_dict_post_hook(after)
+    state = changed(plain.state_dict())
+    expected = dict(state)
+    for index in range(2):
+        state[f"blocks.{index}.scale"] = state.pop(f"blocks.{index}.gain")
+    model.load_state_dict(state)
+    assert loaded == [("before", "Block"), ("after", "Block")] * 2
+    assert_equal(model.state_dict(), {name: expected[name] for name in plain.state_dict()})
+
+
+@each_form
+@each_full_wrapping
+@ranks(2)
+def test_batch_norm_of_an_old_checkpoint(rank, world_size, wrap, use_orig_params):
+    """Before it had a version, BatchNorm did not count its batches."""
+    model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
+    state = dict(changed(plain.state_dict()))
+    del state["norm.num_batches_tracked"]
+    for module in (model, plain):
+        assert str(module.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+class Failing(Block):
+    fails = False
+
+    def _load_from_state_dict(self, *args):
+        if self.fails:
+            raise KeyError("of the user's own")
+        super()._load_from_state_dict(*args)
+
+
+class WithFailing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Failing()
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(WithFailing, wrap, use_orig_params)
+    (failing,) = (module for module in model.modules() if isinstance(module, Failing))
+    state = {name: value * 0.9 for name, value in plain.state_dict().items()}
+    failing.fails = True
+    with pytest.raises(KeyError, match="of the user's own"):
+        model.load_state_dict(state)
+    failing.fails = False
+    batch = new_batches()[rank]
+    model(batch).square().mean().backward()
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    torch.testing.assert_close(model(batch), plain(batch), rtol=0, atol=1e-12)
+    assert_equal(model.state_dict(), plain.state_dict())
