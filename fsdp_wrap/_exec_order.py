@@ -19,8 +19,9 @@ UnitT = TypeVar("UnitT")
 
 
 class ExecOrder(Generic[UnitT]):
-    """Order of the last outermost forward, by the end of each unit's forward.
+    """Order of the last outermost forward.
 
+    By the end of each unit's forward for the backward that follows, by its start for the next forward.
     A unit that ran several times stands in it several times. A wrong guess costs time only, so nothing
     here needs to be exact.
     """
@@ -28,10 +29,20 @@ class ExecOrder(Generic[UnitT]):
     def __init__(self) -> None:
         self._order: list[UnitT] = []
         self._cursor = 0
+        self._started: list[UnitT] = []
+        self._expected: list[UnitT] = []
 
     def begin_forward(self) -> None:
         """Starts a new record."""
         self._order = []
+        self._expected, self._started = self._started, []
+
+    def next_in_forward(self, unit: UnitT) -> UnitT | None:
+        """Notes that a unit's forward starts; returns the unit that came next in the last iteration."""
+        place = len(self._started)
+        self._started.append(unit)
+        as_expected = place + 1 < len(self._expected) and self._expected[place] is unit
+        return self._expected[place + 1] if as_expected else None
 
     def record(self, unit: UnitT) -> None:
         """Notes that a unit's forward has ended."""

@@ -47,6 +47,7 @@ class Schedule:
         self._syncs = True
         self._keeps_graph = False
         self._reducing: Unit | None = None
+        self._prefetched: Unit | None = None
         handles = (unit.handle for unit in self._units if unit.handle is not None)
         self._device = next((handle.communicator.device for handle in handles), torch.device("cpu"))
         for fqn, unit in units_in(root.module).items():
@@ -101,6 +102,8 @@ class Schedule:
                 self._order_check.enter(unit.name, unit.handle)
             self._unshard(unit, Phase.BACKWARD if recompute else Phase.FORWARD)
             self._hook_leaves(unit)
+            if not recompute:
+                self._prefetch_forward(unit)
         self._depth += 1
         unit.running += 1
         if unit.handle is not None:
@@ -165,6 +168,17 @@ class Schedule:
         unit.running -= 1
         if unit.handle is not None and unit.running == 0 and graph_task() == -1:
             unit.handle.show_sharded()
+        if self._depth == 0 and self._prefetched is not None:  # it did not run after all
+            self._reshard(self._prefetched, Phase.FORWARD)
+            self._prefetched = None
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        expected, self._prefetched = self._prefetched, None
+        if expected is not None and expected is not unit:  # the order has changed
+            self._reshard(expected, Phase.FORWARD)
+        target = self._order.next_in_forward(unit)
+        if unit.options.forward_prefetch and target is not None and self._gather(target, Phase.FORWARD):
+            self._prefetched = target
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
@@ -316,13 +330,15 @@ class Schedule:
         if target is not None:
             self._gather(target, Phase.BACKWARD)
 
-    def _gather(self, unit: Unit, phase: Phase) -> None:
-        """Issues a unit's all-gather unless it is unsharded, or being so, already."""
+    def _gather(self, unit: Unit, phase: Phase) -> bool:
+        """Issues a unit's all-gather; returns False if it is unsharded, or being so, already."""
         handle = unit.handle
-        if handle is not None and handle.state is HandleState.SHARDED:
-            self._positions[unit].gather.issue(phase, self._iteration)
-            handle.unshard()
-            emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
+        if handle is None or handle.state is not HandleState.SHARDED:
+            return False
+        self._positions[unit].gather.issue(phase, self._iteration)
+        handle.unshard()
+        emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
+        return True
 
     def _reshard(self, unit: Unit, phase: Phase) -> None:
         # A backward may run inside a forward, which still needs its leaves.

@@ -27,10 +27,12 @@ class UnitOptions:
     Attributes:
         reshard_after_forward: Free the full parameters between forward and backward.
         backward_prefetch: When backward issues the next unit's all-gather; None for never.
+        forward_prefetch: Whether forward issues the all-gather of the unit that came next last time.
     """
 
     reshard_after_forward: bool = True
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
 
 
 class Unit:

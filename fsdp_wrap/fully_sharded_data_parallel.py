@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
-from fsdp_wrap._mesh import resolve_device, resolve_mesh
+from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
@@ -55,7 +55,7 @@ class FullyShardedDataParallel(nn.Module):
         param_init_fn: None.
         device_id: Where to compute; by default where the module's tensors are.
         sync_module_states: Start from the first rank's parameters and buffers on all ranks.
-        forward_prefetch: False.
+        forward_prefetch: Gather the unit that came next in the last iteration while the running one computes.
         limit_all_gathers: Accepted; at most two units' gathers are ever in flight.
         use_orig_params: Let `parameters()` give the module's own parameters, holding 1-D slices, instead
             of `FlatParameter`s.
@@ -93,21 +93,26 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check_wrappable(module)
-        _refuse_unavailable(
+        ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        mesh = _resolve_options(
+            process_group=process_group,
+            device_mesh=device_mesh,
+            sharding_strategy=strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             param_init_fn=param_init_fn,
-            forward_prefetch=forward_prefetch or None,
         )
-        ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        strategy = _checked_strategy(sharding_strategy)
-        mesh = resolve_mesh(process_group, device_mesh, strategy)
         spec = UnitSpec(
             mesh=mesh,
             device=resolve_device(check_module(module, ignored), device_id, mesh),
             use_orig_params=use_orig_params,
-            offload=_checked_offload(cpu_offload),
+            offload=cpu_offload is not None and cpu_offload.offload_params,
             sync_module_states=sync_module_states,
-            options=UnitOptions(strategy in _RESHARD_AFTER_FORWARD, _checked_prefetch(backward_prefetch)),
+            options=UnitOptions(
+                strategy in _RESHARD_AFTER_FORWARD, backward_prefetch, bool(forward_prefetch)
+            ),
             ignored=ignored,
         )
         if auto_wrap_policy is not None:
@@ -117,6 +122,7 @@ class FullyShardedDataParallel(nn.Module):
                 "sharding_strategy": strategy,
                 "cpu_offload": cpu_offload,
                 "backward_prefetch": backward_prefetch,
+                "forward_prefetch": forward_prefetch,
                 "device_id": spec.device,
                 "sync_module_states": sync_module_states,
                 "use_orig_params": use_orig_params,
@@ -388,24 +394,6 @@ def _refuse_unavailable(**options: Any) -> None:
             raise ValueError(f"{name}={value!r} is not available in this version of fsdp_wrap; leave it out")
 
 
-def _checked_strategy(strategy: Any) -> ShardingStrategy:
-    if strategy is not None and not isinstance(strategy, ShardingStrategy):
-        raise TypeError(f"sharding_strategy must be a ShardingStrategy or None, not {strategy!r}")
-    return strategy or ShardingStrategy.FULL_SHARD
-
-
-def _checked_offload(offload: Any) -> bool:
-    if offload is not None and not isinstance(offload, CPUOffload):
-        raise TypeError(f"cpu_offload must be a CPUOffload or None, not {offload!r}")
-    return offload is not None and offload.offload_params
-
-
-def _checked_prefetch(prefetch: Any) -> BackwardPrefetch | None:
-    if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
-        raise TypeError(f"backward_prefetch must be a BackwardPrefetch or None, not {prefetch!r}")
-    return prefetch
-
-
 def _wrap_below(
     wrapper_cls: type[FullyShardedDataParallel],
     module: nn.Module,
@@ -427,33 +415,35 @@ def _wrap_below(
     )
     for child, kwargs in plan.targets.items():
         try:
-            _check_options(**kwargs)
+            _resolve_options(**kwargs)
         except (TypeError, ValueError) as error:
             name = next(name for name, each in module.named_modules() if each is child)
             raise type(error)(f"for '{name}': {error}") from None
     plan.apply(make_unit)
 
 
-def _check_options(
+def _resolve_options(
     *,
+    sharding_strategy: Any,
     process_group: Any = None,
     device_mesh: Any = None,
-    sharding_strategy: Any = None,
     cpu_offload: Any = None,
     backward_prefetch: Any = None,
     mixed_precision: Any = None,
     param_init_fn: Any = None,
-    forward_prefetch: Any = False,
     **others: Any,
-) -> None:
-    _refuse_unavailable(
-        mixed_precision=mixed_precision,
-        param_init_fn=param_init_fn,
-        forward_prefetch=forward_prefetch or None,
-    )
-    resolve_mesh(process_group, device_mesh, _checked_strategy(sharding_strategy))
-    _checked_offload(cpu_offload)
-    _checked_prefetch(backward_prefetch)
+) -> ShardMesh:
+    """Checks what does not depend on the module, and finds the ranks."""
+    _refuse_unavailable(mixed_precision=mixed_precision, param_init_fn=param_init_fn)
+    _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
+    _check_type("cpu_offload", cpu_offload, CPUOffload)
+    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
+    return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
 
 
 def _refuse_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

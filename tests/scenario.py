@@ -1,7 +1,7 @@
 """One training run described by options, wrapped and plain side by side in float64.
 
-`SPACE` holds every option's values. `check` trains a wrapped model as a scenario says and compares each loss and
-the final parameters with a plain model that sees the batches of all ranks.
+`SPACE` holds every option's values. `check` trains a wrapped model as a scenario says and compares each loss
+and the final parameters with a plain model that sees the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPACE: dict[str, Sequence[Any]] = {
     "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
     "use_orig_params": [False, True],
     "backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", None],
-    "forward_prefetch": [False],
+    "forward_prefetch": [False, True],
     "offload": [False, True],
     "limit_all_gathers": [True, False],
     "wrapping": ["whole", "block", "linear", "always", "by_hand"],
@@ -68,7 +68,9 @@ def pairwise(space: dict[str, Sequence[Any]], seed: int) -> list[Scenario]:
     return chosen
 
 
-def draw(space: dict[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None) -> Scenario:
+def draw(
+    space: dict[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
+) -> Scenario:
     """A random scenario, some options given."""
     return {name: generator.choice(values) for name, values in space.items()} | (fixed or {})
 
@@ -219,7 +221,7 @@ def check(scenario: Scenario, rank: int, world_size: int) -> None:
     model = _wrap(copy.deepcopy(plain), scenario)
     # Reentrant checkpointing trains nothing where none of its inputs needs a gradient, plain module or not.
     batches = _Batches(scenario["input_grad"] or scenario["checkpointing"] == "reentrant")
-    # A FlatParameter gives its unused parts zero gradients, a plain module none: only plain SGD sees no difference.
+    # A FlatParameter gives its unused parts zero gradients, a plain module none: SGD alone is alike.
     extras = {"momentum": 0.9, "weight_decay": 0.1} if scenario["use_orig_params"] else {}
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, **extras) for m in (plain, model)]
     for step in range(STEPS):

@@ -471,7 +471,6 @@ def test_ignoring_what_is_wrapped(rank, world_size, argument):
 UNAVAILABLE: dict[str, Any] = {
     "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
     "param_init_fn": nn.Module.eval,
-    "forward_prefetch": True,
 }
 
 

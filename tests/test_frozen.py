@@ -62,8 +62,8 @@ def test_every_second_linear_frozen(rank, world_size, use_orig_params, strategy,
         all_take_part = input_grad or plain[0].weight.requires_grad
         expected = [str(index) for index in (5, 4, 3, 2, 1, 0)][: 6 if all_take_part else 5]
         assert over == [(name, Phase.BACKWARD) for name in expected]
-        held = [m for m in model.modules() if _is_wrapped_linear(m) and m._unit.handle.state.value != "sharded"]
-        assert held == []
+        wrapped = [module for module in model.modules() if _is_wrapped_linear(module)]
+        assert all(module._unit.handle.state.value == "sharded" for module in wrapped)
         grads = full_grads(model)
         for name, param in named_state(ddp):
             if param.grad is not None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import BackwardPrefetch, EventKind, Phase, record_events
+from fsdp_wrap import BackwardPrefetch, EventKind, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Block, Transformer, full_grads, loss_of, named_state, tokens, train, twins
@@ -95,6 +95,72 @@ def test_backward_post_and_no_prefetch(rank, world_size, prefetch):
         peak = max(peak, held)
     assert held == 0
     assert peak == 2  # never a unit ahead of the running one
+
+
+@each_form
+@ranks(2)
+def test_forward_prefetch(rank, world_size, use_orig_params):
+    _, model = twins(
+        Transformer,
+        auto_wrap_policy=WRAPPINGS["block"](),
+        use_orig_params=use_orig_params,
+        forward_prefetch=True,
+    )
+    b0, b1, b2 = (f"blocks.{index}" for index in range(3))
+    _run(model, rank)
+    with record_events() as events, torch.no_grad():
+        model(tokens(rank, 1))
+    assert _trace(events, EventKind.UNSHARD, EventKind.RESHARD) == [
+        ("unshard", ""),
+        ("unshard", b0),
+        ("unshard", b1),
+        ("reshard", b0),
+        ("unshard", b2),
+        ("reshard", b1),
+        ("reshard", b2),
+        ("reshard", ""),
+    ]
+
+
+class _Order(nn.Module):
+    """Runs its layers in the order that it is told, any of them several times or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, order):
+        for index in order:
+            x = self.layers[index](x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_form
+@ranks(2)
+def test_prefetch_when_the_order_changes(rank, world_size, use_orig_params, strategy, prefetch):
+    """A mistaken prefetch costs time, never correctness, and no memory for good."""
+    plain, model = twins(
+        _Order,
+        torch.float64,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+        forward_prefetch=True,
+        sharding_strategy=ShardingStrategy[strategy],
+        backward_prefetch=BackwardPrefetch[prefetch],
+    )
+    x = torch.randn(3, 8, dtype=torch.float64)
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 0, 1], [2], [0, 3, 0, 2], [0, 1, 2, 3]):
+        with torch.no_grad():
+            model(x, order[::-1])
+        assert all(unit._unit.handle.state.value == "sharded" for unit in model.layers)
+        for module in (plain, model):
+            module(x, order).square().sum().backward()
+        assert all(unit._unit.handle.state.value == "sharded" for unit in model.layers)
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("unit", [Block, _Checkpointed], ids=["around", "inside"])
