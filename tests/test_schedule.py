@@ -15,8 +15,19 @@ from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import BackwardPrefetch, EventKind, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import WRAPPINGS, Block, Transformer, full_grads, loss_of, named_state, tokens, train, twins
+from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
+from models import (
+    WIDTH,
+    WRAPPINGS,
+    Block,
+    Transformer,
+    full_grads,
+    loss_of,
+    named_state,
+    tokens,
+    train,
+    twins,
+)
 
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_checkpoint = pytest.mark.parametrize("kind", ["none", "reentrant", "early_stop", "no_early_stop"])
@@ -537,3 +548,44 @@ def test_unit_names_follow_the_outermost_root(rank, world_size):
         outer(torch.ones(2, 8)).sum().backward()
     assert {event.unit for event in events} == {"", "0"}
     assert outer.check_is_root() and not inner.check_is_root()
+
+
+class _Nested(nn.Module):
+    """Checkpoints a run of units as a whole, each of which checkpoints its inside."""
+
+    def __init__(self, outer: str, inner: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        blocks = nn.Sequential(*[_Checkpointed(Block(), inner) for _ in range(2)])
+        self.middle = _Checkpointed(blocks, outer)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+@pytest.mark.parametrize("inner", ["reentrant", "early_stop", "no_early_stop"])
+@pytest.mark.parametrize("outer", ["reentrant", "early_stop", "no_early_stop"])
+@pytest.mark.parametrize("unit", ["around", "inside"])
+@each_form
+@ranks(2)
+def test_nested_checkpoints(rank, world_size, use_orig_params, unit, outer, inner):
+    def is_unit(module: nn.Module) -> bool:
+        within = isinstance(module, _Checkpointed) and isinstance(module.inner, Block)
+        return within if unit == "inside" else isinstance(module, Block)
+
+    plain, model = twins(
+        lambda: _Nested(outer, inner), auto_wrap_policy=CustomPolicy(is_unit), use_orig_params=use_orig_params
+    )
+    ddp = DDP(plain)
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(rank))
+    ddp(x).square().sum().backward()
+    with count_collectives() as traffic:
+        model(x).square().sum().backward()
+    assert {name: calls for name, (calls, _) in traffic.items()} == {
+        "all_gather_into_tensor": 3 + 2,
+        "reduce_scatter_tensor": 3,
+    }
+    found = full_grads(model)
+    for name, param in named_state(ddp):
+        assert torch.equal(found[name], param.grad), name
