@@ -385,7 +385,8 @@ class Schedule:
 
 def schedule_of(unit: Unit) -> Schedule:
     """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
-    return unit.schedule or Schedule(unit)
+    schedule = unit.schedule
+    return schedule if isinstance(schedule, Schedule) else Schedule(unit)
 
 
 def _positions(unit: Unit, tree: Tree) -> UnitPositions:

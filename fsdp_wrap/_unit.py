@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,9 +12,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap.api import BackwardPrefetch
-
-if TYPE_CHECKING:
-    from fsdp_wrap._schedule import Schedule
 
 __all__ = ["Unit", "UnitOptions", "Use", "graph_task", "units_in"]
 
@@ -66,7 +62,7 @@ class Unit:
         self.fqn = ""
         self.running = 0
         self.nested = False
-        self._schedule: Schedule | None = None
+        self._schedule: object | None = None
         self._hooked: set[int] = set()
         self._missing: set[int] = set()
         self._open_uses = 0
@@ -79,11 +75,11 @@ class Unit:
         return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
 
     @property
-    def schedule(self) -> Schedule | None:
-        """The schedule of the tree in which this unit runs; None before its first use."""
+    def schedule(self) -> object | None:
+        """The schedule of the tree in which this unit runs (`schedule_of` knows its type); None before use."""
         return self._schedule
 
-    def join(self, schedule: Schedule, fqn: str) -> None:
+    def join(self, schedule: object, fqn: str) -> None:
         """Makes this a unit of `schedule`, under its name relative to the root."""
         self._schedule = schedule
         self.fqn = fqn

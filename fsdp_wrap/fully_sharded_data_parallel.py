@@ -241,7 +241,7 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
         if self._unit.schedule is not None:
-            self._unit.schedule.end_failed_backward()
+            schedule_of(self._unit).end_failed_backward()
         return self._cleaned_if_summoned(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
