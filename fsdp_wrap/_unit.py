@@ -76,7 +76,7 @@ class Unit:
 
     @property
     def schedule(self) -> object | None:
-        """The schedule of the tree in which this unit runs (`schedule_of` knows its type); None before use."""
+        """The schedule in which this unit runs (`schedule_of` knows its type); None before its first use."""
         return self._schedule
 
     def join(self, schedule: object, fqn: str) -> None:

@@ -95,15 +95,16 @@ class FullyShardedDataParallel(nn.Module):
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
-        mesh = _resolve_options(
-            process_group=process_group,
-            device_mesh=device_mesh,
-            sharding_strategy=strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            param_init_fn=param_init_fn,
-        )
+        options = {
+            "process_group": process_group,
+            "device_mesh": device_mesh,
+            "sharding_strategy": strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+        }
+        mesh = _resolve_options(**options)
         spec = UnitSpec(
             mesh=mesh,
             device=resolve_device(check_module(module, ignored), device_id, mesh),
@@ -116,14 +117,9 @@ class FullyShardedDataParallel(nn.Module):
             ignored=ignored,
         )
         if auto_wrap_policy is not None:
-            shared = {
-                "process_group": process_group,
-                "device_mesh": device_mesh,
-                "sharding_strategy": strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "forward_prefetch": forward_prefetch,
+            shared = options | {
                 "device_id": spec.device,
+                "forward_prefetch": forward_prefetch,
                 "sync_module_states": sync_module_states,
                 "use_orig_params": use_orig_params,
             }
