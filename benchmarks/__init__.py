@@ -1,0 +1,1 @@
+"""Measurements of fsdp_wrap against its competitors."""

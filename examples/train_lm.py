@@ -1,0 +1,176 @@
+"""Train a byte-level GPT with fsdp_wrap on real text, on one process or several.
+
+    torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm
+    torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm --resume --steps 2400
+
+The corpus is the source text of Python's standard library unless `--data` names another folder. Progress and
+a sampled text go to standard error; standard output ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lm import checkpoint, launch
+from lm.data import Batch, Corpus
+from lm.launch import RunError, World
+from lm.model import GPT
+from lm.options import Options, parse
+from tqdm import tqdm
+
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import NameWrapPolicy
+
+EVAL_BATCH = 32
+PROMPT = b"def "
+TEMPERATURE = 0.8
+
+
+@dataclass
+class Run:
+    """A model in training, with what it learns from. Each method is called by every rank."""
+
+    options: Options
+    corpus: Corpus
+    world: World
+    model: FSDP = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.options.seed)
+        module = GPT(self.options.model)
+        device_id = self.world.device if self.world.device.type == "cuda" else None
+        self.model = FSDP(module, auto_wrap_policy=NameWrapPolicy(self.options.wrap), device_id=device_id)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+
+    def train_step(self, step: int) -> float:
+        """Update the parameters once; the data, as the learning rate, depend on the step alone."""
+        accumulation, total = self.options.accumulation, 0.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.options)
+        for part in range(accumulation):
+            is_last = part == accumulation - 1
+            with nullcontext() if is_last else self.model.no_sync():
+                loss = self._loss(*self._batch(step, part)).mean() / accumulation
+                loss.backward()
+            total += loss.item()
+        self.model.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the held-out windows, in nats per byte, the same on every rank."""
+        count, context = self.options.eval_windows, self.options.context
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for start in range(0, count, EVAL_BATCH * self.world.size):
+            index = torch.arange(EVAL_BATCH) + start + EVAL_BATCH * self.world.rank
+            # Ranks run in lockstep, so a rank past the last window computes on others that do not count.
+            losses = self._loss(*self.corpus.held_out_windows(index % count, count, context))
+            counted = losses[(index < count).to(losses.device)].double()
+            sums += torch.stack([counted.sum(), counted.new_tensor(counted.numel())])
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item()
+
+    @torch.no_grad()
+    def sample(self, length: int) -> str:
+        """Text of the model's own; every rank draws the same bytes, as all take part in each forward."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        text = list(PROMPT)
+        for _ in range(length):
+            window = torch.tensor([text[-self.options.context :]], device=self.world.device)
+            logits = self.model(window)[0, -1].float().cpu()
+            likely = torch.softmax(logits / TEMPERATURE, dim=0)
+            text.append(int(torch.multinomial(likely, 1, generator=generator)))
+        return bytes(text).decode(errors="replace")
+
+    def peak_memory_bytes(self) -> int:
+        """The highest of all ranks."""
+        peak = torch.tensor(launch.peak_memory_bytes(self.world.device), device=self.world.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return int(peak)
+
+    def _batch(self, step: int, part: int) -> Batch:
+        key = f"seed {self.options.seed} step {step} part {part} rank {self.world.rank}"
+        return self.corpus.batch(key, self.options.batch, self.options.context)
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Each window's mean loss."""
+        logits = self.model(inputs.to(self.world.device))
+        wanted = targets.to(self.world.device).flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), wanted, reduction="none")
+        return losses.view(targets.shape).mean(dim=1)
+
+
+def learning_rate(step: int, options: Options) -> float:
+    """Up linearly, down with the square root; knows no end, so a run may be prolonged."""
+    return options.lr * min(step / options.warmup, (options.warmup / step) ** 0.5)
+
+
+def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
+    """Steps from `first_step` on, with evaluations and checkpoints between; returns tokens per second."""
+    options, world = run.options, run.world
+    tokens = options.batch * options.context * options.accumulation * world.size
+    todo = range(first_step, options.steps + 1)
+    bar = tqdm(todo, initial=first_step - 1, total=options.steps, unit="step", disable=not world.is_first)
+    seconds, shown = 0.0, {}
+    for done, step in enumerate(bar, 1):
+        started = time.perf_counter()
+        loss = run.train_step(step)
+        seconds += time.perf_counter() - started
+        if step % options.eval_every == 0 and step < options.steps:
+            shown["val"] = f"{run.evaluate():.3f}"
+        speed, peak = done * tokens / seconds, launch.peak_memory_bytes(world.device) / 2**20
+        shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{speed:.0f}", "peak MB": f"{peak:.0f}"}
+        bar.set_postfix(shown, refresh=False)
+        if folder and (step % options.checkpoint_every == 0 or step == options.steps):
+            folder.save(step, run.model, run.optimizer)
+    return len(todo) * tokens / seconds if todo else 0.0
+
+
+def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
+    """The whole run; returns what its last line reports."""
+    folder, last_step = None, 0
+    run = Run(options, corpus, world)
+    if options.checkpoint:
+        folder = checkpoint.Folder(options.checkpoint, options.identity(corpus, world.size))
+        if options.resume:
+            last_step = folder.load(options.steps, run.model, run.optimizer)
+        else:
+            folder.prepare()
+    tokens_per_s = train(run, folder, last_step + 1)
+    val_loss = run.evaluate()
+    text = run.sample(options.sample)
+    if world.is_first:
+        print(f"\nsampled text:\n{text}\n", file=sys.stderr, flush=True)
+    return {
+        "step": options.steps,
+        "val_loss": val_loss,
+        "tokens_per_s": round(tokens_per_s, 1),
+        "peak_memory_bytes": run.peak_memory_bytes(),
+    }
+
+
+def main() -> None:
+    options, corpus = parse()
+    world = launch.start()
+    try:
+        report = work(options, corpus, world)
+    except RunError as error:
+        sys.exit(f"{sys.argv[0]}: error: {error}")
+    if world.is_first:
+        print(json.dumps(report), flush=True)
+    launch.finish()
+
+
+if __name__ == "__main__":
+    main()

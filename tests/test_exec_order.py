@@ -1,0 +1,498 @@
+"""Ranks that run different units, die or stop: what every rank is told, and that right runs are silent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bed import ranks, run_isolated
+from bed.references import count_collectives
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, _positions, record_events
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+each_size = pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
+
+DIFFERS = "^Forward order differs across ranks"
+CHANGED = "^Forward order differs from that of the first iteration"
+MIXED_UP = "^ranks communicate for different units"
+
+
+class Ordered(nn.Module):
+    """Units a, b, c, run in the order of `order`; names joined by "|" run as heads of what came before."""
+
+    def __init__(self, widths=(8, 8, 8), order="abc", kind="none") -> None:
+        super().__init__()
+        for name, width in zip("abc", widths):
+            setattr(self, name, nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)))
+        self.order = order
+        self.kind = kind
+
+    def forward(self, x):
+        for name in self.order.partition(":")[0]:
+            x = self._run(getattr(self, name), x).tanh()
+        heads = [self._run(getattr(self, name), x) for name in self.order.partition(":")[2]]
+        return (x, *heads) if heads else x
+
+    def _run(self, unit, x):
+        if self.kind == "none":
+            return unit(x)
+        return checkpoint(unit, x, use_reentrant=self.kind == "reentrant")
+
+
+def wrapped(widths=(8, 8, 8), order="abc", kind="none", **kwargs):
+    torch.manual_seed(0)
+    model = Ordered(widths, order, kind)
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **kwargs)
+
+
+def step(model, order=None, heads=None):
+    """One forward and backward; `heads` chooses those outputs that the loss sees."""
+    if order is not None:
+        model.module.order = order
+    output = model(torch.ones(2, 8, requires_grad=True))
+    chosen = [output] if heads is None else [output[index] for index in heads]
+    sum(one.square().sum() for one in chosen).backward()
+
+
+@contextlib.contextmanager
+def detail():
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+@contextlib.contextmanager
+def collected_warnings():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        texts: list[str] = []
+        yield texts
+    texts += [str(one.message) for one in caught]
+
+
+@contextlib.contextmanager
+def silence():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Forward order|ranks cannot|a collective")
+        yield
+
+
+# Debug level DETAIL.
+
+
+@each_size
+@each_form
+@ranks(2)
+def test_detail_finds_a_difference_before_the_gather(rank, world_size, use_orig_params, widths):
+    model = wrapped(widths, use_orig_params=use_orig_params)
+    with detail():
+        with record_events() as events, pytest.raises(RuntimeError, match=DIFFERS) as caught:
+            step(model, "abc" if rank == 0 else "acb")
+        assert "rank 0 runs unit 'b', rank 1 runs unit 'c'" in str(caught.value)
+        assert [event.unit for event in events if event.kind.value == "unshard"] == ["a"]
+        with silence():  # the model can go on
+            for _ in range(2):
+                step(model, "abc")
+
+
+@ranks(4)
+def test_detail_compares_all_ranks_of_a_hybrid_mesh(rank, world_size):
+    with collected_warnings():
+        mesh = dist.init_device_mesh("cpu", (2, 2))
+    model = wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with detail(), pytest.raises(RuntimeError, match=DIFFERS) as caught:
+        step(model, "abc" if rank < 3 else "bac")
+    expected = [f"rank {other} runs unit '{'a' if other < 3 else 'b'}'" for other in range(4)]
+    assert ", ".join(expected) in str(caught.value)
+
+
+@each_form
+@ranks(2)
+def test_detail_warns_once_of_a_later_change(rank, world_size, use_orig_params):
+    model = wrapped(use_orig_params=use_orig_params)
+    with detail():
+        with silence():
+            for _ in range(3):
+                step(model, "abc")
+        with collected_warnings() as texts:
+            for order in ("acb", "cba", "abc"):
+                step(model, order)
+    (text,) = texts
+    assert text.startswith(CHANGED.removeprefix("^"))
+    assert "expected unit 'b', got unit 'c'" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [("abc", "ab", "expected unit 'c', got its end"), ("ab", "abc", "expected its end, got unit 'c'")],
+)
+@ranks(2)
+def test_detail_warns_of_units_left_out_or_added(rank, world_size, first, later, said):
+    model = wrapped()
+    with detail():
+        step(model, first)
+        with collected_warnings() as texts:
+            step(model, later)
+    assert len(texts) == 1 and said in texts[0]
+
+
+@ranks(2)
+def test_detail_is_silent_in_eval_and_without_gradients(rank, world_size):
+    model = wrapped()
+    x = torch.ones(2, 8)
+
+    def look(order):
+        model.eval()
+        model.module.order = order
+        model(x)
+        with torch.no_grad():
+            model(x)
+            model.train()
+            model(x)
+
+    with detail(), silence():
+        look("ba")
+        with count_collectives() as traffic:
+            look("ca")
+        assert traffic["all_gather_into_tensor"].calls == 3 * 2  # no exchange
+        for _ in range(3):
+            step(model, "abc")
+            look("cab")
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not"])
+@ranks(2)
+def test_detail_does_not_count_recomputations_and_failed_forwards(rank, world_size, kind):
+    model = wrapped(kind=kind)
+    with detail(), silence():
+        with pytest.raises(TypeError):
+            model(torch.ones(2, 8), "too many")
+        hook = model.module.b.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+        hook.remove()
+        for _ in range(3):
+            step(model)
+
+
+@ranks(2)
+def test_other_levels_compare_nothing(rank, world_size):
+    model = wrapped()
+    with silence(), count_collectives() as traffic:
+        step(model, "abc")
+        step(model, "cba")
+    assert traffic["all_gather_into_tensor"].calls == 2 * (3 + 3)
+
+
+# Mix-ups, by default.
+
+
+@each_size
+@each_form
+@ranks(2)
+def test_mix_up_in_forward(rank, world_size, use_orig_params, widths):
+    model = wrapped(widths, use_orig_params=use_orig_params)
+    step(model, "abc")
+    with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
+        step(model, "abc" if rank == 0 else "acb")
+    assert (
+        "rank 0 gathers unit 'b' (forward of iteration 2) while "
+        "rank 1 gathers unit 'c' (forward of iteration 2)"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_mix_up_in_backward(rank, world_size, strategy):
+    model = wrapped(order="a:bc", sharding_strategy=ShardingStrategy[strategy])
+    with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
+        step(model, heads=[1 + rank])
+    verb = "gathers" if strategy == "FULL_SHARD" else "reduces"
+    for other, unit in enumerate("bc"):
+        assert f"rank {other} {verb} unit '{unit}' (backward of iteration 1)" in str(caught.value)
+
+
+def mix_up_replicas(rank: int, world_size: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    model = wrapped(order="a:bc", device_mesh=mesh, sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2)
+    with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
+        step(model, heads=[1 + rank // 2])
+    return str(caught.value)
+
+
+def test_mix_up_between_replicas():
+    """In processes of its own, since a group whose collective is stuck goes with its time limit only."""
+    for rank, outcome in enumerate(run_isolated(mix_up_replicas, world_size=4)):
+        assert outcome.kind == "passed", outcome
+        assert f"rank {rank % 2} reduces unit 'b'" in outcome.value
+        assert f"rank {rank % 2 + 2} reduces unit 'c'" in outcome.value
+
+
+@ranks(2)
+def test_mix_up_of_two_roots_of_one_kind(rank, world_size):
+    twins = [wrapped(), wrapped()]
+    for model in twins:
+        step(model)
+    with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
+        step(twins[rank])
+    assert "rank 1 gathers unit 'a' of root number 2" in str(caught.value)
+
+
+@ranks(2)
+def test_mix_up_with_a_collective_of_no_unit(rank, world_size):
+    """The other rank's numbers stay behind, while the two collectives match."""
+    model = wrapped()
+    step(model)
+    shard = 2 * (64 + 8) // 2
+    if rank == 1:
+        dist.all_gather_into_tensor(torch.empty(2 * shard), torch.ones(shard))
+    else:
+        with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
+            step(model)
+        assert "rank 0 gathers unit 'a'" in str(caught.value)
+        assert "rank 1 has communicated for no unit" in str(caught.value)
+
+
+def train_variously(make):
+    """Accumulates, evaluates, summons, and lets several roots take turns."""
+    models = [make(), make()]
+    for iteration in range(12):  # more collectives than a ring holds
+        for model in models:
+            with model.no_sync() if iteration % 3 == 0 else contextlib.nullcontext():
+                step(model)
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(1, 8))
+            model.train()
+        with FSDP.summon_full_params(models[iteration % 2]):
+            pass
+        models[0].clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("kind", ["none", "reentrant", "not"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_right_runs_are_silent(rank, world_size, strategy, kind):
+    with silence():
+        train_variously(lambda: wrapped(kind=kind, sharding_strategy=ShardingStrategy[strategy]))
+    dist.barrier()
+    table = _positions.positions_of(dist.group.WORLD).table()
+    for other in range(2):
+        state = "this one" if other == rank else "alive"
+        assert f"rank {other} ({state}): in or after unit 'c' (forward of iteration 24)" in table
+    assert "other hosts" not in table
+
+
+@ranks(4)
+def test_right_runs_in_subgroups_are_silent(rank, world_size):
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    steps = 2 + rank % 2  # the pairs do not know of each other
+    with silence():
+        model = wrapped(process_group=pairs[rank % 2])
+        for _ in range(steps):
+            step(model, "abc" if rank % 2 else "cab")
+        for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+            train_variously(lambda s=strategy: wrapped(device_mesh=mesh, sharding_strategy=s))
+    assert f"rank {(rank + 1) % 4} (alive)" in _positions.positions_of(pairs[rank % 2]).table()
+
+
+# The files.
+
+
+@ranks(2)
+def test_groups_made_anew(rank, world_size, tmp_path):
+    """Also with a store that knows the group before it."""
+    store = dist.FileStore(str(tmp_path / "store"), world_size)
+    for number in range(3):
+        step(wrapped())
+        dist.destroy_process_group()
+        prefixed = dist.PrefixStore(f"{number}", store) if number == 1 else store
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
+    with pytest.raises(RuntimeError, match=MIXED_UP):
+        step(wrapped(), "abc" if rank == 0 else "bac")
+
+
+def nothing() -> None:
+    pass
+
+
+@ranks(2)
+def test_a_fork_leaves_the_positions_alone(rank, world_size):
+    model = wrapped()
+    step(model)
+    child = multiprocessing.get_context("fork").Process(target=nothing)
+    child.start()
+    child.join()
+    if os.fork() == 0:
+        model = None
+        os._exit(0)
+    os.wait()
+    step(model)
+    assert f"rank {1 - rank} (alive)" in _positions.positions_of(dist.group.WORLD).table()
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=MIXED_UP):
+        step(model, "abc" if rank == 0 else "acb")
+
+
+@ranks(2)
+def test_no_place_for_files(rank, world_size, tmp_path):
+    with mock.patch.object(_positions, "_directory", lambda: tmp_path / "none"):
+        with collected_warnings() as texts:
+            model = wrapped()
+        with silence():
+            step(model)
+            step(wrapped(process_group=dist.new_group()))
+    assert len(texts) == 1 and "ranks cannot show each other where they stand" in texts[0]
+
+
+def wrap_and_end(rank: int, folder: str, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
+    with mock.patch.object(_positions, "_directory", lambda: Path(folder)):
+        _positions.positions_of(dist.group.WORLD)
+    assert len(os.listdir(folder)) == 1 + rank
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@ranks(1, backend=None)
+def test_files_go_with_their_process(rank, world_size, tmp_path):
+    """That of a killed one waits for the next job."""
+    folder = tmp_path / "positions"
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")
+    for number in range(2):
+        child = context.Process(target=wrap_and_end, args=(number, str(folder), str(tmp_path / f"{number}")))
+        child.start()
+        child.join()
+        assert child.exitcode == (-signal.SIGKILL if number == 0 else 0)
+        (left,) = folder.iterdir()
+    long_ago = time.time() - 1000
+    os.utime(left, (long_ago, long_ago))
+    _positions._remove_left_overs(folder)
+    assert os.listdir(folder) == []
+
+
+# Ranks that die or stop.
+
+TIME_LIMIT = 3.0
+
+
+def limited_group():
+    return dist.new_group(timeout=timedelta(seconds=TIME_LIMIT))
+
+
+def act_in(model, phase, unit, iteration, act):
+    """Calls `act` in a unit's forward or backward of an iteration."""
+    calls = []
+
+    def hook(*_):
+        calls.append(None)
+        if len(calls) == iteration:
+            act()
+
+    inner = getattr(model.module, unit).module
+    if phase == "forward":
+        inner[0].register_forward_hook(hook)
+    else:
+        inner[0].register_full_backward_hook(hook)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    time.sleep(TIME_LIMIT)
+    os._exit(0)
+
+
+def run_until(rank, world_size, folder, how, victim, phase, unit, iteration, strategy="FULL_SHARD"):
+    """Trains until a rank is killed or stops; the others leave a report and end, as failing ranks do."""
+    model = wrapped(process_group=limited_group(), sharding_strategy=ShardingStrategy[strategy])
+    if rank == victim:
+        act_in(model, phase, unit, iteration, stop if how == "stop" else kill)
+    with collected_warnings() as texts:
+        begin = time.monotonic()
+        try:
+            for _ in range(iteration + 1):
+                begin = time.monotonic()
+                step(model)
+        except RuntimeError as error:
+            caught = error
+            took = time.monotonic() - begin
+    report = {"error": str(caught), "cause": str(caught.__cause__), "took": took, "warned": texts}
+    (Path(folder) / f"{rank}").write_text(json.dumps(report))
+    os._exit(0)
+
+
+def reports_of(folder, world_size, how, victim, *arguments):
+    """The reports of the ranks that neither were killed nor stopped."""
+    outcomes = run_isolated(run_until, str(folder), how, victim, *arguments, world_size=world_size)
+    for rank, outcome in enumerate(outcomes):
+        expected = -signal.SIGKILL if how == "kill" and rank == victim else 0
+        assert (outcome.kind, outcome.exitcode) == ("died", expected), outcome
+    survivors = [rank for rank in range(world_size) if rank != victim]
+    return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
+
+
+@pytest.mark.parametrize(("phase", "unit"), [("forward", "b"), ("backward", "c"), ("backward", "a")])
+def test_killed_rank(phase, unit, tmp_path):
+    report = reports_of(tmp_path, 2, "kill", 1, phase, unit, 2)[0]
+    assert f"rank 1 (dead): in or after unit '{unit}' ({phase} of iteration 2)" in report["error"]
+    assert "rank 0 (this one): in or after unit" in report["error"]
+    assert report["took"] < TIME_LIMIT
+    if report["error"].startswith("a collective failed: "):
+        assert report["cause"] in report["error"]
+    else:
+        assert report["error"].startswith("a collective cannot complete without rank 1\n")
+
+
+def test_killed_rank_before_its_peers_have_looked(tmp_path):
+    report = reports_of(tmp_path, 2, "kill", 1, "forward", "a", 1)[0]
+    assert "rank 1 (dead): in or after unit 'a' (forward of iteration 1)" in report["error"]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_stopped_rank(phase, tmp_path):
+    report = reports_of(tmp_path, 2, "stop", 1, phase, "b", 2)[0]
+    assert 0.7 * TIME_LIMIT < report["took"] < TIME_LIMIT
+    for text in (report["error"], report["warned"][0]):
+        assert f"the group's time limit is {TIME_LIMIT} s" in text
+        assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
+    assert len(report["warned"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_kills(seed, tmp_path):
+    draw = random.Random(seed)
+    world_size = draw.choice([2, 3, 4])
+    victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
+    unit, iteration = draw.choice("abc"), draw.choice([1, 2, 9])
+    strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+    reports = reports_of(tmp_path, world_size, "kill", victim, phase, unit, iteration, strategy)
+    for report in reports.values():
+        expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"
+        assert expected in report["error"]
+        assert report["took"] < TIME_LIMIT
