@@ -589,3 +589,25 @@ def test_nested_checkpoints(rank, world_size, use_orig_params, unit, outer, inne
     found = full_grads(model)
     for name, param in named_state(ddp):
         assert torch.equal(found[name], param.grad), name
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_form
+@ranks(2)
+def test_a_step_after_a_forward_without_backward(rank, world_size, use_orig_params, strategy):
+    """What a forward kept for its backward is not used after the optimizer has stepped."""
+    plain, model = twins(
+        Transformer,
+        auto_wrap_policy=WRAPPINGS["block"](),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    ddp = DDP(plain)
+    losses = []
+    for module in (ddp, model):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        _run(module, rank)
+        loss_of(module, tokens(rank, 1))
+        optimizer.step()
+        losses.append(loss_of(module, tokens(rank, 2)).item())
+    assert losses[0] == losses[1]
