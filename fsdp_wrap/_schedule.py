@@ -37,7 +37,8 @@ class Schedule:
 
     def __init__(self, root: Unit) -> None:
         self.root = root
-        self._units = list(units_in(root.module).values())
+        units = units_in(root.module)
+        self._units = list(units.values())
         self._order: ExecOrder[Unit] = ExecOrder()
         self._order_check = OrderCheck()
         self._iteration = 0
@@ -50,7 +51,7 @@ class Schedule:
         self._prefetched: Unit | None = None
         handles = (unit.handle for unit in self._units if unit.handle is not None)
         self._device = next((handle.communicator.device for handle in handles), torch.device("cpu"))
-        for fqn, unit in units_in(root.module).items():
+        for fqn, unit in units.items():
             unit.join(self, fqn)
         tree = Tree()
         self._positions = {unit: _positions(unit, tree) for unit in self._units}
