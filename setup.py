@@ -1,6 +1,6 @@
 from setuptools import setup
 
-TEST = ["pytest>=7"]
+TEST = ["pytest>=7", "numpy"]  # torch.distributed.tensor.debug needs numpy
 
 setup(
     name="fsdp-wrap",

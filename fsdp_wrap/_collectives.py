@@ -6,6 +6,7 @@ communicating is in use: `make_communicator` is the one place that chooses.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -175,13 +176,21 @@ class GroupCommunicator(Communicator):
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         positions = positions_of(ranks.group)
         super().__init__(ranks.rank, ranks.size, device, positions)
-        self._group = ranks.group
+        # Weak, since a group that outlives destroy_process_group() can abort the process when it exits.
+        self._reference = weakref.ref(ranks.group)
         self._watch = Watch(ranks.group, device, positions)
         self._gather_lane = lane_of(device, "gather")
         self._reduce_lane = lane_of(device, "reduce")
 
     def _identity(self) -> object:
-        return self.device, self._group
+        return self.device, self._reference
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        if group is None:
+            raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
+        return group
 
     def all_gather(self, full: list[torch.Tensor]) -> Pending:
         return self._issue(self._gather_lane, [self._gather(_as_transport(tensor)) for tensor in full])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,13 @@ class ExecOrder(Generic[UnitT]):
         return None
 
 
+class _Unit(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    handle: ParamHandle | None
+
+
 class OrderCheck:
     """Compares the forward order across ranks in the first iteration, and with that one in later iterations.
 
@@ -86,19 +93,20 @@ class OrderCheck:
         self._order = []
         self._iteration = iteration
 
-    def enter(self, name: str, handle: ParamHandle) -> None:
-        """Notes that a unit's forward begins.
+    def enter(self, unit: _Unit) -> None:
+        """Notes that the forward of a unit with parameters begins.
 
         Raises:
             RuntimeError: In the first iteration, if another rank begins another unit's.
         """
         if not self._counts:
             return
+        assert unit.handle is not None
         if self._first is None:
-            _compare_across_ranks(name, handle, self._iteration)
+            _compare_across_ranks(unit.name, unit.handle, self._iteration)
         else:
-            self._compare_with_first(name)
-        self._order.append(name)
+            self._compare_with_first(unit.name)
+        self._order.append(unit.name)
 
     def begin_backward(self) -> None:
         """Ends the record of the last forward."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -110,12 +110,19 @@ def _groups_by_host(world_size: int) -> tuple[Any, ...]:
             "pass a (shard, replicate) pair as process_group or a device_mesh of two dimensions"
         )
     assert dist.group.WORLD is not None
-    return _make_groups_by_host(dist.group.WORLD, local)
+    by_size = _groups_by_host_of.setdefault(dist.group.WORLD, {})
+    if local not in by_size:
+        by_size[local] = _make_groups_by_host(world_size, local)
+    return by_size[local]
 
 
-@lru_cache(maxsize=1)  # all units share the groups of one default process group
-def _make_groups_by_host(world: dist.ProcessGroup, local: int) -> tuple[Any, ...]:
-    world_size, rank = dist.get_world_size(world), dist.get_rank(world)
+# All units share the groups that were made for a default process group, as long as that lives.
+_groups_by_host_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[Any, ...]]]
+_groups_by_host_of = weakref.WeakKeyDictionary()
+
+
+def _make_groups_by_host(world_size: int, local: int) -> tuple[Any, ...]:
+    rank = dist.get_rank()
     if rank == 0:
         warnings.warn(
             f"no groups were given: sharding within each host ({local} ranks by LOCAL_WORLD_SIZE) and "

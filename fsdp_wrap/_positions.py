@@ -78,11 +78,9 @@ class Note:
 class _File:
     """One rank's entries for one group: the unit it entered last, then a ring of its collectives."""
 
-    def __init__(self, descriptor: int, access: int = mmap.ACCESS_WRITE) -> None:
-        self.memory = mmap.mmap(descriptor, _SIZE, access=access)
-        self._descriptor = descriptor
-        if descriptor != -1:
-            weakref.finalize(self, os.close, descriptor)
+    def __init__(self, memory: mmap.mmap, path: Path | None = None) -> None:
+        self.memory = memory
+        self._path = path
 
     @classmethod
     def create(cls, path: Path) -> _File:
@@ -92,20 +90,30 @@ class _File:
             OSError: If that is not possible.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.posix_fallocate(descriptor, 0, _SIZE)  # where space is short an error, not a signal later on
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file = cls(descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            written = os.write(descriptor, bytes(_SIZE))  # without space an error here, not a signal later
+            file = cls(mmap.mmap(descriptor, written), path)
+        except (OSError, ValueError) as error:
+            _give_up(path, descriptor)
+            raise OSError(f"cannot write {path}") from error
         # Unlike atexit it also runs in the children of multiprocessing, and in no copy made by a fork.
         Finalize(file, _give_up, args=(path, descriptor), exitpriority=0)
         return file
 
     @classmethod
     def find(cls, path: Path) -> _File | None:
-        """Opens a peer's file if it is on this host."""
+        """Maps a peer's file if it is on this host."""
         try:
-            return cls(os.open(path, os.O_RDONLY), mmap.ACCESS_READ)
-        except (OSError, ValueError):  # the latter: it has no length yet
+            with path.open("rb") as file:
+                return cls(mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ), path)
+        except (OSError, ValueError):  # the latter: it is not complete yet
             return None
+
+    @classmethod
+    def unseen(cls) -> _File:
+        """Makes one that only this process has."""
+        return cls(mmap.mmap(-1, _SIZE))
 
     def write(self, slot: int, number: int, note: Note, phase: Phase, iteration: int) -> None:
         """Puts an entry into a slot."""
@@ -119,16 +127,24 @@ class _File:
         """Returns the entry of the highest number."""
         return max(self.read(_slot(number)) for number in range(_RING))
 
-    def alive(self) -> bool:
-        """Whether the owner of a peer's file lives."""
-        return not _can_lock(self._descriptor)
+    def owner_lives(self) -> bool:
+        """Whether the owner of a peer's file lives, and is not about to end."""
+        return self._path is not None and not _abandoned(self._path)
+
+
+_ENTERED = 0  # the slot of the unit entered last
 
 
 def _slot(number: int) -> int:
     return _ENTRY.size * (1 + number % _RING)
 
 
-_ENTERED = 0  # the slot of the unit entered last
+def _abandoned(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return _can_lock(file.fileno())
+    except FileNotFoundError:
+        return True
 
 
 def _can_lock(descriptor: int) -> bool:
@@ -136,14 +152,12 @@ def _can_lock(descriptor: int) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
-    fcntl.lockf(descriptor, fcntl.LOCK_UN)
     return True
 
 
 def _give_up(path: Path, descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-        fcntl.lockf(descriptor, fcntl.LOCK_UN)  # who still sees it knows that this rank is ending
+    path.unlink(missing_ok=True)
+    os.close(descriptor)  # and with it the lock
 
 
 class _Job:
@@ -185,7 +199,7 @@ class _Job:
                 return _File.create(path)
             except OSError as error:
                 self._disable(error)
-        return _File(-1)
+        return _File.unseen()
 
     def _disable(self, error: Exception) -> None:
         self._enabled = False
@@ -204,6 +218,8 @@ def _directory() -> Path:
 def _agree(proposal: str) -> str:
     """Returns the same word on all ranks, and another one after torch.distributed was initialised anew."""
     store = dist.distributed_c10d._get_default_store()
+    if store is None:
+        raise RuntimeError("the default process group has no store")
     turn = store.add(f"fsdp_wrap/turn/{dist.get_rank()}", 1)  # a store may outlive its group
     return store.compare_set(f"fsdp_wrap/word/{turn}", "", proposal).decode()
 
@@ -212,10 +228,8 @@ def _remove_left_overs(directory: Path) -> None:
     """Removes files of killed ranks."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
-            if time.time() - path.stat().st_mtime > _LEFT_OVER_AFTER:
-                with path.open("rb") as file:
-                    if _can_lock(file.fileno()):
-                        path.unlink()
+            if time.time() - path.stat().st_mtime > _LEFT_OVER_AFTER and _abandoned(path):
+                path.unlink()
 
 
 _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Job] = weakref.WeakKeyDictionary()
@@ -322,7 +336,7 @@ class GroupPositions:
         """Returns the peers that died and had not come as far as to this collective."""
         slot = _slot(number)
         behind = {rank: peer for rank, peer in self._peers.items() if peer.read(slot).number < number}
-        return [rank for rank, peer in behind.items() if not peer.alive()]
+        return [rank for rank, peer in behind.items() if not peer.owner_lives()]
 
     def table(self) -> str:
         """Tells where the ranks of this host stand, dead ones included."""
@@ -335,7 +349,7 @@ class GroupPositions:
             line = f"in or after {entered}" if entered.number else "in no unit yet"
             last = files[rank].last_collective() if rank in files else None
             if last and last.number:
-                line += f"; its collective {last.number} of the group {last}"
+                line += f"; last collective, number {last.number} of the group: {last}"
             lines.append(f"  rank {rank} ({world._state(rank)}): {line}")
         if world._missing:
             lines.append(f"  {len(world._missing)} more ranks run on other hosts or have not begun")
@@ -365,7 +379,7 @@ class GroupPositions:
     def _state(self, rank: int) -> str:
         if rank == self._rank:
             return "this one"
-        return "alive" if self._peers[rank].alive() else "dead"
+        return "alive" if self._peers[rank].owner_lives() else "dead"
 
     def _files(self) -> dict[int, _File]:
         return dict(sorted({**self._peers, self._rank: self._own}.items()))

@@ -54,7 +54,7 @@ class Schedule:
         for fqn, unit in units.items():
             unit.join(self, fqn)
         tree = Tree()
-        self._positions = {unit: _positions(unit, tree) for unit in self._units}
+        self._positions = {unit: _positions_of(unit, tree) for unit in self._units}
 
     # forward
 
@@ -100,7 +100,7 @@ class Schedule:
             self._begin_iteration()
         if unit.handle is not None:
             if not recompute:
-                self._order_check.enter(unit.name, unit.handle)
+                self._order_check.enter(unit)
             self._unshard(unit, Phase.BACKWARD if recompute else Phase.FORWARD)
             self._hook_leaves(unit)
             if not recompute:
@@ -390,7 +390,7 @@ def schedule_of(unit: Unit) -> Schedule:
     return schedule if isinstance(schedule, Schedule) else Schedule(unit)
 
 
-def _positions(unit: Unit, tree: Tree) -> UnitPositions:
+def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
     communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
     return UnitPositions(
         unit.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -38,7 +39,7 @@ class Watch:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, positions: GroupPositions) -> None:
-        self._group = group
+        self._group = weakref.ref(group)
         self._device = device
         self.positions = positions
 
@@ -104,8 +105,8 @@ class Watch:
 
     def _limit(self) -> float:
         try:
-            timeout: timedelta = self._group._get_backend(self._device).options._timeout
-        except (AttributeError, RuntimeError):  # not every backend tells
+            timeout: timedelta = self._group()._get_backend(self._device).options._timeout  # type: ignore[union-attr]
+        except (AttributeError, RuntimeError):  # not every backend tells, and the group may be gone
             timeout = dist.constants.default_pg_timeout
         return timeout.total_seconds()
 

@@ -322,12 +322,12 @@ def test_right_runs_in_subgroups_are_silent(rank, world_size):
 
 @ranks(2)
 def test_groups_made_anew(rank, world_size, tmp_path):
-    """Also with a store that knows the group before it."""
+    """Each in the same store as the group before it."""
     store = dist.FileStore(str(tmp_path / "store"), world_size)
     for number in range(3):
         step(wrapped())
         dist.destroy_process_group()
-        prefixed = dist.PrefixStore(f"{number}", store) if number == 1 else store
+        prefixed = dist.PrefixStore(f"{number}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
     with pytest.raises(RuntimeError, match=MIXED_UP):
         step(wrapped(), "abc" if rank == 0 else "bac")
