@@ -199,7 +199,7 @@ class Schedule:
             return False
         if not has_grad_outputs:  # gradients may enter through something that no hook can see
             return use.watched > 0 or unit.handle.trainable
-        if unit is self.root:
+        if unit is self.root and unit.options.keeps_as_root:
             return unit.module.training
         return not unit.options.reshard_after_forward
 

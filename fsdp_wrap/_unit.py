@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ class UnitOptions:
         reshard_after_forward: Free the full parameters between forward and backward.
         backward_prefetch: When backward issues the next unit's all-gather; None for never.
         forward_prefetch: Whether forward issues the all-gather of the unit that came next last time.
+        keeps_as_root: Whether as the root it keeps its parameters for backward, which needs them first.
     """
 
     reshard_after_forward: bool = True
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
+    keeps_as_root: bool = True
 
 
 class Unit:
@@ -88,6 +90,10 @@ class Unit:
         """Notes that another unit encloses this one, under its name there."""
         self.nested = True
         self.fqn = fqn
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Decides whether the full parameters are freed after forward, as the root as well."""
+        self.options = replace(self.options, reshard_after_forward=reshard, keeps_as_root=not reshard)
 
     # forward
 

@@ -197,6 +197,13 @@ class FullyShardedDataParallel(nn.Module):
             raise RuntimeError(f"no_sync() must be called on the root, and this is {self._unit.name}")
         return schedule_of(self._unit).no_sync()
 
+    def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
+        """Decides for this unit alone whether its full parameters are freed between forward and backward.
+
+        Without this the strategy decides, save that the root keeps them, since backward needs them first.
+        """
+        self._unit.set_reshard_after_forward(reshard_after_forward)
+
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.
 

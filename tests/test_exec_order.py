@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks, run_isolated
 from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _positions, record_events
+from fsdp_wrap import ShardingStrategy, _positions, _watch, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import gather_objects
 
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_size = pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
@@ -35,7 +36,7 @@ MIXED_UP = "^ranks communicate for different units"
 
 
 class Ordered(nn.Module):
-    """Units a, b, c, run in the order of `order`; names joined by "|" run as heads of what came before."""
+    """Units a, b, c, run in the order of `order`; those behind ":" run as heads of what came before."""
 
     def __init__(self, widths=(8, 8, 8), order="abc", kind="none") -> None:
         super().__init__()
@@ -191,8 +192,12 @@ def test_detail_does_not_count_recomputations_and_failed_forwards(rank, world_si
         with pytest.raises(ZeroDivisionError):
             step(model)
         hook.remove()
+        gathers = []
         for _ in range(3):
-            step(model)
+            with count_collectives() as traffic:
+                step(model)
+            gathers.append(traffic["all_gather_into_tensor"].calls)
+    assert gathers[0] - 3 == gathers[1] == gathers[2]  # three comparisons
 
 
 @ranks(2)
@@ -366,31 +371,106 @@ def test_no_place_for_files(rank, world_size, tmp_path):
     assert len(texts) == 1 and "ranks cannot show each other where they stand" in texts[0]
 
 
-def wrap_and_end(rank: int, folder: str, store: str) -> None:
+@ranks(2)
+def test_ranks_agree_on_a_word(rank, world_size):
+    """On another one each time, since a store may outlive its group."""
+    words = gather_objects([_positions._agree(f"{rank}{number}") for number in range(3)])
+    assert words[0] == words[1] and len(set(words[0])) == 3
+
+
+def hold_a_file(how: str, folder: str, store: str, link) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
     with mock.patch.object(_positions, "_directory", lambda: Path(folder)):
         _positions.positions_of(dist.group.WORLD)
-    assert len(os.listdir(folder)) == 1 + rank
-    if rank == 0:
+    link.send("held")
+    if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    link.recv()
 
 
 @ranks(1, backend=None)
 def test_files_go_with_their_process(rank, world_size, tmp_path):
-    """That of a killed one waits for the next job."""
+    """Those of killed ranks are removed by a later job."""
     folder = tmp_path / "positions"
     folder.mkdir()
     context = multiprocessing.get_context("fork")
-    for number in range(2):
-        child = context.Process(target=wrap_and_end, args=(number, str(folder), str(tmp_path / f"{number}")))
-        child.start()
-        child.join()
-        assert child.exitcode == (-signal.SIGKILL if number == 0 else 0)
-        (left,) = folder.iterdir()
-    long_ago = time.time() - 1000
-    os.utime(left, (long_ago, long_ago))
+    links, children = {}, {}
+    for how in ("killed", "living"):
+        links[how], far_end = context.Pipe()
+        arguments = (how, str(folder), str(tmp_path / how), far_end)
+        children[how] = context.Process(target=hold_a_file, args=arguments)
+        children[how].start()
+        assert links[how].recv() == "held"
+    children["killed"].join()
     _positions._remove_left_overs(folder)
+    assert len(os.listdir(folder)) == 2, "somebody may still want it"
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))
+    _positions._remove_left_overs(folder)
+    assert len(os.listdir(folder)) == 1
+    links["living"].send("end")
+    children["living"].join()
     assert os.listdir(folder) == []
+
+
+# Waits.
+
+
+class Clock:
+    """Time that passes only while a work that never completes is waited for."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.limits: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait_for(self, limit: timedelta) -> bool:
+        milliseconds = int(limit.total_seconds() * 1000)  # as c10d rounds; none would be no limit
+        assert milliseconds > 0
+        self.limits.append(milliseconds / 1000)
+        self.now += self.limits[-1]
+        return False
+
+
+class Nobody:
+    """A group, and its positions, of which nothing is known but the time limit."""
+
+    issued = 0
+
+    def __init__(self, limit: float) -> None:
+        self.options = mock.Mock(_timeout=timedelta(seconds=limit))
+
+    def _get_backend(self, device):
+        return self
+
+    def compare_all(self):
+        pass
+
+    def dead_before(self, number):
+        return []
+
+    def table(self):
+        return "the table"
+
+
+@pytest.mark.parametrize(
+    ("limit", "warns_at", "ends_at"), [(0.2, 0.25, 0.25), (10, 2.5, 8), (61.7, 16, 49.36), (1800, 301, 1770)]
+)
+def test_looks_during_a_wait(limit, warns_at, ends_at):
+    clock, nobody = Clock(), Nobody(limit)
+    with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
+        watch = _watch.Watch(nobody, torch.device("cpu"), nobody)
+        pending = watch.issue(lambda: [clock], limited=True)
+        with pytest.raises(RuntimeError, match="the table") as caught:
+            pending.wait()
+    assert max(clock.limits) <= 1.0
+    assert ends_at <= clock.now - 100 <= ends_at + 0.02
+    assert f"has not completed; the group's time limit is {limit:.1f} s" in str(caught.value)
+    if ends_at > warns_at:
+        (text,) = texts
+        assert abs(float(text.split()[3]) - warns_at) <= 1
 
 
 # Ranks that die or stop.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -23,6 +24,25 @@ def test_every_pair_of_options(rank, world_size, scenario):
 @ranks(4)
 def test_hybrid_with_other_options(rank, world_size, scenario):
     check(scenario, rank, world_size)
+
+
+BLOCKS = {
+    "accumulation": ["strategy", "use_orig_params", "backward_prefetch", "offload", "zeroing"],
+    "checkpointing": ["strategy", "use_orig_params", "backward_prefetch", "wrapping"],
+    "frozen": ["strategy", "use_orig_params", "backward_prefetch", "unfreeze", "input_grad"],
+    "tied": ["strategy", "use_orig_params", "wrapping", "fault"],
+}
+"""Blocks of options that are crossed in full, the others drawn."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", list(BLOCKS))
+@ranks(2, timeout=900)
+def test_full_cross_of_a_block(rank, world_size, block):
+    generator = random.Random(7)
+    names = [block, *BLOCKS[block]]
+    for values in itertools.product(*(SPACE[name] for name in names)):
+        check(draw(SPACE, generator, dict(zip(names, values))), rank, world_size)
 
 
 @pytest.mark.slow

@@ -611,3 +611,24 @@ def test_a_step_after_a_forward_without_backward(rank, world_size, use_orig_para
         optimizer.step()
         losses.append(loss_of(module, tokens(rank, 2)).item())
     assert losses[0] == losses[1]
+
+
+@each_form
+@ranks(2)
+def test_the_root_keeps_its_parameters_unless_asked_otherwise(rank, world_size, use_orig_params):
+    plain, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params)
+    ddp = DDP(plain)
+    model.set_reshard_after_forward(True)
+    model.blocks[1].set_reshard_after_forward(False)
+    _run(ddp, rank)
+    with record_events() as events:
+        loss = loss_of(model, tokens(rank, 0))
+    resharded = [name for _, name in _trace(events, EventKind.RESHARD)]
+    assert resharded == ["blocks.0", "blocks.2", ""]
+    with record_events() as events:
+        loss.backward()
+    gathered = [name for _, name in _trace(events, EventKind.UNSHARD)]
+    assert gathered == ["", "blocks.2", "blocks.0"]
+    found = full_grads(model)
+    for name, param in named_state(ddp):
+        assert torch.equal(found[name], param.grad), name
