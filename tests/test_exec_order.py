@@ -428,7 +428,7 @@ class Clock:
 
     def wait_for(self, limit: timedelta) -> bool:
         milliseconds = int(limit.total_seconds() * 1000)  # as c10d rounds; none would be no limit
-        assert milliseconds > 0
+        assert milliseconds > 0 and self.now < 10_000
         self.limits.append(milliseconds / 1000)
         self.now += self.limits[-1]
         return False
