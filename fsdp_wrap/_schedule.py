@@ -19,8 +19,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._events import EventKind, Phase, emit
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
-from fsdp_wrap._handle import HandleState, ParamHandle, Segment
+from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._positions import Tree, UnitPositions
+from fsdp_wrap._segment import Segment
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
