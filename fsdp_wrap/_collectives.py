@@ -129,8 +129,8 @@ class Communicator(ABC):
         return full.narrow(0, self.rank * length, length)
 
     @abstractmethod
-    def all_gather(self, full: list[torch.Tensor]) -> Pending:
-        """Fills each of `full`, in which every rank has written its own part, from the other ranks."""
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        """Fills each of `full` from all ranks, after `fill` has written this rank's own parts."""
 
     @abstractmethod
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
@@ -153,8 +153,8 @@ class SoloCommunicator(Communicator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device)
 
-    def all_gather(self, full: list[torch.Tensor]) -> Pending:
-        return Finished()
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        return lane_of(self.device, "gather").issue(lambda _: fill())
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         for shard, source in zip(shards, full):
@@ -192,8 +192,9 @@ class GroupCommunicator(Communicator):
             raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
         return group
 
-    def all_gather(self, full: list[torch.Tensor]) -> Pending:
-        return self._issue(self._gather_lane, [self._gather(_as_transport(tensor)) for tensor in full])
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        starts = [self._gather(_as_transport(tensor)) for tensor in full]
+        return self._issue(self._gather_lane, [lambda _: fill(), *starts])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         starts = [self._reduce(shard, source) for shard, source in zip(shards, full)]

@@ -14,7 +14,9 @@ from torch import nn
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._layout import Layout
+from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._segment import Segment
+from fsdp_wrap.api import MixedPrecision
 
 __all__ = ["HandleState", "ParamHandle"]
 
@@ -42,13 +44,23 @@ class ParamHandle:
         layouts: One per segment.
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
+        policy: Dtypes of computation and communication.
     """
 
-    def __init__(self, layouts: Sequence[Layout], communicator: Communicator, replicas: Communicator) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        communicator: Communicator,
+        replicas: Communicator,
+        policy: MixedPrecision,
+    ) -> None:
         self.communicator = communicator
         self.replicas = replicas
         contributors = communicator.size * replicas.size
-        self.segments = [Segment(layout, communicator, contributors) for layout in layouts]
+        self.segments = [
+            Segment(layout, SegmentDtypes.of(layout.dtype, policy), communicator, contributors)
+            for layout in layouts
+        ]
         self.state = HandleState.SHARDED
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
@@ -94,10 +106,14 @@ class ParamHandle:
             return False
         for segment in self.segments:
             segment.full.allocate()
-            segment.layout.write_shard(segment.own_data)
-        self._gathering = self.communicator.all_gather([segment.full_data for segment in self.segments])
+        full = [segment.full_data for segment in self.segments]
+        self._gathering = self.communicator.all_gather(full, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
+
+    def _write_shards(self) -> None:
+        for segment in self.segments:
+            segment.layout.write_shard(segment.own_data)
 
     def wait(self) -> None:
         """Makes the leaves usable by what the caller does next."""
@@ -174,7 +190,7 @@ class ParamHandle:
         segments = [segment for segment in self.segments if segment.trainable or segment.grads.allocated]
         full = [segment.complete_gradients() for segment in segments]
         shards = [
-            self.communicator.empty(segment.layout.shard_numel, segment.layout.dtype) for segment in segments
+            self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
         ]
         pending = self.communicator.reduce_scatter(shards, full)
         self._reduction = _Reduction(segments, shards, pending, self.replicas)
@@ -239,8 +255,7 @@ class _SummonedSegment:
         self._layout = layout
         self._full = communicator.empty(layout.numel, layout.dtype)
         self._own = communicator.own_part(self._full)
-        layout.write_shard(self._own)
-        communicator.all_gather([self._full]).wait()
+        communicator.all_gather([self._full], lambda: layout.write_shard(self._own)).wait()
         views = layout.views(self._full)
         self._params = [
             nn.Parameter(view.clone() if copies else view, requires_grad=source.requires_grad)

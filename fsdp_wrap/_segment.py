@@ -6,32 +6,45 @@ import torch
 
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
 from fsdp_wrap._layout import Layout
+from fsdp_wrap._precision import SegmentDtypes
 
 __all__ = ["Segment"]
 
 
 class Segment:
-    """One layout with its unsharded buffer, its leaves and its reduce buffer."""
+    """One layout with its unsharded buffer, its leaves and its reduce buffer.
 
-    def __init__(self, layout: Layout, communicator: Communicator, contributors: int) -> None:
+    Args:
+        layout: How the parameters lie in the buffers.
+        dtypes: Of the buffers.
+        communicator: Allocates the buffers.
+        contributors: Ranks over which gradients are averaged.
+    """
+
+    def __init__(
+        self, layout: Layout, dtypes: SegmentDtypes, communicator: Communicator, contributors: int
+    ) -> None:
         self.layout = layout
+        self.dtypes = dtypes
         self._communicator = communicator
-        resident = layout.resident
+        self._scale = 1.0 / contributors
+        resident = layout.resident if dtypes.param == dtypes.master else None
         self.full = (
-            communicator.buffer(layout.numel, layout.dtype) if resident is None else ResidentBuffer(resident)
+            communicator.buffer(layout.numel, dtypes.param) if resident is None else ResidentBuffer(resident)
         )
         self.leaves = layout.make_leaves(self.full.tensor)
         # Written through an alias of its own, so that autograd's version counters do not move.
         self.full_data = self.full.tensor.data
         self.own_data = communicator.own_part(self.full_data)
-        self.grads = communicator.buffer(layout.numel, layout.dtype)
+        self.full.free()  # before the other one is allocated
+        self.grads = communicator.buffer(layout.numel, dtypes.reduce)
         self._grad_views = layout.views(self.grads.tensor)
         self._grad_padding = layout.padding(self.grads.tensor)
         self._filled = [False] * len(self.leaves)
         self._accumulated = False
-        self._scale = 1.0 / contributors
-        self.full.free()
         self.grads.free()
+        if dtypes.grad != dtypes.master:
+            layout.allow_gradients_of_any_dtype()
 
     @property
     def trainable(self) -> bool:
@@ -43,7 +56,7 @@ class Segment:
         if self.full.resizable:
             self.full.free()
             return
-        self.full = self._communicator.buffer(self.layout.numel, self.layout.dtype)
+        self.full = self._communicator.buffer(self.layout.numel, self.dtypes.param)
         self.full_data = self.full.tensor.data
         self.own_data = self._communicator.own_part(self.full_data)
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
@@ -80,7 +93,7 @@ class Segment:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
-        self.layout.add_reduced(shard, self._filled)
+        self.layout.add_reduced(shard.to(self.dtypes.grad), self._filled)
         self.drop_gradients()
 
     def keep_accumulated(self) -> None:

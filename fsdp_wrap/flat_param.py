@@ -184,12 +184,16 @@ class FlatLayout:
         show_extra(self._module, self._name, param)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        gradient = reduced.to(self.flat_param.device, self.dtype)
+        gradient = reduced.to(self.flat_param.device)
         holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
         for param, piece, param_used in holders:
             if param.requires_grad:
                 _add_gradient(param, piece, param_used, self._marks.get(param))
         self._marks.clear()
+
+    def allow_gradients_of_any_dtype(self) -> None:
+        for param in self._front.holders:
+            param.grad_dtype = None
 
     def mark_unsynced(self) -> None:
         for param in self._front.holders:

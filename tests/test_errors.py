@@ -170,7 +170,7 @@ def test_policy_for_a_tree_that_holds_wrapped_modules(rank, world_size, use_orig
 
 BAD_OVERRIDES: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "sharding_strategy": ({"sharding_strategy": "ZERO3"}, TypeError),
-    "mixed_precision": ({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}, ValueError),
+    "mixed_precision": ({"mixed_precision": torch.bfloat16}, TypeError),
     "process_group": ({"process_group": "gloo"}, TypeError),
     "strategy": ({"strategy": ShardingStrategy.FULL_SHARD}, TypeError),
 }
@@ -469,7 +469,6 @@ def test_ignoring_what_is_wrapped(rank, world_size, argument):
 
 
 UNAVAILABLE: dict[str, Any] = {
-    "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
     "param_init_fn": nn.Module.eval,
 }
 
