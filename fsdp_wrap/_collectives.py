@@ -154,7 +154,7 @@ class SoloCommunicator(Communicator):
         super().__init__(0, 1, device)
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        return lane_of(self.device, "gather").issue(lambda _: fill())
+        return lane_of(self.device, "gather").issue(_without_work(fill))
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         for shard, source in zip(shards, full):
@@ -194,7 +194,7 @@ class GroupCommunicator(Communicator):
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         starts = [self._gather(_as_transport(tensor)) for tensor in full]
-        return self._issue(self._gather_lane, [lambda _: fill(), *starts])
+        return self._issue(self._gather_lane, [_without_work(fill), *starts])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         starts = [self._reduce(shard, source) for shard, source in zip(shards, full)]
@@ -220,6 +220,15 @@ class GroupCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
+
+
+def _without_work(do: Callable[[], object]) -> Callable[[bool], None]:
+    """Makes something that a lane can issue of what involves no other rank."""
+
+    def start(async_op: bool) -> None:
+        do()
+
+    return start
 
 
 def _as_transport(tensor: torch.Tensor) -> torch.Tensor:
