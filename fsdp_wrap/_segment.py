@@ -131,9 +131,9 @@ class Segment:
 def _accumulate(view: torch.Tensor, grad: torch.Tensor, scale: float, filled: bool) -> None:
     if filled:
         view.add_(grad, alpha=scale)
-    elif grad.dtype != view.dtype or scale == 1.0:
+    elif scale == 1.0:
         view.copy_(grad)
-        if scale != 1.0:
-            view.mul_(scale)
+    elif torch.promote_types(grad.dtype, view.dtype) == grad.dtype:
+        torch.mul(grad, scale, out=view)  # copy, division and cast in one pass: rounded once, no overflow
     else:
-        torch.mul(grad, scale, out=view)  # one pass for copy and division
+        view.copy_(grad).mul_(scale)  # divided in the wider dtype
