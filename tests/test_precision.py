@@ -559,3 +559,92 @@ def _low_floats(plain: nn.Module, policy: MixedPrecision | None) -> nn.Module:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+# --- traps ---------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """A module in full precision that takes a keyword and a container, and returns a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 1 + 2**-12))
+        self.inner = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor, *, others: list[torch.Tensor], index: torch.Tensor) -> dict[str, Any]:
+        assert x.dtype == others[0].dtype == self.weight.dtype == self.inner.weight.dtype == FP32
+        assert index.dtype == torch.long
+        return {"y": self.inner(x) * self.weight + others[0], "index": index, "plain": 3}
+
+
+class UsesPair(nn.Module):
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.pair, self.linear = Pair(), nn.Linear(4, 4)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            y = self.linear(x)
+            if self.checkpointing == "none":
+                out = self.pair(y, others=[x], index=index)
+            else:
+                reentrant = self.checkpointing == "reentrant"
+                out = checkpoint(
+                    lambda y, x: self.pair(y, others=[x], index=index), y, x, use_reentrant=reentrant
+                )
+            assert (out["y"].dtype, out["index"].dtype, out["plain"]) == (BF16, torch.long, 3)
+            x = out["y"]
+        return x
+
+
+@each_form
+@pytest.mark.parametrize("checkpointing", ["none", "early_stop"])
+@ranks(1, 2, 3)
+def test_full_precision_class_used_twice_with_keywords(rank, world_size, checkpointing, use_orig_params):
+    policy = MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair, nn.LayerNorm))
+    torch.manual_seed(0)
+    model = FSDP(
+        UsesPair(checkpointing),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.LayerNorm}),
+        mixed_precision=policy,
+        use_orig_params=use_orig_params,
+    )
+    model(torch.randn(2, 4), torch.arange(3)).float().square().sum().backward()
+    assert all(value.any() for name, value in full_grads(model).items())
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@each_form
+@ranks(4)
+def test_hybrid_mixed_precision(rank, world_size, use_orig_params, strategy):
+    net = _net()
+    policy = MixedPrecision(BF16, FP64)
+    reference = Reference(net, policy)
+    model = FSDP(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2)),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        mixed_precision=policy,
+    )
+    model(_batch(rank, 0)).float().square().mean().backward()
+    reference.backward(_batch(rank, 0))
+    reference.reduce_grads()
+    grads = full_grads(model)
+    for name, param in reference.master.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-6, atol=0)
+
+
+@ranks(1, 3)
+def test_evaluation_and_half_precision_range(rank, world_size):
+    """In fp16, gradients are divided before they are summed and narrowed, so large ones do not overflow."""
+    net = nn.Linear(4, 1, bias=False)
+    model = FSDP(net, mixed_precision=MixedPrecision(FP32, FP16))
+    model(torch.full((1, 4), 50_000.0)).sum().backward()
+    torch.testing.assert_close(full_grads(model)["weight"], torch.full((1, 4), 5e4), rtol=1e-3, atol=0)
+    model.eval()
+    with torch.no_grad():
+        assert model(torch.ones(1, 4)).dtype == FP32
