@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import nn
 
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._layout import Layout
-from fsdp_wrap._summon import SummonedSegment
+from fsdp_wrap._summon import SummonedSegment, Summoning
 
 __all__ = ["HandleState", "ParamHandle"]
 
@@ -120,6 +119,13 @@ class Segment:
             for index, zeroed in enumerate(self.layout.zeroed()):
                 self._filled[index] = self._filled[index] and not zeroed
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
+        return self._accumulated and any(
+            filled and not zeroed for filled, zeroed in zip(self._filled, self.layout.zeroed())
+        )
+
     def drop_gradients(self) -> None:
         """Forgets all gradients and frees the reduce buffer."""
         self._filled = [False] * len(self.leaves)
@@ -190,7 +196,12 @@ class ParamHandle:
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
         shards = any(segment.layout.resident is None for segment in self.segments)
-        return shards and not self._shows_leaves and self.state is not HandleState.SUMMONED
+        return shards and not self._shows_leaves and not self.shows_full
+
+    @property
+    def shows_full(self) -> bool:
+        """Whether the modules show full parameters that are in the user's hands."""
+        return bool(self._summoned) and all(segment.shows_full for segment in self._summoned)
 
     @property
     def reducing(self) -> bool:
@@ -201,6 +212,11 @@ class ParamHandle:
     def holds_gradients(self) -> bool:
         """Whether gradients were taken that no reduction has consumed."""
         return not self.reducing and any(segment.grads.allocated for segment in self.segments)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait unreduced for a later backward (`no_sync`)."""
+        return any(segment.accumulates for segment in self.segments)
 
     # parameters
 
@@ -247,36 +263,33 @@ class ParamHandle:
             for segment in self.segments:
                 segment.layout.show_sharded()
 
-    def summon(self, copies: bool = False) -> None:
-        """Puts the full parameters, in master dtype, into the user's hands.
-
-        They are memory of their own, not the leaves': references that the user keeps stay valid.
-
-        Args:
-            copies: Give each parameter its own storage instead of one for the segment.
-        """
+    def summon(self, how: Summoning) -> None:
+        """Puts the full parameters, in master dtype, into the user's hands; collective."""
         self.reshard()
         self._summoned = [
-            SummonedSegment(segment.layout, self.communicator, copies) for segment in self.segments
+            SummonedSegment(segment.layout, self.communicator, self.replicas, how)
+            for segment in self.segments
         ]
         self.state = HandleState.SUMMONED
 
-    def edits(self, prefix: str) -> list[list[torch.Tensor]]:
-        """Returns what the modules show of summoned parameters now; `prefix` is for messages.
+    def take_edits(self, prefix: str) -> None:
+        """Notes the summoned parameters that the modules show now; `prefix` is for messages.
 
         Raises:
             ValueError: If a parameter was replaced by one of another shape or dtype.
         """
-        return [segment.edits(prefix) for segment in self._summoned]
+        for segment in self._summoned:
+            segment.take_edits(prefix)
 
-    def dismiss(self, edits: list[list[torch.Tensor]]) -> None:
-        """Takes the full parameters back; `edits` (none: they are dropped) go into the shards."""
+    def dismiss(self, writeback: bool) -> None:
+        """Takes the full parameters back; with `writeback`, which is collective, the noted edits are kept."""
         summoned, self._summoned = self._summoned, []
         for segment in self.segments:
             segment.layout.hide_full()
         self.state = HandleState.SHARDED
-        for summoned_segment, edited in zip(summoned, edits):
-            summoned_segment.write_back(edited)
+        if writeback:
+            for each in summoned:
+                each.write_back()
 
     # gradients
 
