@@ -146,6 +146,14 @@ class Communicator(ABC):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites a contiguous tensor with that of the group's first rank; blocks."""
 
+    @abstractmethod
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Fills `full`, which the first rank alone passes, with the `own` of all ranks; blocks."""
+
+    @abstractmethod
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Fills `own` with this rank's part of `full`, which the first rank alone passes; blocks."""
+
 
 class SoloCommunicator(Communicator):
     """One rank alone: nothing travels."""
@@ -168,6 +176,15 @@ class SoloCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         return None
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        assert full is not None
+        if own.data_ptr() != full.data_ptr():
+            full.copy_(own)
+
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        assert full is not None
+        own.copy_(full)
 
 
 class GroupCommunicator(Communicator):
@@ -220,6 +237,25 @@ class GroupCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        self._issue(self._gather_lane, [self._gather_to_first(own, full)]).wait()
+
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        self._issue(self._gather_lane, [self._scatter_from_first(own, full)]).wait()
+
+    def _gather_to_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
+        return lambda async_op: dist.gather(
+            _as_transport(own), self._parts(full), group=self._group, group_dst=0, async_op=async_op
+        )
+
+    def _scatter_from_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
+        return lambda async_op: dist.scatter(
+            _as_transport(own), self._parts(full), group=self._group, group_src=0, async_op=async_op
+        )
+
+    def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
+        return None if full is None else list(_as_transport(full).chunk(self.size))
 
 
 def _without_work(do: Callable[[], object]) -> Callable[[bool], None]:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._segment import Segment
+from fsdp_wrap._summon import SummonedSegment, Summoning
 from fsdp_wrap.api import MixedPrecision
 
 __all__ = ["HandleState", "ParamHandle"]
@@ -64,7 +64,7 @@ class ParamHandle:
         self.state = HandleState.SHARDED
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
-        self._summoned: list[_SummonedSegment] = []
+        self._summoned: list[SummonedSegment] = []
         self._shows_leaves = True
         self.show_sharded()
 
@@ -86,7 +86,12 @@ class ParamHandle:
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
         shards = any(segment.layout.resident is None for segment in self.segments)
-        return shards and not self._shows_leaves and self.state is not HandleState.SUMMONED
+        return shards and not self._shows_leaves and not self.shows_full
+
+    @property
+    def shows_full(self) -> bool:
+        """Whether the modules show full parameters that are in the user's hands."""
+        return bool(self._summoned) and all(segment.shows_full for segment in self._summoned)
 
     @property
     def reducing(self) -> bool:
@@ -97,6 +102,11 @@ class ParamHandle:
     def holds_gradients(self) -> bool:
         """Whether gradients were taken that no reduction has consumed."""
         return not self.reducing and any(segment.grads.allocated for segment in self.segments)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait unreduced for a later backward (`no_sync`)."""
+        return any(segment.accumulates for segment in self.segments)
 
     # parameters
 
@@ -147,36 +157,33 @@ class ParamHandle:
             for segment in self.segments:
                 segment.layout.show_sharded()
 
-    def summon(self, copies: bool = False) -> None:
-        """Puts the full parameters, in master dtype, into the user's hands.
-
-        They are memory of their own, not the leaves': references that the user keeps stay valid.
-
-        Args:
-            copies: Give each parameter its own storage instead of one for the segment.
-        """
+    def summon(self, how: Summoning) -> None:
+        """Puts the full parameters, in master dtype, into the user's hands; collective."""
         self.reshard()
         self._summoned = [
-            _SummonedSegment(segment.layout, self.communicator, copies) for segment in self.segments
+            SummonedSegment(segment.layout, self.communicator, self.replicas, how)
+            for segment in self.segments
         ]
         self.state = HandleState.SUMMONED
 
-    def edits(self, prefix: str) -> list[list[torch.Tensor]]:
-        """Returns what the modules show of summoned parameters now; `prefix` is for messages.
+    def take_edits(self, prefix: str) -> None:
+        """Notes the summoned parameters that the modules show now; `prefix` is for messages.
 
         Raises:
             ValueError: If a parameter was replaced by one of another shape or dtype.
         """
-        return [segment.edits(prefix) for segment in self._summoned]
+        for segment in self._summoned:
+            segment.take_edits(prefix)
 
-    def dismiss(self, edits: list[list[torch.Tensor]]) -> None:
-        """Takes the full parameters back; `edits` (none: they are dropped) go into the shards."""
+    def dismiss(self, writeback: bool) -> None:
+        """Takes the full parameters back; with `writeback`, which is collective, the noted edits are kept."""
         summoned, self._summoned = self._summoned, []
         for segment in self.segments:
             segment.layout.hide_full()
         self.state = HandleState.SHARDED
-        for summoned_segment, edited in zip(summoned, edits):
-            summoned_segment.write_back(edited)
+        if writeback:
+            for each in summoned:
+                each.write_back()
 
     # gradients
 
@@ -246,40 +253,3 @@ class _Reduction:
         self._pending.wait()
         for segment in self._segments:
             segment.drop_gradients()
-
-
-class _SummonedSegment:
-    """The full parameters of one segment while the user holds them."""
-
-    def __init__(self, layout: Layout, communicator: Communicator, copies: bool) -> None:
-        self._layout = layout
-        self._full = communicator.empty(layout.numel, layout.dtype)
-        self._own = communicator.own_part(self._full)
-        communicator.all_gather([self._full], lambda: layout.write_shard(self._own)).wait()
-        views = layout.views(self._full)
-        self._params = [
-            nn.Parameter(view.clone() if copies else view, requires_grad=source.requires_grad)
-            for view, source in zip(views, layout.sources)
-        ]
-        layout.show_full(self._params, copies)
-
-    def edits(self, prefix: str) -> list[torch.Tensor]:
-        """Returns what the modules show now, or refuses what does not fit."""
-        edited = []
-        for fqn, param, shown in zip(self._layout.fqns, self._params, self._layout.shown()):
-            found = param if shown is None else shown
-            if found.shape != param.shape or found.dtype != param.dtype:
-                raise ValueError(
-                    f"parameter '{prefix}{fqn}' was replaced inside summon_full_params by one of shape "
-                    f"{tuple(found.shape)} and dtype {found.dtype}; it must keep {tuple(param.shape)} and "
-                    f"{param.dtype}. No edit was written back"
-                )
-            edited.append(found.detach())
-        return edited
-
-    def write_back(self, edited: list[torch.Tensor]) -> None:
-        """Takes this rank's part of the edited parameters into the shard."""
-        for view, tensor in zip(self._layout.views(self._full), edited):
-            if tensor.data_ptr() != view.data_ptr():
-                view.copy_(tensor)
-        self._layout.read_shard(self._own)

@@ -132,6 +132,20 @@ class Layout(Protocol):
         """For each leaf, whether its gradient was zeroed since `mark_unsynced`."""
         ...
 
+    def write_gradient(self, out: torch.Tensor) -> None:
+        """Copies this rank's shard of the gradient to where it travels from: zeros where there is none."""
+        ...
+
+    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
+        """Replaces the sharded parameters' gradients.
+
+        Args:
+            own: This rank's part of the unsharded gradient; None where no parameter has one.
+            present: For each original parameter, whether it has one. Gradients that would not change are
+                left untouched, so that `zeroed` does not take them for the user's doing.
+        """
+        ...
+
     def intervals(self) -> list[Interval]:
         """What this rank holds, for everything that saves, loads, clips or inspects."""
         ...

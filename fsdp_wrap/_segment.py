@@ -108,6 +108,13 @@ class Segment:
             for index, zeroed in enumerate(self.layout.zeroed()):
                 self._filled[index] = self._filled[index] and not zeroed
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
+        return self._accumulated and any(
+            filled and not zeroed for filled, zeroed in zip(self._filled, self.layout.zeroed())
+        )
+
     def drop_gradients(self) -> None:
         """Forgets all gradients and frees the reduce buffer."""
         self._filled = [False] * len(self.leaves)

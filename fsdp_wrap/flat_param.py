@@ -203,6 +203,17 @@ class FlatLayout:
     def zeroed(self) -> list[bool]:
         return [source in self._marks and self._marks[source].zeroed for source in self.sources]
 
+    def write_gradient(self, out: torch.Tensor) -> None:
+        out.zero_()
+        for param, piece in zip(self._front.holders, self._front.cut(out)):
+            if param.grad is not None:
+                piece.copy_(param.grad)
+
+    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
+        pieces = [None] * len(self._front.holders) if own is None else self._front.cut(own)
+        for param, piece, has_grad in zip(self._front.holders, pieces, self._front.used(present)):
+            _set_gradient(param, piece if has_grad else None)
+
     def intervals(self) -> list[Interval]:
         result = []
         for extent in self.extents:
@@ -259,6 +270,15 @@ def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, mark: _M
         param.grad = piece
     else:
         param.grad.add_(piece)
+
+
+def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:
+    if piece is None or piece.numel() == 0:
+        param.grad = None
+    elif param.grad is None:
+        param.grad = piece.to(param.device, copy=True)
+    elif not torch.equal(param.grad, piece.to(param.grad)):
+        param.grad.copy_(piece)
 
 
 def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:

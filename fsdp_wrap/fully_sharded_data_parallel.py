@@ -237,19 +237,10 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`.
-
-        Raises:
-            ValueError: If `rank0_only`, `offload_to_cpu` or `with_grads` is asked for.
-        """
-        _refuse_unavailable(
-            rank0_only=rank0_only or None,
-            offload_to_cpu=offload_to_cpu or None,
-            with_grads=with_grads or None,
-        )
+        """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`."""
         for wrapper in FullyShardedDataParallel.fsdp_modules(module):
             wrapper._drop_stale_load()
-        return summon_full_params(module, recurse, writeback)
+        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""

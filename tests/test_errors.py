@@ -483,17 +483,6 @@ def test_option_that_is_not_available_yet(rank, world_size, option):
     assert_trains_like(plain, per_block(net))
 
 
-@pytest.mark.parametrize("option", ["rank0_only", "offload_to_cpu", "with_grads"])
-@ranks(2)
-def test_summon_option_that_is_not_available_yet(rank, world_size, option):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net)
-    with refused(model, ValueError, option, "not available"):
-        enter(FSDP.summon_full_params(model, **{option: True}))
-    assert_trains_like(plain, model)
-
-
 # Checkpoints.
 
 
