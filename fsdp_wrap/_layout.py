@@ -38,6 +38,7 @@ class Layout(Protocol):
         dtype: Master dtype.
         numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
         shard_numel: Elements of this rank's part.
+        sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
@@ -46,6 +47,7 @@ class Layout(Protocol):
     dtype: torch.dtype
     numel: int
     shard_numel: int
+    sharded: bool
 
     @property
     def resident(self) -> torch.Tensor | None: ...
@@ -126,6 +128,10 @@ class Layout(Protocol):
 
     def zeroed(self) -> list[bool]:
         """For each leaf, whether its gradient was zeroed since `mark_unsynced`."""
+        ...
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """For each original parameter, this rank's piece of its gradient; None without a gradient."""
         ...
 
     def intervals(self) -> list[Interval]:
