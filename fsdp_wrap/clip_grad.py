@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -258,8 +258,9 @@ def _reduce(values: dict[_Owner, torch.Tensor], p: float) -> None:
     One all-reduce for all owners of whose gradients the widest group holds whole copies, and so on.
     """
     left = dict(values)
+    members = functools.cache(lambda communicator: communicator.members)  # many units share a group
     for group in _groups(values):
-        copies = {owner: count for owner in left if (count := _copies(owner, group))}
+        copies = {owner: count for owner in left if (count := _copies(owner, group, members))}
         if not any(owner is not None and owner.communicator == group for owner in copies):
             continue  # a wider group has them
         divisors = (1 if math.isinf(p) else count for count in copies.values())
@@ -274,11 +275,11 @@ def _groups(owners: Iterable[_Owner]) -> list[Communicator]:
     return sorted((group for group in found if group.size > 1), key=lambda group: -group.size)
 
 
-def _copies(owner: _Owner, group: Communicator) -> int:
+def _copies(owner: _Owner, group: Communicator, members_of: Callable[[Communicator], frozenset[int]]) -> int:
     """Returns how many copies of an owner's gradients a group holds; 0 if it does not hold whole ones."""
     if owner is None:
         return group.size
-    members, shard, replicas = group.members, owner.communicator.members, owner.replicas.members
+    members, shard, replicas = map(members_of, (group, owner.communicator, owner.replicas))
     if members == shard:
         return 1
     if len(shard) == 1 and members <= replicas:
