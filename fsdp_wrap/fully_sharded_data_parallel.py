@@ -19,6 +19,7 @@ from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
+from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import dismiss, full_units, is_summoned, summon, summon_full_params
 from fsdp_wrap.state_dict import (
@@ -236,6 +237,24 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: If `norm_type` is not positive.
         """
         return grad_norms(self, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Lets a hook reduce the gradients of all units; see `fsdp_wrap.comm_hooks` for ready-made ones.
+
+        The hook averages: `hook(state, grad, output)` over the ranks that a unit is sharded over, or
+        `hook(state, grad)` in place under NO_SHARD. With hybrid strategies the runtime averages its results
+        over the replicas.
+
+        Args:
+            state: What the hook gets first.
+            hook: The hook.
+
+        Raises:
+            RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
+                forward or backward, or while gradients wait that were accumulated under `no_sync`.
+            ValueError: If `hook` cannot be called so.
+        """
+        register_comm_hook(self, state, hook)
 
     # full parameters
 
