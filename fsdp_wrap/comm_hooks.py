@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_wrap._collectives import make_communicator, reduce_scatter_single
 from fsdp_wrap._device import Pending, lane_of
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
 
@@ -143,23 +144,23 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
             gradients wait that were accumulated under `no_sync`.
         ValueError: If `hook` cannot be called as the units will call it.
     """
-    units = [unit for unit in units_in(module).values() if unit.handle is not None]
-    _check_place(next(iter(units_in(module).values())), units)
-    _check_hook(hook, units)
-    for unit in units:
-        handle = unit.handle
-        assert handle is not None
-        reduction = _HookedReduction(unit, state, _working(hook))
+    units = list(units_in(module).values())
+    _check_place(units)
+    owning = {unit: unit.handle for unit in units if unit.handle is not None}
+    _check_hook(hook, owning)
+    for unit, handle in owning.items():
         alone = make_communicator(None, handle.communicator.device)
-        handle.reduce_by(reduction, handle.replicas if _is_sharded(unit) else alone)
+        replicas = handle.replicas if _is_sharded(handle) else alone
+        handle.reduce_by(_HookedReduction(unit, handle, state, _working(hook)), replicas)
 
 
-def _check_place(root: Unit, units: list[Unit]) -> None:
-    if root.nested:
-        raise RuntimeError(f"register_comm_hook() must be called on the root, and this is {root.name}")
+def _check_place(units: list[Unit]) -> None:
+    if units[0].nested:
+        raise RuntimeError(f"register_comm_hook() must be called on the root, and this is {units[0].name}")
     for unit in units:
         schedule_of(unit).require_idle("register_comm_hook()")
-        assert unit.handle is not None
+        if unit.handle is None:
+            continue
         if unit.handle.has_own_reduction:
             raise RuntimeError(f"{unit.name} has a communication hook already, and takes one only")
         if unit.handle.holds_gradients:
@@ -169,15 +170,15 @@ def _check_place(root: Unit, units: list[Unit]) -> None:
             )
 
 
-def _check_hook(hook: Any, units: list[Unit]) -> None:
+def _check_hook(hook: Any, handles: Mapping[Unit, ParamHandle]) -> None:
     if not callable(hook):
         raise ValueError(f"a communication hook must be callable, but is {hook!r}")
     try:
         signature = inspect.signature(hook)
     except ValueError:  # not every callable tells
         return
-    for unit in units:
-        arguments = ("state", "grad", "output") if _is_sharded(unit) else ("state", "grad")
+    for unit, handle in handles.items():
+        arguments = ("state", "grad", "output") if _is_sharded(handle) else ("state", "grad")
         try:
             signature.bind(*arguments)
         except TypeError as error:
@@ -187,8 +188,8 @@ def _check_hook(hook: Any, units: list[Unit]) -> None:
             ) from None
 
 
-def _is_sharded(unit: Unit) -> bool:
-    return unit.handle is not None and all(segment.layout.sharded for segment in unit.handle.segments)
+def _is_sharded(handle: ParamHandle) -> bool:
+    return all(segment.layout.sharded for segment in handle.segments)
 
 
 def _working(hook: Callable[..., None]) -> Callable[..., None]:
@@ -202,11 +203,10 @@ def _working(hook: Callable[..., None]) -> Callable[..., None]:
 class _HookedReduction:
     """The reduction of one unit by a hook (a `ReduceScatter`)."""
 
-    def __init__(self, unit: Unit, state: object, hook: Callable[..., None]) -> None:
-        assert unit.handle is not None
+    def __init__(self, unit: Unit, handle: ParamHandle, state: object, hook: Callable[..., None]) -> None:
         self._name = unit.name  # not the unit, which holds this
-        self._lane = lane_of(unit.handle.communicator.device, "reduce")
-        self._sharded = _is_sharded(unit)
+        self._lane = lane_of(handle.communicator.device, "reduce")
+        self._sharded = _is_sharded(handle)
         self._state, self._hook = state, hook
 
     def __call__(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:

@@ -175,7 +175,7 @@ def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy):
 @ranks(2)
 def test_scaling_keeps_dtypes_and_structures(rank, world_size):
     scaler = ShardedGradScaler("cpu", init_scale=4.0)
-    half, double = torch.ones(2, dtype=torch.float16), torch.ones((), dtype=torch.float64)
+    half, double = torch.ones((), dtype=torch.float16), torch.ones((), dtype=torch.float64)
     scaled = scaler.scale([half, (double, [half])])
     assert [type(scaled), type(scaled[1]), type(scaled[1][1])] == [list, tuple, list]
     for found, given in ((scaled[0], half), (scaled[1][0], double), (scaled[1][1][0], half)):
