@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fsdp_wrap._modules import Place
+from fsdp_wrap._modules import ParamPlaces, Place
 
 __all__ = ["Interval", "Layout"]
 
@@ -40,6 +40,7 @@ class Layout(Protocol):
         shard_numel: Elements of this rank's part.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
+        places: For each original parameter, what shows it.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
     """
@@ -48,6 +49,7 @@ class Layout(Protocol):
     numel: int
     shard_numel: int
     sharded: bool
+    places: Sequence[ParamPlaces]
 
     @property
     def resident(self) -> torch.Tensor | None: ...

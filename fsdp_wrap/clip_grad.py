@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._modules import clean_fqn, is_owned
+from fsdp_wrap._modules import Place, clean_fqn, is_owned
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.full_params import is_summoned
@@ -80,27 +80,25 @@ def grad_norms(module: nn.Module, norm_type: float) -> dict[str, torch.Tensor]:
         norm_type: The p of the p-norm.
 
     Returns:
-        0-d tensors by the names of the original parameters, the same on all ranks: float64 for float64
-        parameters, else float32. A parameter without a gradient is left out; with `use_orig_params=False`
-        it has a zero gradient, and so a norm of zero, where another parameter beside it has one.
+        0-d tensors by the names, and in the order, of the unwrapped module's `named_parameters()`, the same
+        on all ranks: float64 for float64 parameters, else float32. A parameter without a gradient is left
+        out; with `use_orig_params=False` it has a zero gradient, and so a norm of zero, where another
+        parameter beside it has one.
 
     Raises:
         RuntimeError: Inside a forward, a backward or `summon_full_params`.
         ValueError: If `norm_type` is not positive.
     """
     p = _norm_type(norm_type)
-    units = _idle_units(module, "grad_norms()")
-    gradients = _named_gradients(module, units)
+    gradients = _named_gradients(module, _idle_units(module, "grad_norms()").values())
     device = _computing_device(gradients)
     values = {owner: _powers_and_presence(owned, p, device) for owner, owned in gradients.items()}
     _reduce(values, p)
-    result: dict[str, torch.Tensor] = {}
-    for owner, owned in gradients.items():
-        powers, present = values[owner].chunk(2)
-        for gradient, norm, found in zip(owned, _root(powers, p), present.tolist()):
-            if found:
-                result[gradient.name] = norm.to(_accumulation_dtype(gradient.dtype))
-    return result
+    powers, present = torch.cat([part.view(2, -1) for part in values.values()], dim=1)
+    every = [gradient for owned in gradients.values() for gradient in owned]
+    found = zip(every, _root(powers, p), present.tolist())
+    norms = {gradient: norm.to(_accumulation_dtype(gradient.dtype)) for gradient, norm, any_ in found if any_}
+    return {gradient.name: norms[gradient] for gradient in sorted(norms, key=lambda each: each.number)}
 
 
 def _norm_type(norm_type: float) -> float:
@@ -164,30 +162,54 @@ def _strided(param: nn.Parameter) -> torch.Tensor:
     return param.grad.values()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _NamedGradient:
-    """This rank's piece of one original parameter's gradient, if there is any."""
+    """This rank's piece of one original parameter's gradient, if there is any.
 
+    Attributes:
+        number: Where the parameter stands among those of the module.
+        name: Its original name, the first if it is tied.
+        dtype: That of the parameter.
+        piece: The gradient's piece.
+    """
+
+    number: int
     name: str
     dtype: torch.dtype
     piece: torch.Tensor | None
 
 
-def _named_gradients(module: nn.Module, units: Mapping[str, Unit]) -> dict[_Owner, list[_NamedGradient]]:
-    result: dict[_Owner, list[_NamedGradient]] = {}
-    for prefix, unit in units.items():
-        if unit.handle is not None:
-            result[unit.handle] = [
-                _NamedGradient(f"{prefix}.{fqn}" if prefix else fqn, segment.layout.dtype, piece)
-                for segment in unit.handle.segments
-                for fqn, piece in zip(segment.layout.fqns, segment.layout.gradients())
-            ]
-    replicated = _replicated_params(module, [handle for handle in result if handle is not None])
+def _named_gradients(module: nn.Module, units: Iterable[Unit]) -> dict[_Owner, list[_NamedGradient]]:
+    names = _names(module)
+    handles = [unit.handle for unit in units if unit.handle is not None]
+    result: dict[_Owner, list[_NamedGradient]] = {
+        handle: [
+            _NamedGradient(*_first(places, names), segment.layout.dtype, piece)
+            for segment in handle.segments
+            for places, piece in zip(segment.layout.places, segment.layout.gradients())
+        ]
+        for handle in handles
+    }
+    numbers = {name: number for number, name in names.values()}
     result[None] = [
-        _NamedGradient(name, param.dtype, None if param.grad is None else _strided(param))
-        for name, param in replicated.items()
+        _NamedGradient(numbers[name], name, param.dtype, None if param.grad is None else _strided(param))
+        for name, param in _replicated_params(module, handles).items()
     ]
     return result
+
+
+def _names(module: nn.Module) -> dict[Place, tuple[int, str]]:
+    """Numbers and names every place that shows a parameter, or would if it were not sharded."""
+    places = (
+        (place, clean_fqn(f"{prefix}.{place[1]}" if prefix else place[1]))
+        for prefix, owner in module.named_modules()
+        for place in ((owner, key) for key in owner._parameters)
+    )
+    return {place: (number, name) for number, (place, name) in enumerate(places)}
+
+
+def _first(places: Iterable[Place], names: Mapping[Place, tuple[int, str]]) -> tuple[int, str]:
+    return min(names[place] for place in places if place in names)
 
 
 def _computing_device(owners: Iterable[_Owner]) -> torch.device:

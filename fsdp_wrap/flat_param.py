@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import ParamSlot, Place, show_extra
+from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -105,7 +105,7 @@ class FlatLayout:
     ) -> None:
         first = slots[0].param
         self.dtype = first.dtype
-        self.places = [slot.places for slot in slots]
+        self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._module, self._name, self.sharded = module, name, sharded
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))

@@ -71,7 +71,7 @@ def test_every_norm_type_equals_plain(rank, world_size, use_orig_params, strateg
         with count_collectives() as traffic:
             found = model.grad_norms(norm_type)
         assert calls(traffic) == ({"all_reduce": 1} if sharded else {})
-        assert found.keys() == norms.keys()
+        assert list(found) == list(norms)
         for name, norm in norms.items():
             torch.testing.assert_close(found[name], norm, rtol=1e-10, atol=1e-12, msg=name)
 
@@ -147,7 +147,7 @@ def test_each_element_counts_once_in_every_tree(rank, world_size, use_orig_param
     for norm_type in (1.0, 2.0, float("inf")):
         norms = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in plain.named_parameters()}
         found = model.grad_norms(norm_type)
-        assert found.keys() == norms.keys()
+        assert list(found) == list(norms)
         for name, norm in norms.items():
             torch.testing.assert_close(found[name], norm, rtol=1e-10, atol=1e-12, msg=name)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
@@ -176,6 +176,27 @@ def test_a_tied_parameter_of_another_root_counts_there(rank, world_size):
     )
     assert values(borrower.grad_norms()) == pytest.approx({"bias": norms["1.bias"]})
     assert borrower.clip_grad_norm_(1.0).item() == pytest.approx(norms["1.bias"])
+
+
+@each_form
+@ranks(2)
+def test_tied_parameters_go_by_their_first_name(rank, world_size, use_orig_params):
+    plain, _ = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.float64)
+    plain[1].weight = plain[0].weight
+    by_policy = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    by_hand = copy.deepcopy(plain)
+    for number in (1, 0):  # the second layer owns the weight
+        by_hand[number] = FSDP(by_hand[number], use_orig_params=use_orig_params)
+    x = torch.ones(2, 4).double()
+    plain(x).square().sum().backward()
+    norms = {name: param.grad.norm().item() for name, param in plain.named_parameters()}
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for model in (by_policy, FSDP(by_hand, use_orig_params=use_orig_params)):
+        model(x).square().sum().backward()
+        found = model.grad_norms()
+        assert list(found) == list(norms)
+        assert values(found) == pytest.approx(norms)
+        torch.testing.assert_close(model.clip_grad_norm_(1.0), expected)
 
 
 # Dtypes.

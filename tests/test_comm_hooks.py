@@ -231,6 +231,19 @@ def test_one_hook_serves_strategies_that_differ_and_dtypes(rank, world_size, use
     assert torch.equal(full_grads(model)["1.bias"], torch.full((4,), 2.0).double())
 
 
+@ranks(2)
+def test_a_root_without_parameters_of_its_own(rank, world_size):
+    layers = nn.Sequential(*(FSDP(nn.Linear(4, 4)) for _ in range(2)))
+    model, seen = FSDP(layers), []
+    model.register_comm_hook(seen, summing)
+    for layer in layers:
+        with pytest.raises(RuntimeError, match="on the root, and this is unit '[01]'"):
+            layer.register_comm_hook(seen, summing)
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(full_grads(model)["1.bias"], torch.full((4,), 2.0))
+
+
 class Feedback:
     """Sends signs and mean sizes only, and adds to each gradient what the ones before have lost."""
 
