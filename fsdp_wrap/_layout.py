@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fsdp_wrap._modules import Place
+from fsdp_wrap._modules import ParamPlaces, Place
 
 __all__ = ["Interval", "Layout"]
 
@@ -38,7 +38,9 @@ class Layout(Protocol):
         dtype: Master dtype.
         numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
         shard_numel: Elements of this rank's part.
+        sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
+        places: For each original parameter, what shows it.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
     """
@@ -46,6 +48,8 @@ class Layout(Protocol):
     dtype: torch.dtype
     numel: int
     shard_numel: int
+    sharded: bool
+    places: Sequence[ParamPlaces]
 
     @property
     def resident(self) -> torch.Tensor | None: ...
@@ -144,6 +148,10 @@ class Layout(Protocol):
             present: For each original parameter, whether it has one. Gradients that would not change are
                 left untouched, so that `zeroed` does not take them for the user's doing.
         """
+        ...
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """For each original parameter, this rank's piece of its gradient; None without a gradient."""
         ...
 
     def intervals(self) -> list[Interval]:

@@ -19,7 +19,8 @@ from fsdp_wrap._precision import FullPrecision, InputCasts
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_wrap.clip_grad import clip_grad_norm
+from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
+from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import dismiss, full_units, is_summoned, summon, summon_full_params
 from fsdp_wrap.state_dict import (
@@ -217,14 +218,53 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.
 
+        Collective, for the root only. Gradients of ignored parameters must be the same on all ranks.
+
         Args:
             max_norm: Upper bound of the norm.
-            norm_type: The p of the p-norm; `float("inf")` for the largest absolute value.
+            norm_type: The p of the p-norm, positive; `float("inf")` for the largest absolute value.
 
         Returns:
             The total norm before clipping, a 0-d tensor, the same on all ranks.
+
+        Raises:
+            RuntimeError: Inside a forward, a backward or `summon_full_params`, or on an instance that another
+                one encloses.
+            ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
         return clip_grad_norm(self, max_norm, norm_type)
+
+    def grad_norms(self, norm_type: float | int = 2.0) -> dict[str, torch.Tensor]:
+        """Returns the norm of each parameter's gradient over all ranks, by original name; unshards nothing.
+
+        Collective; see `fsdp_wrap.clip_grad.grad_norms`. Parameters without a gradient are left out.
+
+        Args:
+            norm_type: The p of the p-norm, as for `clip_grad_norm_`.
+
+        Raises:
+            RuntimeError: Inside a forward, a backward or `summon_full_params`.
+            ValueError: If `norm_type` is not positive.
+        """
+        return grad_norms(self, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Lets a hook reduce the gradients of all units; see `fsdp_wrap.comm_hooks` for ready-made ones.
+
+        The hook averages: `hook(state, grad, output)` over the ranks that a unit is sharded over, or
+        `hook(state, grad)` in place under NO_SHARD. With hybrid strategies the runtime averages its results
+        over the replicas.
+
+        Args:
+            state: What the hook gets first.
+            hook: The hook.
+
+        Raises:
+            RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
+                forward or backward, or while gradients wait that were accumulated under `no_sync`.
+            ValueError: If `hook` cannot be called so.
+        """
+        register_comm_hook(self, state, hook)
 
     # full parameters
 
