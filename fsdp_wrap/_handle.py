@@ -48,13 +48,13 @@ class Segment:
         # Written through an alias of its own, so that autograd's version counters do not move.
         self.full_data = self.full.tensor.data
         self.own_data = communicator.own_part(self.full_data)
+        self.full.free()  # before the next is allocated
         self.grads = communicator.buffer(layout.numel, layout.dtype)
         self._grad_views = layout.views(self.grads.tensor)
         self._grad_padding = layout.padding(self.grads.tensor)
         self._filled = [False] * len(self.leaves)
         self._accumulated = False
         self._scale = 1.0 / contributors
-        self.full.free()
         self.grads.free()
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
+from fsdp_wrap._materialize import Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._schedule import schedule_of
@@ -52,9 +53,12 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch: When backward gathers the next unit.
         mixed_precision: None.
         ignored_modules: Modules not to shard, with all below them.
-        param_init_fn: None.
+        param_init_fn: Materialises and initialises what a module holds directly on the meta device; called
+            for the modules of a unit that hold such tensors, or whose children do, children first. Without
+            it, the modules' `reset_parameters` are called. What has values keeps them.
         device_id: Where to compute; by default where the module's tensors are.
-        sync_module_states: Start from the first rank's parameters and buffers on all ranks.
+        sync_module_states: Start from the first rank's parameters and buffers on all ranks, where they may
+            then be on the meta device.
         forward_prefetch: Gather the unit that came next in the last iteration while the running one computes.
         limit_all_gathers: Accepted; at most two units' gathers are ever in flight.
         use_orig_params: Let `parameters()` give the module's own parameters, holding 1-D slices, instead
@@ -105,12 +109,13 @@ class FullyShardedDataParallel(nn.Module):
             "param_init_fn": param_init_fn,
         }
         mesh = _resolve_options(**options)
+        values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         spec = UnitSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored), device_id, mesh),
+            device=resolve_device(check_module(module, ignored, values), device_id, mesh),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
-            sync_module_states=sync_module_states,
+            values=values,
             options=UnitOptions(
                 strategy in _RESHARD_AFTER_FORWARD, backward_prefetch, bool(forward_prefetch)
             ),
@@ -437,7 +442,9 @@ def _resolve_options(
     **others: Any,
 ) -> ShardMesh:
     """Checks what does not depend on the module, and finds the ranks."""
-    _refuse_unavailable(mixed_precision=mixed_precision, param_init_fn=param_init_fn)
+    _refuse_unavailable(mixed_precision=mixed_precision)
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn must be a function of a module or None, not {param_init_fn!r}")
     _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
     _check_type("cpu_offload", cpu_offload, CPUOffload)
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)

@@ -25,6 +25,7 @@ LAYERS = [
     ["_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
+        "_materialize.py",
         "_init.py",
         "full_params.py",
         "state_dict.py",

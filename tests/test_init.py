@@ -1,0 +1,357 @@
+"""How a module gets its values: initialised from the meta device, received from the first rank, or loaded."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+from bed import ranks
+from bed.memory import live_bytes
+from bed.references import count_collectives
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, _materialize
+from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
+from models import gather_objects, twins
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+class Scale(nn.Module):
+    """Initialises itself by `reset_parameters`, a buffer included."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.register_buffer("steps", torch.empty(3, dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.steps.copy_(torch.arange(3))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(width, 5), Scale(5)
+        self.norm = nn.BatchNorm1d(5)
+        self.down = nn.Linear(5, width)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.scale(self.up(x))).tanh())
+
+
+class Net(nn.Module):
+    """Embedding and head are tied, as are the second layer's `down` and the first's; a layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embed.weight
+        self.layers[1].down.weight = self.layers[0].down.weight
+        self.layers[2].requires_grad_(False)
+        self.embed.weight.tag = "tied"
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def by_hand(net: Net, **kwargs: Any) -> FSDP:
+    for index, layer in enumerate(net.layers):
+        net.layers[index] = FSDP(layer, **kwargs)
+    return FSDP(net, **kwargs)
+
+
+WRAPPINGS: dict[str, Callable[..., FSDP]] = {
+    "whole": FSDP,
+    "policy": lambda net, **kwargs: FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Layer}), **kwargs),
+    "always": lambda net, **kwargs: FSDP(net, auto_wrap_policy=always_wrap_policy, **kwargs),
+    "hand": by_hand,
+}
+each_wrapping = pytest.mark.parametrize("wrapping", list(WRAPPINGS))
+
+
+def fill(module: nn.Module) -> None:
+    """Gives a module's own tensors values that depend on their shapes only."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            values = torch.arange(tensor.numel()).reshape(tensor.shape).sin() * 10
+            tensor.copy_(values)
+
+
+def materialise_and_fill(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    fill(module)
+
+
+def replace_and_fill(module: nn.Module) -> None:
+    """Registers new parameters, as an initialiser written by hand may do."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.empty(param.shape)))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    fill(module)
+
+
+def nothing(module: nn.Module) -> None:
+    return None
+
+
+def assert_same_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    found = model.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def train(model: nn.Module) -> None:
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(0, 11, (4,), generator=generator)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
+def assert_trains_like(model: FSDP, plain: nn.Module) -> None:
+    """Every rank sees the same batches, so a plain module is the reference."""
+    train(plain)
+    train(model)
+    found = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# From the meta device.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("function", [materialise_and_fill, replace_and_fill], ids=["to_empty", "replace"])
+@ranks(1, 2, 3)
+def test_param_init_fn(rank, world_size, function, wrapping, use_orig_params):
+    plain = Net()
+    plain.apply(fill)
+    net = on_meta(Net)
+    embedding = net.embed.weight
+    model = WRAPPINGS[wrapping](net, param_init_fn=function, use_orig_params=use_orig_params)
+    assert_same_state(model, plain.state_dict())
+    if use_orig_params:
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+        held = {id(param): param for param in model.parameters()}
+        assert held[id(embedding)].tag == "tied"  # the user's own object, attributes and all
+    assert_trains_like(model, plain)
+
+
+@each_form
+@each_wrapping
+@ranks(1, 2, 3)
+def test_reset_parameters(rank, world_size, wrapping, use_orig_params):
+    torch.manual_seed(0)
+    net = on_meta(Net)
+    model = WRAPPINGS[wrapping](net, use_orig_params=use_orig_params)
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    for value in plain.parameters():
+        assert value.isfinite().all() and value.abs().max() < 5
+    assert plain.head.weight.std() > 0.5  # an embedding's values, not those of a linear layer
+    for layer in plain.layers:
+        assert layer.scale.steps.tolist() == [0, 1, 2]
+        assert layer.norm.running_var.tolist() == [1.0] * 5
+        assert layer.up.weight.std() > 0.05
+    assert_trains_like(model, plain)
+
+
+class Many(nn.Module):
+    """Modules that initialise themselves in ways of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)  # no reset_parameters; touches a child
+        self.recurrent = nn.LSTM(4, 4, num_layers=2)  # keeps lists of its weights
+        self.convolution = nn.Conv1d(4, 4, 3)
+        self.norm = nn.LayerNorm(4)
+        self.scale = Scale(4)
+
+    def forward(self, x):
+        x = self.recurrent(self.attention(x, x, x)[0])[0]
+        return self.scale(self.norm(self.convolution(x.transpose(1, 2)).transpose(1, 2)))
+
+
+@each_form
+@ranks(2)
+def test_whole_module_is_as_if_made_on_the_cpu(rank, world_size, use_orig_params):
+    torch.manual_seed(0)
+    plain = Many()
+    net = on_meta(Many)
+    torch.manual_seed(0)
+    model = FSDP(net, use_orig_params=use_orig_params)
+    assert_same_state(model, plain.state_dict())
+    x = torch.randn(5, 3, 4)
+    torch.testing.assert_close(model(x), plain(x))
+    model(x).sum().backward()
+
+
+@each_form
+@ranks(2)
+def test_same_values_as_torch_gives(rank, world_size, use_orig_params):
+    """In units of one module each, where the order within a unit cannot matter."""
+    policy = ModuleWrapPolicy({nn.Linear, nn.Embedding, nn.LayerNorm})
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    nets = on_meta(make), on_meta(make)
+    kwargs: dict[str, Any] = {"auto_wrap_policy": policy, "device_id": torch.device("cpu")}
+    torch.manual_seed(0)
+    reference = TorchFSDP(nets[0], **kwargs, use_orig_params=True)
+    torch.manual_seed(0)
+    model = FSDP(nets[1], **kwargs, use_orig_params=use_orig_params)
+    with TorchFSDP.summon_full_params(reference):
+        expected = {name: value.clone() for name, value in reference.named_parameters()}
+    found = model.state_dict()
+    for name, value in expected.items():
+        assert torch.equal(found[name.replace("_fsdp_wrapped_module.", "")], value), name
+
+
+@each_form
+@pytest.mark.parametrize("function", [None, materialise_and_fill], ids=["reset", "function"])
+@ranks(2)
+def test_what_has_values_keeps_them(rank, world_size, function, use_orig_params):
+    net = Net()
+    names = ["layers.1.up.weight", "layers.0.scale.weight", "layers.1.norm.bias", "head.bias"]
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        place = net.get_submodule(owner)
+        setattr(place, attribute, nn.Parameter(getattr(place, attribute).to("meta")))
+    net.layers[1].norm.running_mean = torch.empty(5, device="meta")
+    net.layers[1].norm.num_batches_tracked.fill_(7)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    model = WRAPPINGS["policy"](net, param_init_fn=function, use_orig_params=use_orig_params)
+    state = model.state_dict()
+    for name, value in expected.items():
+        assert not state[name].is_meta
+        assert value.is_meta or torch.equal(state[name], value), name
+    assert expected["layers.1.norm.running_mean"].is_meta
+    train(model)
+
+
+@each_form
+@ranks(2)
+def test_module_that_is_real_is_not_initialised(rank, world_size, use_orig_params):
+    def refuse(module: nn.Module) -> None:
+        raise AssertionError(type(module))
+
+    plain, model = twins(Net, param_init_fn=refuse, use_orig_params=use_orig_params)
+    assert_same_state(model, plain.state_dict())
+
+
+@ranks(2)
+def test_param_init_fn_is_called_as_apply_would(rank, world_size):
+    """Per unit children first, for what holds meta tensors and for what is above it."""
+    called: list[str] = []
+    net = on_meta(Net)
+    net.layers[0].up.to_empty(device="cpu")
+    names = {module: name for name, module in net.named_modules()}
+
+    def note(module: nn.Module) -> None:
+        called.append(names[module])
+        materialise_and_fill(module)
+
+    WRAPPINGS["policy"](net, param_init_fn=note)
+    layers = [[f"layers.{i}.{child}" for child in ("up", "scale", "norm", "down")] for i in range(3)]
+    layers[0].remove("layers.0.up")
+    layers = [[*children, f"layers.{i}"] for i, children in enumerate(layers)]
+    assert called == [*layers[0], *layers[1], *layers[2], "embed", "head", ""]
+
+
+@each_form
+@ranks(2)
+def test_a_parent_may_adjust_what_its_children_got(rank, world_size, use_orig_params):
+    def initialise(module: nn.Module) -> None:
+        materialise_and_fill(module)
+        if isinstance(module, Layer):
+            nn.init.constant_(module.down.weight, 3.0)
+
+    net = on_meta(Layer)
+    state = FSDP(net, param_init_fn=initialise, use_orig_params=use_orig_params).state_dict()
+    assert (state["down.weight"] == 3.0).all() and (state["up.weight"] != 3.0).any()
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_ignored_stays_on_the_meta_device(rank, world_size, wrapping, use_orig_params):
+    net = on_meta(Net)
+    ignored = [net.layers[1].scale, net.layers[0].up.weight]
+    kwargs: dict[str, Any] = {"ignored_states": ignored, "use_orig_params": use_orig_params}
+    model = WRAPPINGS[wrapping](net, **kwargs)
+    state = model.state_dict()
+    left = {"layers.0.up.weight", "layers.1.scale.weight", "layers.1.scale.steps"}
+    assert {name for name, value in state.items() if value.is_meta} == left
+
+
+@pytest.mark.parametrize("wrapping", ["whole", "policy"])
+@ranks(2)
+def test_what_no_one_materialised_is_named(rank, world_size, wrapping):
+    def forget_down(module: nn.Module) -> None:
+        if getattr(module, "out_features", 0) != 6:
+            materialise_and_fill(module)
+
+    names = r"'layers\.0\.down\.weight'.*'layers\.2\.down\.bias'" if wrapping == "whole" else "'down.weight'"
+    with pytest.raises(RuntimeError, match=f"meta device.*{names}.*param_init_fn"):
+        WRAPPINGS[wrapping](on_meta(Net), param_init_fn=forget_down)
+
+
+@ranks(2)
+def test_param_init_fn_that_changes_the_class_of_a_parameter(rank, world_size):
+    class Special(nn.Parameter):
+        pass
+
+    def specialise(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if isinstance(module, nn.Linear):
+            module.bias = Special(module.bias.detach())
+
+    with pytest.raises(TypeError, match=r"'up\.bias' is a Special"):
+        FSDP(on_meta(Layer), param_init_fn=specialise)
+
+
+@ranks(2)
+def test_param_init_fn_may_choose_a_dtype_and_freeze(rank, world_size):
+    def initialise(module: nn.Module) -> None:
+        materialise_and_fill(module)
+        if isinstance(module, nn.Linear):
+            module.double().requires_grad_(False)
+
+    model = FSDP(on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale(3))), param_init_fn=initialise)
+    facts = {name: (value.dtype, value.numel()) for name, value in model.state_dict().items()}
+    assert facts["0.weight"] == (torch.float64, 9) and facts["1.weight"] == (torch.float32, 3)
+    held = {(param.dtype, param.requires_grad) for param in model.parameters()}
+    assert held == {(torch.float64, False), (torch.float32, True)}
