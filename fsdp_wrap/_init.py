@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._collectives import make_communicator
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import (
     Values,
     broadcast,
@@ -123,13 +124,12 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     slots = collect_slots(module, spec.ignored, _lent_params(module))
     communicator = make_communicator(spec.mesh.shard, spec.device)
     replicas = make_communicator(spec.mesh.replicate, spec.device)
-    materialize(module, slots, spec.ignored, spec.values, spec.device)
+    stand_ins = _stand_ins(module, spec.ignored)
+    materialize(module, slots, spec.ignored, spec.values, spec.device, stand_ins)
     tensors = own_tensors(module, slots, spec.ignored)
     move(tensors, spec.device)
     if spec.values.synchronised:
         broadcast(tensors, [replicas, communicator])
-    for slot in slots:
-        _check_param(slot)  # the user's function may have changed it
     segments = _segments(slots)
     layouts = [
         FlatLayout(
@@ -194,13 +194,30 @@ def _borrow(module: nn.Module, ignored: Ignored) -> list[Unit]:
         owners = (ownership.unit() for ownership in _users.get(current, ()))
         lenders.update({id(owner): owner for owner in owners if owner is not None})
     for fqn, place, param in list(collect_borrowed(module, ignored)):
-        ownership: _Ownership = _owners[param]
-        owner = ownership.unit()
-        if owner is None or owner.handle is None:
-            raise ValueError(f"parameter '{fqn}' belonged to a wrapped module that no longer exists")
-        owner.handle.segments[ownership.segment].layout.add_place(ownership.index, place)
+        owner, layout = _owner(fqn, param)
+        layout.add_place(_owners[param].index, place)
         lenders[id(owner)] = owner
     return list(lenders.values())
+
+
+def _owner(fqn: str, param: nn.Parameter) -> tuple[Unit, Layout]:
+    """Returns the unit that has taken a parameter, and the layout in which it is."""
+    ownership: _Ownership = _owners[param]
+    owner = ownership.unit()
+    if owner is None or owner.handle is None:
+        raise ValueError(f"parameter '{fqn}' belonged to a wrapped module that no longer exists")
+    return owner, owner.handle.segments[ownership.segment].layout
+
+
+def _stand_ins(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, nn.Parameter]:
+    """Returns, for the sharded parameters of other units, parameters of full shape on the meta device."""
+    result: dict[nn.Parameter, nn.Parameter] = {}
+    for fqn, _, param in collect_borrowed(module, ignored):
+        _, layout = _owner(fqn, param)
+        buffer = torch.empty(layout.numel, dtype=layout.dtype, device="meta")
+        full = layout.views(buffer)[_owners[param].index]
+        result[param] = nn.Parameter(full, requires_grad=param.requires_grad)
+    return result
 
 
 def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:

@@ -7,7 +7,7 @@ decided about a parameter (ignored, left to another unit) remains true.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -20,12 +20,24 @@ from torch import nn
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._modules import Ignored, ParamSlot, children_first, own_modules, replace_tensor
 
-__all__ = ["Values", "broadcast", "check_materializable", "materialize", "move", "own_tensors"]
+__all__ = [
+    "MaterializationError",
+    "Values",
+    "broadcast",
+    "check_materializable",
+    "materialize",
+    "move",
+    "own_tensors",
+]
 
 _MESSAGE_BYTES = 32 << 20
 """Most that one message of `broadcast` carries."""
 
 _Named = tuple[str, torch.Tensor]
+
+
+class MaterializationError(RuntimeError):
+    """A `param_init_fn` that did not do its part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +73,12 @@ def own_tensors(module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored)
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer not in seen:
                 seen.add(buffer)
-                named.append((f"{prefix}.{name}" if prefix else name, buffer))
+                named.append((_join(prefix, name), buffer))
     return named
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def check_materializable(
@@ -85,25 +101,40 @@ def check_materializable(
 
 
 def materialize(
-    module: nn.Module, slots: Sequence[ParamSlot], ignored: Ignored, values: Values, device: torch.device
+    module: nn.Module,
+    slots: Sequence[ParamSlot],
+    ignored: Ignored,
+    values: Values,
+    device: torch.device,
+    stand_ins: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
     """Gives memory and values to the unit's tensors on the meta device; leaves all others as they are.
 
     Children come before parents, as in `torch.nn.Module.apply`. A parameter that several modules share gets
     the values that the first of them gives it.
 
+    Args:
+        module: The unit's module.
+        slots: Its parameters.
+        ignored: What to leave alone.
+        values: Where values come from.
+        device: Where `reset_parameters` initialises.
+        stand_ins: For parameters that other units have sharded, what to show to initialising functions.
+
     Raises:
-        RuntimeError: Naming what is on the meta device still, since the user's function left it there.
+        MaterializationError: Naming what the user's function has left on the meta device, or given a class
+            that cannot be sharded.
     """
     with torch.inference_mode(False), torch.no_grad():
         if values.received:
             _allocate((tensor for _, tensor in own_tensors(module, slots, ignored)), device)
         else:
-            _initialise_below(module, ignored, values.param_init_fn, device)
+            for fqn, owner, initialise in _initialisers(module, ignored, values.param_init_fn, device):
+                _initialise(fqn, owner, initialise, stand_ins)
     left = [fqn for fqn, tensor in own_tensors(module, slots, ignored) if tensor.is_meta]
     if left:
         names = ", ".join(f"'{fqn}'" for fqn in left)
-        raise RuntimeError(
+        raise MaterializationError(
             f"still on the meta device after initialisation: {names}; param_init_fn(module) must materialise "
             "all that a module holds directly (module.to_empty(device=..., recurse=False)) and initialise it"
         )
@@ -144,7 +175,7 @@ def _send(message: torch.Tensor, steps: Sequence[Communicator]) -> None:
 def _check_same(named: Sequence[_Named], steps: Sequence[Communicator]) -> None:
     """Refuses tensors that are not the same on all ranks: messages would mix or abort the process."""
     own = "\n".join(_describe(fqn, tensor) for fqn, tensor in named).encode()
-    digest = int.from_bytes(hashlib.blake2b(own, digest_size=7).digest())
+    digest = int.from_bytes(hashlib.blake2b(own, digest_size=7).digest(), "big")
     extremes = torch.tensor([digest, -digest, len(own)], device=steps[0].device)
     for communicator in steps:
         communicator.all_reduce([extremes], dist.ReduceOp.MAX).wait()
@@ -186,34 +217,53 @@ def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _initialise_below(
+def _initialisers(
     module: nn.Module, ignored: Ignored, function: Callable[[nn.Module], Any] | None, device: torch.device
-) -> None:
+) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
+    """Yields, by name, the unit's modules that are to be initialised, and how; children come first."""
     touched: set[nn.Module] = set()
-    for each in children_first(own_modules(module, ignored.modules)):
+    for fqn, each in children_first(own_modules(module, ignored.modules)):
         wanted = (tensor for tensor in _direct(each).values() if tensor not in ignored.params)
         meta = [tensor for tensor in wanted if tensor.is_meta]
         reset = _reset_method(each)
         if function is not None and (meta or not touched.isdisjoint(each.children())):
             touched.add(each)  # parents as well, which may adjust what their children got
-            _initialise(each, partial(function, each))
+            yield fqn, each, partial(function, each)
         elif function is None and meta and reset is not None:
-            _initialise(each, partial(_allocate_and_reset, meta, device, reset))
+            yield fqn, each, partial(_allocate_and_reset, meta, device, reset)
 
 
-def _initialise(module: nn.Module, initialise: Callable[[], Any]) -> None:
+def _initialise(
+    fqn: str,
+    module: nn.Module,
+    initialise: Callable[[], Any],
+    stand_ins: Mapping[nn.Parameter, nn.Parameter],
+) -> None:
     """Initialises what a module holds directly; what had values before keeps them."""
     before = _direct(module)
+    shown = {
+        name: stand_ins[tensor]
+        for name, tensor in before.items()
+        if isinstance(tensor, nn.Parameter) and tensor in stand_ins
+    }
     kept = {name: tensor.clone() for name, tensor in before.items() if not tensor.is_meta}
+    for name, stand_in in shown.items():
+        replace_tensor(module, name, stand_in)
     initialise()
-    after = _direct(module)
-    for name, tensor in before.items():
-        replacement = after.get(name)
-        if replacement is not None and replacement is not tensor and type(replacement) is type(tensor):
-            _become(tensor, replacement)
+    for name, found in _direct(module).items():
+        tensor = before.get(name, found)
+        if type(tensor) is not type(found):
+            raise MaterializationError(
+                f"initialisation made '{_join(fqn, name)}' a {type(found).__name__}, whose behaviour sharding "
+                f"would lose; it must stay a {type(tensor).__name__}"
+            )
+        if tensor is not found and tensor.is_meta:
+            _become(tensor, found)
+        if tensor is not found:
             replace_tensor(module, name, tensor)
     for name, value in kept.items():
-        before[name].data = value
+        if name not in shown:
+            before[name].data = value
 
 
 def _become(tensor: torch.Tensor, replacement: torch.Tensor) -> None:

@@ -137,15 +137,14 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
         stack.extend(reversed(children))
 
 
-def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
+def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     """Reorders what `own_modules` yields, from parents before children to children before parents."""
-    open_: list[tuple[int, nn.Module]] = []
+    waiting: list[tuple[str, nn.Module]] = []
     for name, module in modules:
-        depth = len(name.split(".")) if name else 0
-        while open_ and open_[-1][0] >= depth:
-            yield open_.pop()[1]
-        open_.append((depth, module))
-    yield from (module for _, module in reversed(open_))
+        while waiting and waiting[-1][0] and not name.startswith(f"{waiting[-1][0]}."):
+            yield waiting.pop()
+        waiting.append((name, module))
+    yield from reversed(waiting)
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
-from fsdp_wrap._materialize import Values
+from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._schedule import schedule_of
@@ -409,9 +409,14 @@ def _wrap_below(
     ignored: Ignored,
     shared: dict[str, Any],
 ) -> None:
+    names = {child: name for name, child in module.named_modules()}
+
     def make_unit(child: nn.Module, kwargs: dict[str, Any], left_to_ancestor: Set[nn.Parameter]) -> nn.Module:
         inherited: Any = replace(ignored, left=frozenset(left_to_ancestor))
-        return wrapper_cls(child, **kwargs, ignored_states=inherited)
+        try:
+            return wrapper_cls(child, **kwargs, ignored_states=inherited)
+        except MaterializationError as error:
+            raise MaterializationError(f"in '{names[child]}': {error}") from None
 
     plan = plan_wrapping(
         module,
@@ -425,8 +430,7 @@ def _wrap_below(
         try:
             _resolve_options(**kwargs)
         except (TypeError, ValueError) as error:
-            name = next(name for name, each in module.named_modules() if each is child)
-            raise type(error)(f"for '{name}': {error}") from None
+            raise type(error)(f"for '{names[child]}': {error}") from None
     plan.apply(make_unit)
 
 
