@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bed import ranks
 from bed.memory import live_bytes
@@ -106,6 +107,10 @@ def fill(module: nn.Module) -> None:
 def materialise_and_fill(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
     fill(module)
+
+
+def only_materialise(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
 
 
 def replace_and_fill(module: nn.Module) -> None:
@@ -356,3 +361,203 @@ def test_param_init_fn_may_choose_a_dtype_and_freeze(rank, world_size):
     assert facts["0.weight"] == (torch.float64, 9) and facts["1.weight"] == (torch.float32, 3)
     held = {(param.dtype, param.requires_grad) for param in model.parameters()}
     assert held == {(torch.float64, False), (torch.float32, True)}
+
+
+# From the first rank.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("first", ["real", "meta"])
+@ranks(1, 2, 3)
+def test_ranks_on_meta_get_the_states_of_the_first(rank, world_size, first, wrapping, use_orig_params):
+    torch.manual_seed(rank)
+    net = Net() if first == "real" and rank == 0 else on_meta(Net)
+    kwargs: dict[str, Any] = {"sync_module_states": True, "use_orig_params": use_orig_params}
+    expected = gather_objects(net.state_dict() if rank == 0 else None)[0]
+    model = WRAPPINGS[wrapping](net, **kwargs)
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    if first == "real":
+        assert_same_state(model, expected)
+    states = gather_objects(plain.state_dict())
+    for name, value in states[0].items():
+        assert all(torch.equal(value, state[name]) for state in states), name
+    assert_trains_like(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_receiving_ranks_need_no_way_to_initialise(rank, world_size, use_orig_params):
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+    called: list[nn.Module] = []
+    torch.manual_seed(0)
+    expected = Bare().weight.detach()
+    torch.manual_seed(rank)
+    net = Bare() if rank == 0 else on_meta(Bare)
+    model = FSDP(
+        net, sync_module_states=True, param_init_fn=called.append, use_orig_params=use_orig_params
+    )
+    assert torch.equal(model.state_dict()["weight"], expected)
+    assert called == []
+
+
+DTYPES = [
+    torch.uint8, torch.int8, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@each_form
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ranks(2)
+def test_states_of_every_dtype_travel(rank, world_size, dtype, use_orig_params):
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            values = torch.arange(15).reshape(3, 5) % 2
+            self.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+            self.register_buffer("buffer", values[0].to(dtype))
+            self.register_buffer("scalar", values[0, 1].to(dtype), persistent=False)
+            self.register_buffer("strided", values.to(dtype).t())
+            self.register_buffer("empty", values[:0].to(dtype))
+
+    net = Typed() if rank == 0 else on_meta(Typed)
+    model = FSDP(net, sync_module_states=True, use_orig_params=use_orig_params)
+    expected = Typed()
+    found = model.state_dict()
+    for name, value in expected.state_dict().items():
+        assert found[name].shape == value.shape and found[name].dtype == dtype
+        assert found[name].flatten().tolist() == value.flatten().tolist(), name
+    assert torch.equal(model.scalar.double(), expected.scalar.double())
+    assert model.strided.stride() == expected.strided.stride()
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+@ranks(4)
+def test_states_reach_all_copies(rank, world_size, strategy, use_orig_params):
+    mesh = init_device_mesh("cpu", (2, 2) if strategy == "HYBRID_SHARD" else (4,))
+    torch.manual_seed(rank)
+    net = Net() if rank == 0 else on_meta(Net)
+    expected = gather_objects(net.state_dict() if rank == 0 else None)[0]
+    model = WRAPPINGS["policy"](
+        net,
+        sync_module_states=True,
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+    )
+    assert_same_state(model, expected)
+
+
+@ranks(2)
+def test_messages_are_bounded(rank, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_materialize, "_MESSAGE_BYTES", 1000)
+        net = nn.Linear(100, 7) if rank == 0 else on_meta(lambda: nn.Linear(100, 7))
+        with count_collectives() as traffic:
+            FSDP(net, sync_module_states=True)
+    assert traffic["broadcast"].calls == 4  # 2800 bytes of the weight, 28 of the bias
+    assert traffic["broadcast"].bytes == 2828
+
+
+@pytest.mark.parametrize("difference", ["shape", "dtype", "name", "frozen", "more", "other rank"])
+@ranks(3)
+def test_modules_that_differ_between_ranks(rank, world_size, difference):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    if rank == (1 if difference == "other rank" else 2):
+        replaced = {
+            "shape": nn.Linear(4, 5),
+            "other rank": nn.Linear(4, 5),
+            "dtype": nn.Linear(4, 4).double(),
+            "name": Scale(4),
+            "frozen": nn.Linear(4, 4).requires_grad_(False),
+            "more": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        }
+        net[1] = replaced[difference]
+    with pytest.raises(ValueError, match="same parameters and buffers on all ranks") as caught:
+        FSDP(net, sync_module_states=True)
+    messages = gather_objects(str(caught.value))
+    culprit = messages[1] if difference == "other rank" else messages[2]
+    assert "rank 1 has '1." in culprit or "rank 2 has '1." in culprit
+    assert "the first '1." in culprit and "errors of the other ranks" in messages[0]
+
+
+# Memory.
+
+
+class Square(nn.Module):
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Tower(nn.Module):
+    """Equal units; the root owns as much as one of them."""
+
+    def __init__(self, units: int = 6) -> None:
+        super().__init__()
+        self.first = Square()
+        self.squares = nn.ModuleList(Square() for _ in range(units))
+        for square in self.squares:
+            square.is_unit = True
+
+
+UNIT_BYTES = 4 * (512 * 512 + 512)
+
+
+def choose_squares(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or getattr(module, "is_unit", False)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes live at once, looked at whenever a large tensor was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() > 10000 and not result.is_meta:
+            self.value = max(self.value, live_bytes())
+        return result
+
+
+@contextmanager
+def peak_within(least: float, most: float) -> Iterator[None]:
+    gc.collect()
+    before = live_bytes()
+    with Peak() as peak:
+        yield
+    assert least <= (peak.value - before) / UNIT_BYTES <= most
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "reset": {},
+    "function": {"param_init_fn": only_materialise},
+    "received": {"sync_module_states": True},
+}
+
+
+@each_form
+@pytest.mark.parametrize("way", list(WAYS))
+@ranks(4)
+def test_materialising_takes_the_shard_and_one_unit(rank, world_size, way, use_orig_params):
+    has_all = way == "received" and rank == 0
+    net = Tower() if has_all else on_meta(Tower)
+    shards = 7 / world_size
+    with peak_within(*((0, 0.3) if has_all else (shards, shards + 1.05))):
+        model = FSDP(net, auto_wrap_policy=choose_squares, use_orig_params=use_orig_params, **WAYS[way])
+    del net
+    gc.collect()
+    assert live_bytes() <= (shards + 0.05) * UNIT_BYTES
+    assert len(FSDP.fsdp_modules(model)) == 7
