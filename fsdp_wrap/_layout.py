@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,11 @@ class Layout(Protocol):
 
     @property
     def fqns(self) -> Sequence[str]: ...
+
+    @property
+    def places(self) -> Sequence[Iterable[Place]]:
+        """For each original parameter, every place that shows it."""
+        ...
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of an unsharded buffer, one per original parameter, in its shape."""

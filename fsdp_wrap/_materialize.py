@@ -241,29 +241,38 @@ def _initialise(
 ) -> None:
     """Initialises what a module holds directly; what had values before keeps them."""
     before = _direct(module)
-    shown = {
-        name: stand_ins[tensor]
+    borrowed = {
+        name: tensor
         for name, tensor in before.items()
         if isinstance(tensor, nn.Parameter) and tensor in stand_ins
     }
-    kept = {name: tensor.clone() for name, tensor in before.items() if not tensor.is_meta}
-    for name, stand_in in shown.items():
-        replace_tensor(module, name, stand_in)
-    initialise()
+    real = (name for name, tensor in before.items() if not tensor.is_meta and name not in borrowed)
+    kept = {name: before[name].clone() for name in real}
+    try:
+        for name, param in borrowed.items():
+            replace_tensor(module, name, stand_ins[param])
+        initialise()
+    finally:
+        for name, param in borrowed.items():
+            replace_tensor(module, name, param)
+    _restore_identity(fqn, module, before)
+    for name, value in kept.items():
+        before[name].data = value
+
+
+def _restore_identity(fqn: str, module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Puts the earlier tensors back where others took their place; those on the meta device become these."""
     for name, found in _direct(module).items():
         tensor = before.get(name, found)
         if type(tensor) is not type(found):
             raise MaterializationError(
-                f"initialisation made '{_join(fqn, name)}' a {type(found).__name__}, whose behaviour sharding "
-                f"would lose; it must stay a {type(tensor).__name__}"
+                f"initialisation made '{_join(fqn, name)}' a {type(found).__name__}, whose behaviour "
+                f"sharding would lose; it must stay a {type(tensor).__name__}"
             )
-        if tensor is not found and tensor.is_meta:
-            _become(tensor, found)
         if tensor is not found:
+            if tensor.is_meta:
+                _become(tensor, found)
             replace_tensor(module, name, tensor)
-    for name, value in kept.items():
-        if name not in shown:
-            before[name].data = value
 
 
 def _become(tensor: torch.Tensor, replacement: torch.Tensor) -> None:

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
+from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
@@ -322,6 +324,10 @@ class FullyShardedDataParallel(nn.Module):
                 f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}"
             )
         schedule_of(self._unit).require_idle("load_state_dict()")
+        for wrapper in self.fsdp_modules(self):
+            wrapper._drop_stale_load()
+        if load_parts(self, state_dict):
+            return _IncompatibleKeys([], [])
         known_to_fit = check_fits(self, state_dict, strict)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
             return super().load_state_dict(with_wrapped_metadata(self, state_dict), strict)

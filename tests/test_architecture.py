@@ -29,6 +29,7 @@ LAYERS = [
         "_init.py",
         "full_params.py",
         "state_dict.py",
+        "_load_parts.py",
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
