@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from fsdp_wrap._modules import ParamPlaces, Place
+from fsdp_wrap._modules import Place
 
 __all__ = ["Interval", "Layout"]
 
@@ -40,7 +40,6 @@ class Layout(Protocol):
         shard_numel: Elements of this rank's part.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
-        places: For each original parameter, what shows it.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
     """
@@ -49,7 +48,6 @@ class Layout(Protocol):
     numel: int
     shard_numel: int
     sharded: bool
-    places: Sequence[ParamPlaces]
 
     @property
     def resident(self) -> torch.Tensor | None: ...
@@ -59,6 +57,11 @@ class Layout(Protocol):
 
     @property
     def fqns(self) -> Sequence[str]: ...
+
+    @property
+    def places(self) -> Sequence[Iterable[Place]]:
+        """For each original parameter, every place that shows it."""
+        ...
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of an unsharded buffer, one per original parameter, in its shape."""

@@ -119,6 +119,8 @@ class FlatLayout:
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
         self._front.hide_full()
+        for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
+            slot.param.data = piece  # whoever holds the original does not keep its memory alive
         self._marks: dict[nn.Parameter, _Mark] = {}
 
     @property

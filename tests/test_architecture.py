@@ -27,9 +27,11 @@ LAYERS = [
     ["_segment.py", "_summon.py", "_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
+        "_materialize.py",
         "_init.py",
         "full_params.py",
         "state_dict.py",
+        "_load_parts.py",
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
