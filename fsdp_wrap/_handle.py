@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
+from torch import nn
 
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
 from fsdp_wrap._device import Finished, Pending
@@ -61,6 +62,13 @@ class Segment:
     def trainable(self) -> bool:
         """Whether any leaf needs a gradient now."""
         return any(leaf.requires_grad for leaf in self.leaves)
+
+    def describe(self) -> str:
+        """Says how many elements this rank holds of how many, of which dtype."""
+        held = sum(interval.data.numel() for interval in self.layout.intervals())
+        frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
+        dtype = str(self.layout.dtype).removeprefix("torch.")
+        return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {dtype}{frozen}"
 
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array."""
@@ -169,14 +177,16 @@ class ParamHandle:
     def __init__(self, layouts: Sequence[Layout], communicator: Communicator, replicas: Communicator) -> None:
         self.communicator = communicator
         self.replicas = replicas
-        contributors = communicator.size * replicas.size
-        self.segments = [Segment(layout, communicator, contributors) for layout in layouts]
+        self.segments = [self._segment(layout) for layout in layouts]
         self.state = HandleState.SHARDED
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
         self._summoned: list[SummonedSegment] = []
         self._shows_leaves = True
         self.show_sharded()
+
+    def _segment(self, layout: Layout) -> Segment:
+        return Segment(layout, self.communicator, self.communicator.size * self.replicas.size)
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -263,9 +273,36 @@ class ParamHandle:
             for segment in self.segments:
                 segment.layout.show_sharded()
 
+    def follow_replaced(self) -> None:
+        """Takes over data that the user has put in the place of sharded parameters', also of another dtype.
+
+        A sharded unit only: the leaves are made anew.
+        """
+        assert self.state is HandleState.SHARDED
+        for index, segment in enumerate(self.segments):
+            if segment.layout.follow_replaced():
+                self.segments[index] = self._segment(segment.layout)
+
+    @property
+    def flat_param(self) -> nn.Parameter:
+        """The shard that a client may upcast: of several, one that trains in the lowest precision."""
+        params = [segment.layout.flat_param for segment in self.segments]
+        return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """Dtype of `flat_param` (torch's name, to which clients write after an upcast)."""
+        return self.flat_param.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        if self.state is HandleState.SHARDED:
+            self.follow_replaced()
+
     def summon(self, how: Summoning) -> None:
         """Puts the full parameters, in master dtype, into the user's hands; collective."""
         self.reshard()
+        self.follow_replaced()
         self._summoned = [
             SummonedSegment(segment.layout, self.communicator, self.replicas, how)
             for segment in self.segments

@@ -20,6 +20,7 @@ from fsdp_wrap._modules import (
     collect_borrowed,
     collect_slots,
     is_owned,
+    mark_managed,
     mark_owned,
     own_modules,
 )
@@ -142,8 +143,11 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     unit = Unit(module, handle, spec.options, left=spec.ignored.left, lenders=lenders)
     for fqn, below in units_in(module).items():
         below.nest(fqn)
-    guard_parametrizations(unit, [each for _, each in own_modules(module, spec.ignored.modules)])
-    _taken.update(each for _, each in own_modules(module, spec.ignored.modules))
+    own = [each for _, each in own_modules(module, spec.ignored.modules)]
+    guard_parametrizations(unit, own)
+    _taken.update(own)
+    for each in own:
+        mark_managed(each, spec.use_orig_params)
     for number, segment in enumerate(segments):
         for index, slot in enumerate(segment):
             mark_owned(slot.param)

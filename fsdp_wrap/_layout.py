@@ -41,11 +41,15 @@ class Layout(Protocol):
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
+        flat_param: The parameter whose data are this rank's shard, whether or not the optimizer sees it.
     """
 
     dtype: torch.dtype
     numel: int
     shard_numel: int
+
+    @property
+    def flat_param(self) -> nn.Parameter: ...
 
     @property
     def resident(self) -> torch.Tensor | None: ...
@@ -139,6 +143,19 @@ class Layout(Protocol):
             own: This rank's part of the unsharded gradient; None where no parameter has one.
             present: For each original parameter, whether it has one. Gradients that would not change are
                 left untouched, so that `zeroed` does not take them for the user's doing.
+        """
+        ...
+
+    def follow_replaced(self) -> bool:
+        """Takes over what the user has put, by `param.data = ...`, in the place of sharded parameters' data.
+
+        Where all of it has another dtype, that becomes the master dtype.
+
+        Returns:
+            Whether the shard lies elsewhere now.
+
+        Raises:
+            ValueError: If it does not have the shape of the shard, or not one dtype.
         """
         ...
 

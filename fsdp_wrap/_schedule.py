@@ -191,6 +191,8 @@ class Schedule:
             self._abandon_backward()
         for unit in self._units:  # kept for a backward that has not come: may be stale by now
             self._reshard(unit, Phase.FORWARD)
+            if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
+                unit.handle.follow_replaced()
 
     def _keeps_parameters(self, use: Use, has_grad_outputs: bool) -> bool:
         unit = use.unit

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
@@ -19,7 +20,6 @@ from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap.clip_grad import clip_grad_norm
-from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import dismiss, full_units, is_summoned, summon, summon_full_params
 from fsdp_wrap.state_dict import (
     add_wrapped_metadata,
@@ -125,6 +125,7 @@ class FullyShardedDataParallel(nn.Module):
             }
             _wrap_below(type(self), module, auto_wrap_policy, ignored, shared)
         self._fsdp_wrapped_module = module
+        self.sharding_strategy = strategy
         self.__dict__[UNIT_ATTR] = self._unit = build_unit(module, spec)
         self._unit.module = self
         self._loading: list[Unit] = []
@@ -150,6 +151,18 @@ class FullyShardedDataParallel(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
+    def extra_repr(self) -> str:
+        """The strategy, and how much of each of the unit's dtypes this rank holds, in one line."""
+        handle = self._unit.handle
+        if handle is None:
+            return f"{self.sharding_strategy.name}, no parameters of its own"
+        copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
+        held = ", ".join(segment.describe() for segment in handle.segments)
+        return (
+            f"{self.sharding_strategy.name}, rank {handle.communicator.rank} of "
+            f"{handle.communicator.size}{copies}, holds {held}"
+        )
+
     def check_is_root(self) -> bool:
         """Returns whether this instance is the outermost one of its tree (known after the first forward)."""
         return schedule_of(self._unit).root is self._unit
@@ -172,10 +185,20 @@ class FullyShardedDataParallel(nn.Module):
     def _has_params(self) -> bool:
         return self._unit.handle is not None
 
+    # what clients of torch's wrapper read and write beside the public names
+
     @property
-    def _flat_param(self) -> FlatParameter | None:
-        param = self._fsdp_wrapped_module._parameters.get("_flat_param")
-        return param if isinstance(param, FlatParameter) else None
+    def _handle(self) -> ParamHandle | None:
+        return self._unit.handle
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return None if self._unit.handle is None else self._unit.handle.flat_param
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether this is the outermost instance; None before its first use."""
+        return None if self._unit.schedule is None else self.check_is_root()
 
     # training
 
