@@ -185,6 +185,10 @@ class ParamHandle:
         self._shows_leaves = True
         self.show_sharded()
 
+    def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
+        """Returns a handle of other layouts, otherwise like this one."""
+        return ParamHandle(layouts, self.communicator, self.replicas)
+
     def _segment(self, layout: Layout) -> Segment:
         return Segment(layout, self.communicator, self.communicator.size * self.replicas.size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -157,6 +157,18 @@ class Layout(Protocol):
         Raises:
             ValueError: If it does not have the shape of the shard, or not one dtype.
         """
+        ...
+
+    def copied(self, memo: dict[int, Any]) -> Layout:
+        """Returns a layout with sharded parameters of its own, of the same values, for the same modules.
+
+        Args:
+            memo: Of `copy.deepcopy`; the old sharded parameters stand for the new ones in it afterwards.
+        """
+        ...
+
+    def follow_modules(self, memo: dict[int, Any]) -> None:
+        """Goes over to the copies of its modules, and shows the sharded parameters there."""
         ...
 
     def intervals(self) -> list[Interval]:

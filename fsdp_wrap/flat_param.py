@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -111,8 +112,8 @@ class FlatLayout:
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.shard_numel * allocator.size
         self._first = self.shard_numel * allocator.rank
-        allocate = allocator.empty_on_host if offload else allocator.empty
-        shard = allocate(self.shard_numel, self.dtype)
+        self._allocate = allocator.empty_on_host if offload else allocator.empty
+        shard = self._allocate(self.shard_numel, self.dtype)
         self._resides = not sharded and shard.device == allocator.device
         _fill(shard, self._first, self.extents, slots)
         self._shard = shard
@@ -226,6 +227,21 @@ class FlatLayout:
         self.flat_param.data = new
         self._front.move_to(new)
         return True
+
+    def copied(self, memo: dict[int, Any]) -> FlatLayout:
+        new = copy.copy(self)
+        new._shard = self._allocate(self.shard_numel, self.dtype).copy_(self.flat_param.data)
+        new.flat_param = FlatParameter(new._shard, self.flat_param.requires_grad, self.extents)
+        new.flat_param.__dict__.update(self.flat_param.__dict__)
+        new._front = self._front.copied(new, memo)
+        new._marks = {}
+        memo[id(self.flat_param)] = new.flat_param
+        return new
+
+    def follow_modules(self, memo: dict[int, Any]) -> None:
+        self.places = copy.deepcopy(self.places, memo)
+        self._module = copy.deepcopy(self._module, memo)
+        self._front.hide_full()
 
     def intervals(self) -> list[Interval]:
         result = []
@@ -356,6 +372,10 @@ class _Front(Protocol):
         """Goes over to the memory of another shard, perhaps of another dtype."""
         ...
 
+    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _Front:
+        """Returns the same for the layout's copy; what it shows stands in `memo` for what this one does."""
+        ...
+
 
 class _FlatFront:
     """The `FlatParameter` alone; under the original names stand plain slices of it."""
@@ -373,6 +393,11 @@ class _FlatFront:
         self._pieces = self._layout.pieces(shard)
         _cast_gradient(self._layout.flat_param)
         self.show_sharded()
+
+    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _FlatFront:
+        new = _FlatFront(layout)
+        memo.update((id(old), piece) for old, piece in zip(self._pieces, new._pieces))
+        return new
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return [shard]
@@ -433,6 +458,17 @@ class _SliceFront:
         for param, piece in zip(self.sources, self._pieces):
             param.data = piece
             _cast_gradient(param)
+
+    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _SliceFront:
+        new = copy.copy(self)
+        new._layout, new._pieces = layout, layout.pieces(layout.flat_param.data)
+        new.sources = new.holders = [
+            nn.Parameter(piece, param.requires_grad) for param, piece in zip(self.sources, new._pieces)
+        ]
+        for old, param in zip(self.sources, new.sources):
+            param.__dict__.update(old.__dict__)
+            memo[id(old)] = param
+        return new
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._layout.pieces(shard)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
@@ -384,14 +385,15 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        raise TypeError(
-            "a wrapped module cannot be deep-copied, since it is tied to its process group; copy the module "
-            "before wrapping it, or load state_dict() into a second one"
-        )
+        """Returns a second model of the same values, on the same process groups; no communication."""
+        for wrapper in self.fsdp_modules(self):
+            wrapper._drop_stale_load()
+        return deepcopy_wrapper(self, self._unit, memo)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "a wrapped module cannot be pickled, being tied to its process group; save state_dict() instead"
+            "a wrapped module cannot be pickled, being tied to its process group; save state_dict() instead "
+            "(copy.deepcopy makes a second one)"
         )
 
 

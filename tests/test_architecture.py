@@ -27,6 +27,7 @@ LAYERS = [
     [
         "_init.py",
         "full_params.py",
+        "_copies.py",
         "state_dict.py",
         "optim_state_dict.py",
         "clip_grad.py",
