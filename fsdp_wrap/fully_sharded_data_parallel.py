@@ -205,8 +205,13 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
+        return self._run_as_forward(self._fsdp_wrapped_module, args, kwargs)
+
+    def _run_as_forward(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._drop_stale_load()
-        return schedule_of(self._unit).run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
+        return schedule_of(self._unit).run_forward(self._unit, call, args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients without communication while the context is open.

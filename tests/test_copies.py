@@ -279,6 +279,21 @@ def test_copy_keeps_what_users_set(rank, world_size, use_orig_params):
 
 
 @each_form
+@ranks(2)
+def test_references_to_parameters_are_copied_along(rank, world_size, use_orig_params):
+    model, plain = make_pair(per_block, use_orig_params=use_orig_params)
+    model.module.kept = [model.module.first._parameters["weight"]]
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in (model, plain)]
+    second, optimizer = copy.deepcopy((model, optimizers[0]))
+    assert second.module.kept[0] is second.module.first._parameters["weight"]
+    for net, its in ((second, optimizer), (plain, optimizers[1])):
+        batches = batches_of(0)
+        net(batches[rank] if net is second else batches.flatten(0, 1)).square().mean().backward()
+        its.step()
+    assert_same(second, plain)
+
+
+@each_form
 @each_wrapping
 @ranks(2)
 def test_copies_are_refused_while_parameters_are_full(rank, world_size, use_orig_params, wrap):
