@@ -373,7 +373,8 @@ class Schedule:
         unit, self._reducing = self._reducing, None
         if unit is not None and unit.handle is not None:
             unit.handle.finish_reduction()
-            self._positions[unit].reduction.completed()
+            if not unit.handle.has_own_reduction:  # which may have waited for nobody
+                self._positions[unit].reduction.completed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

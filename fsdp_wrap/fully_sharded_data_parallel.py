@@ -298,7 +298,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
                 forward or backward, or while gradients wait that were accumulated under `no_sync`.
-            ValueError: If `hook` cannot be called so.
+            ValueError: If `hook` cannot be called so, or is a ready-made one and `state` names other ranks.
         """
         register_comm_hook(self, state, hook)
 
