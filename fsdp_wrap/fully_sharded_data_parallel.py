@@ -119,7 +119,7 @@ class FullyShardedDataParallel(nn.Module):
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         spec = UnitSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored, values), device_id, mesh),
+            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy=policy,

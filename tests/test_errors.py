@@ -246,6 +246,27 @@ def test_module_without_values(rank, world_size, wrap):
     assert_trains_like(plain, wrap(net))
 
 
+@each_wrapping
+@pytest.mark.parametrize("what", ["meta", "subclass"])
+@ranks(2, 3)
+def test_first_rank_with_nothing_to_send(rank, world_size, wrap, what):
+    """Only it can tell, and no rank waits for it."""
+    net = make_net(OwnScale)
+    if rank == 0 and what == "meta":
+        to_meta(net, "blocks.1.scale")
+    elif rank == 0:
+        net.blocks[1].scale = Special(net.blocks[1].scale.detach())
+    error = TypeError if rank == 0 and what == "subclass" else ValueError
+    words = ["'blocks.1.scale'"] if rank == 0 else ["'blocks.1.scale'", "nothing was wrapped", "rank 0"]
+    with refused(net, error, *words):
+        wrap(net, sync_module_states=True)
+    net, plain = make_net(OwnScale), make_net(OwnScale)
+    states = [net.state_dict()]
+    dist.broadcast_object_list(states)
+    plain.load_state_dict(states[0])
+    assert_trains_like(plain, wrap(net, sync_module_states=True))
+
+
 @pytest.mark.parametrize("function", ["reset", 3], ids=str)
 @ranks(2)
 def test_param_init_fn_that_is_no_function(rank, world_size, function):
