@@ -76,11 +76,21 @@ class Segment:
             self.full.free()
             return
         self.full = self._communicator.buffer(self.layout.numel, self.layout.dtype)
+        self._alias_full()
+        self.full.free()
+
+    def follow_resident(self) -> None:
+        """Goes over to where a layout's resident buffer lies now."""
+        if self.layout.resident is not None:
+            self.full = ResidentBuffer(self.layout.resident)
+            self._alias_full()
+
+    def _alias_full(self) -> None:
+        # Written through an alias of its own, so that autograd's version counters do not move.
         self.full_data = self.full.tensor.data
         self.own_data = self._communicator.own_part(self.full_data)
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view
-        self.full.free()
 
     def follow_requires_grad(self) -> bool:
         """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""
@@ -172,6 +182,10 @@ class ParamHandle:
         layouts: One per segment.
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
+
+    Attributes:
+        state: What is in memory.
+        generation: How often the leaves were made anew; a graph with older ones cannot run backward.
     """
 
     def __init__(self, layouts: Sequence[Layout], communicator: Communicator, replicas: Communicator) -> None:
@@ -179,6 +193,7 @@ class ParamHandle:
         self.replicas = replicas
         self.segments = [self._segment(layout) for layout in layouts]
         self.state = HandleState.SHARDED
+        self.generation = 0
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
         self._summoned: list[SummonedSegment] = []
@@ -278,14 +293,26 @@ class ParamHandle:
                 segment.layout.show_sharded()
 
     def follow_replaced(self) -> None:
-        """Takes over data that the user has put in the place of sharded parameters', also of another dtype.
+        """Takes over data that the user has put in the place of a sharded unit's, also of another dtype.
 
-        A sharded unit only: the leaves are made anew.
+        Raises:
+            RuntimeError: If the dtype is another and gradients accumulated in the old one wait.
+            ValueError: If they do not fit.
         """
         assert self.state is HandleState.SHARDED
         for index, segment in enumerate(self.segments):
-            if segment.layout.follow_replaced():
-                self.segments[index] = self._segment(segment.layout)
+            layout, before = segment.layout, segment.layout.dtype
+            holders = (layout.flat_param, *layout.sources)
+            if segment.accumulates and any(param.dtype != before for param in holders):
+                raise RuntimeError(
+                    f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
+                    "gradients left by no_sync wait for a backward; convert before or after the accumulation"
+                )
+            if layout.follow_replaced() and layout.dtype == before:
+                segment.follow_resident()
+            elif layout.dtype != before:
+                self.segments[index] = self._segment(layout)
+                self.generation += 1
 
     @property
     def flat_param(self) -> nn.Parameter:
