@@ -146,6 +146,14 @@ class Communicator(ABC):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites a contiguous tensor with that of the group's first rank; blocks."""
 
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every rank's small picklable value, by rank; blocks."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns the small picklable value of the group's first rank; blocks."""
+
 
 class SoloCommunicator(Communicator):
     """One rank alone: nothing travels."""
@@ -168,6 +176,12 @@ class SoloCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         return None
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
 
 
 class GroupCommunicator(Communicator):
@@ -219,6 +233,16 @@ class GroupCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]
 
 
 def _as_transport(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,14 @@ class HandleState(Enum):
         UNSHARDING: Unsharded buffers are allocated and being filled.
         UNSHARDED: Unsharded buffers are filled; leaves may be used.
         SUMMONED: As UNSHARDED, but the parameters are in the user's hands: no forward, no backward.
+        REPLACED: As SHARDED, but the modules show what a state dict is to contain or to load into.
     """
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
     SUMMONED = "summoned"
+    REPLACED = "replaced"
 
 
 class Segment:
@@ -189,7 +191,8 @@ class ParamHandle:
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
         shards = any(segment.layout.resident is None for segment in self.segments)
-        return shards and not self._shows_leaves and self.state is not HandleState.SUMMONED
+        in_full = self.state in (HandleState.SUMMONED, HandleState.REPLACED)
+        return shards and not self._shows_leaves and not in_full
 
     @property
     def reducing(self) -> bool:
@@ -223,7 +226,7 @@ class ParamHandle:
 
     def reshard(self) -> bool:
         """Frees the full parameters; returns False if the unit was sharded already."""
-        if self.state in (HandleState.SHARDED, HandleState.SUMMONED):
+        if self.state not in (HandleState.UNSHARDING, HandleState.UNSHARDED):
             return False
         self.wait()  # a gather in flight still writes
         self.show_sharded()
@@ -276,6 +279,19 @@ class ParamHandle:
         self.state = HandleState.SHARDED
         for summoned_segment, edited in zip(summoned, edits):
             summoned_segment.write_back(edited)
+
+    def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Lets the modules show other parameters, given by segment, in place of the sharded ones."""
+        self.reshard()
+        for segment, shown in zip(self.segments, params):
+            segment.layout.show_full(shown, copies=True)
+        self.state = HandleState.REPLACED
+
+    def end_replacement(self) -> None:
+        """Lets the modules show the sharded parameters again."""
+        for segment in self.segments:
+            segment.layout.hide_full()
+        self.state = HandleState.SHARDED
 
     # gradients
 

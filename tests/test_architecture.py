@@ -21,13 +21,15 @@ PACKAGE = Path(fsdp_wrap.__file__).parent
 LAYERS = [
     ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py"],
     ["_mesh.py", "_device.py", "_positions.py", "_watch.py", "_collectives.py"],
-    ["_layout.py", "flat_param.py", "_dtensor_layout.py"],
+    ["_layout.py", "_interval_tensor.py", "flat_param.py", "_dtensor_layout.py"],
     ["_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
         "_init.py",
         "full_params.py",
+        "_full_values.py",
         "state_dict.py",
+        "_originals.py",
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
