@@ -178,6 +178,14 @@ class IntervalTensor(torch.Tensor):
             )
         return _on_pieces(func, args, dict(kwargs or {}))
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["piece"], (self.shape, self.start, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> IntervalTensor:
+        shape, start, requires_grad = context
+        return IntervalTensor(shape, start, inner["piece"], requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> IntervalTensor:
         copied = IntervalTensor(self.shape, self.start, self.piece.clone(), self.requires_grad)
         memo[id(self)] = copied

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
+from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
@@ -37,6 +38,11 @@ from fsdp_wrap.api import (
 from fsdp_wrap.clip_grad import clip_grad_norm
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
+from fsdp_wrap.optim_state_dict import (
+    full_optim_state_dict,
+    rekey_optim_state_dict,
+    sharded_optim_state_dict,
+)
 from fsdp_wrap.state_dict import (
     FullLoad,
     ShardedLoad,
@@ -429,7 +435,8 @@ class FullyShardedDataParallel(nn.Module):
         problems = expand_local(self, copied)
         if problems:
             raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
-        known_to_fit = check_fits(self, copied, strict)
+        kind = self._state_dict_settings.state_dict_type
+        known_to_fit = check_fits(self, copied, strict, kind)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
             return super().load_state_dict(copied, strict)
 
@@ -477,6 +484,133 @@ class FullyShardedDataParallel(nn.Module):
         add_wrapped_prefix(state_dict, prefix)
         self._loading = begin_load(self._unit, self._state_dict_settings.state_dict_type)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # optimizer state dicts
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Returns an optimizer's state under the names of the unwrapped module's parameters.
+
+        Of the kind chosen by `state_dict_type`: full (the default), or for both others this rank's pieces.
+
+        Args:
+            model: The wrapped module, or one that contains it.
+            optim: Made from its parameters.
+            optim_state_dict: The optimizer's own state dict; None to take it now.
+            group: Not needed: every unit knows its ranks.
+
+        Returns:
+            `state` by name and `param_groups` with names; see `fsdp_wrap.optim_state_dict`.
+
+        Raises:
+            ValueError: If the optimizer has parameters that are not the model's, or other than elementwise
+                state.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        to_host = config.offload_to_cpu
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            return sharded_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
+        wanted = wants_result(model, config)
+        return full_optim_state_dict(model, optim, optim_state_dict, to_host=to_host, wanted=wanted)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Cuts what `optim_state_dict` returned, or the like of it, to what `optim.load_state_dict` takes.
+
+        Values may be full tensors, pieces of this rank, `DTensor`s or `ShardedTensor`s. With `rank0_only` in
+        the configuration only the first rank's dict counts.
+
+        Args:
+            model: The wrapped module, or one that contains it.
+            optim: Made from its parameters.
+            optim_state_dict: State by name.
+            is_named_optimizer: Not needed: the optimizer's own keys tell.
+            load_directly: Also load the result.
+            group: Not needed: every unit knows its ranks.
+
+        Raises:
+            TypeError: If it is no optimizer state dict.
+            ValueError: If it does not fit; nothing is loaded then.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        result = load_optim_state_dict(model, optim, optim_state_dict, from_first_rank=rank0_only)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of full tensors, on the host; `optim_input` and `group` are not needed."""
+        wanted = wants_result(model, FullOptimStateDictConfig(rank0_only=rank0_only))
+        return full_optim_state_dict(model, optim, None, to_host=True, wanted=wanted)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of this rank's pieces, on the host; `group` is not needed."""
+        return sharded_optim_state_dict(model, optim, None, to_host=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
+        return load_optim_state_dict(model, optim, full_optim_state_dict, optim_input=optim_input)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
+        return load_optim_state_dict(
+            model, optim, full_optim_state_dict, optim_input=optim_input, from_first_rank=True
+        )
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of pieces."""
+        return load_optim_state_dict(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Renames parameters from names to positions or back; see `fsdp_wrap.optim_state_dict`."""
+        return rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
     # what would break sharding
 

@@ -357,7 +357,7 @@ def _separate(
     shared = {tensor.untyped_storage()._cdata for tensor in aliased}
     for key, value in state_dict.items():
         below = key.startswith(prefix) and isinstance(value, torch.Tensor)
-        if below and value.untyped_storage()._cdata in shared:
+        if below and not value.is_meta and value.untyped_storage()._cdata in shared:
             state_dict[key] = offloaded(value, to_host)
 
 
@@ -366,7 +366,7 @@ def clean_keys(keys: list[str]) -> None:
     keys[:] = [clean_fqn(key) for key in keys]
 
 
-def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> bool:
+def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool, kind: StateDictType) -> bool:
     """Refuses a state dict that does not fit, before anything is loaded.
 
     Returns:
@@ -379,7 +379,8 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -
     """
     expected, own_way = _expected(module)
     given = {clean_fqn(key): value for key, value in state_dict.items()}
-    problems = [*_other_shapes(expected, given), *_other_intervals(module, given)]
+    intervals = _no_intervals if kind is StateDictType.FULL_STATE_DICT else _other_intervals
+    problems = [*_other_shapes(expected, given), *intervals(module, given)]
     if strict:
         unexpected = [key for key in given if key not in expected and not key.startswith(own_way)]
         missing = [key for key in expected if key not in given]
@@ -409,6 +410,15 @@ def _other_shapes(expected: Mapping[str, torch.Size | None], given: Mapping[str,
                 f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
                 f"the shape in current model is {shape}."
             )
+
+
+def _no_intervals(module: nn.Module, given: Mapping[str, Any]) -> Iterator[str]:
+    pieces = [name for name, value in given.items() if isinstance(value, IntervalTensor)]
+    if pieces:
+        yield (
+            f"{_quoted(pieces)} are pieces of a sharded state dict: load it under "
+            "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+        )
 
 
 def _other_intervals(module: nn.Module, given: Mapping[str, Any]) -> Iterator[str]:

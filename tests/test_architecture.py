@@ -30,6 +30,7 @@ LAYERS = [
         "_full_values.py",
         "state_dict.py",
         "_originals.py",
+        "_optim_load.py",
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
