@@ -52,6 +52,7 @@ class Layout(Protocol):
         dtype: Master dtype.
         numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
         shard_numel: Elements of this rank's part.
+        sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
@@ -60,6 +61,7 @@ class Layout(Protocol):
     dtype: torch.dtype
     numel: int
     shard_numel: int
+    sharded: bool
 
     @property
     def name(self) -> str: ...

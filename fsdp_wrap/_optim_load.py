@@ -226,8 +226,8 @@ def _source_state(originals: Sequence[Original], pieces: Mapping[str, State]) ->
     found = [(each, pieces[each.fqn]) for each in originals if pieces.get(each.fqn)]
     found = [(each, entry) for each, entry in found if not _never_stepped(entry)]
     source = originals[0].source
-    if source.numel() == 0 and originals[0].shape.numel() > 0:
-        return {}  # an empty slice, which the optimizer passes over
+    if originals[0].left_out:
+        return {}
     keys = {key: None for _, entry in found for key in entry}
     return {
         key: _source_value(source, key, [(each, entry[key]) for each, entry in found if key in entry])

@@ -52,8 +52,13 @@ class Original:
 
     @property
     def uncut(self) -> bool:
-        """Whether the optimizer holds it alone, whole and in its shape."""
-        return self.source.shape == self.shape and self.interval.data.numel() == self.shape.numel()
+        """Whether the optimizer of every rank holds it alone, whole and in its shape."""
+        return self.source.shape == self.shape and (self.segment is None or not self.segment.layout.sharded)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
+        return self.source.numel() == 0 and self.shape.numel() > 0
 
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.

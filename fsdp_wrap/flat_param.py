@@ -106,7 +106,7 @@ class FlatLayout:
         first = slots[0].param
         self.dtype = first.dtype
         self.places = [slot.places for slot in slots]
-        self._module, self._name, self._sharded = module, name, sharded
+        self._module, self._name, self.sharded = module, name, sharded
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.shard_numel * allocator.size
@@ -215,7 +215,7 @@ class FlatLayout:
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
-        if not self._sharded:
+        if not self.sharded:
             return self.views(shard)
         bounds = (extent.within(self._first, self.shard_numel) for extent in self.extents)
         return [shard[start:stop] for start, stop in bounds]

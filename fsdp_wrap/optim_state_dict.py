@@ -84,8 +84,14 @@ def full_optim_state_dict(
         ValueError: As `sharded_optim_state_dict`.
     """
     names, saved = originals_of(model, optim, "optim_state_dict()"), state_dict or optim.state_dict()
-    pieces, others = _pieces(names, optim, saved)
-    known = _merged(names, pieces)
+    pieces: dict[str, State] = {}
+    others: State = {}
+    error: ValueError | None = None
+    try:
+        pieces, others = _pieces(names, optim, saved)
+    except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
+        error = refusal
+    known = _merged(names, pieces, error)
     state: State = {}
     for fqn, entry in known.items():
         values = ((key, value) for key, value in entry.items() if not isinstance(value, torch.dtype))
@@ -110,8 +116,9 @@ def _pieces(
     pieces: dict[str, State] = {}
     for key, param in params.items():
         for original in names.of(param) if saved["state"].get(key) else ():
-            entry = saved["state"][key].items()
-            pieces[original.fqn] = {name: _piece(original, name, value) for name, value in entry}
+            if not original.left_out:
+                entry = saved["state"][key].items()
+                pieces[original.fqn] = {name: _piece(original, name, value) for name, value in entry}
     ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
     return ordered, {key: value for key, value in saved["state"].items() if key not in params}
 
@@ -148,10 +155,10 @@ def _named_groups(
     return groups
 
 
-def _merged(names: Originals, pieces: Mapping[str, State]) -> dict[str, State]:
+def _merged(names: Originals, pieces: Mapping[str, State], error: ValueError | None) -> dict[str, State]:
     """Returns, for every parameter with state on any rank, the dtype of what is cut, the value of all else.
 
-    A rank whose slice of a parameter is empty has no state of it.
+    A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on all.
     """
     mine = {
         fqn: {key: v.dtype if isinstance(v, IntervalTensor) else v for key, v in entry.items()}
@@ -163,11 +170,15 @@ def _merged(names: Originals, pieces: Mapping[str, State]) -> dict[str, State]:
             of_group = by_group.setdefault(original.handle.communicator, {})
             if fqn in mine:
                 of_group[fqn] = mine[fqn]
-    merged = dict(mine)
+    merged, errors = dict(mine), [error]
     for communicator, of_group in by_group.items():
-        for of_rank in communicator.all_gather_object(of_group):
+        for of_rank, of_its in communicator.all_gather_object((of_group, error)):
+            errors.append(of_its)
             for fqn, entry in of_rank.items():
                 merged.setdefault(fqn, entry)
+    for each in errors:
+        if each is not None:
+            raise each
     return {fqn: merged[fqn] for fqn in names.by_name if fqn in merged}
 
 
