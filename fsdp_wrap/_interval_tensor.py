@@ -171,6 +171,8 @@ class IntervalTensor(torch.Tensor):
     ) -> Any:
         if func is _aten.copy_.default:
             return _copy(args[0], args[1])
+        if func is _aten.new_empty.default:
+            return _new_empty(args[0], torch.Size(args[1]), dict(kwargs or {}))
         if func not in _ON_PIECES and torch.Tag.pointwise not in func.tags:
             raise TypeError(
                 f"{func} needs elements that other ranks hold: a value of a sharded state dict takes "
@@ -222,6 +224,12 @@ def _rebuild(shape: tuple[int, ...], start: int, piece: torch.Tensor) -> Interva
 
 
 torch.serialization.add_safe_globals([IntervalTensor, _rebuild])
+
+
+def _new_empty(like: IntervalTensor, size: torch.Size, kwargs: dict[str, Any]) -> torch.Tensor:
+    if size != like.shape:
+        return like.piece.new_empty(size, **kwargs)
+    return IntervalTensor(size, like.start, like.piece.new_empty(like.piece.shape, **kwargs))
 
 
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -299,7 +299,25 @@ def comparable(default: object) -> object:
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__", "summon_full_params", "fsdp_modules", "clip_grad_norm_", "no_sync"]
+    "name",
+    [
+        "__init__",
+        "clip_grad_norm_",
+        "flatten_sharded_optim_state_dict",
+        "fsdp_modules",
+        "full_optim_state_dict",
+        "get_state_dict_type",
+        "no_sync",
+        "optim_state_dict",
+        "optim_state_dict_to_load",
+        "rekey_optim_state_dict",
+        "scatter_full_optim_state_dict",
+        "set_state_dict_type",
+        "shard_full_optim_state_dict",
+        "sharded_optim_state_dict",
+        "state_dict_type",
+        "summon_full_params",
+    ],
 )
 def test_signatures_equal_those_of_torch(name):
     ours = getattr(FullyShardedDataParallel, name)
