@@ -109,7 +109,8 @@ class FullyShardedDataParallel(nn.Module):
         param_init_fn: Materialises and initialises what a module holds directly on the meta device; called
             for the modules of a unit that hold such tensors, or whose children do, children first. Without
             it, the modules' `reset_parameters` are called. What has values keeps them.
-        device_id: Where to compute; by default where the module's tensors are.
+        device_id: Where to compute; by default where the module's tensors are, and if all are on the meta
+            device, on the current accelerator, if any.
         sync_module_states: Start from the first rank's parameters and buffers on all ranks, where they may
             then be on the meta device.
         forward_prefetch: Gather the unit that came next in the last iteration while the running one computes.
@@ -124,6 +125,7 @@ class FullyShardedDataParallel(nn.Module):
         TypeError: If an argument is of the wrong type.
         ValueError: If the process group is missing or does not contain this rank, the module is wrapped
             already, or a parameter cannot be sharded.
+        RuntimeError: If `param_init_fn` leaves something on the meta device.
 
     The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
     (Rajbhandari et al., 2020, arXiv:1910.02054).
