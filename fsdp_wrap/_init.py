@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._collectives import Communicator, make_communicator
+from fsdp_wrap._compile import make_known_to_dynamo
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._mesh import ShardMesh
 from fsdp_wrap._modules import (
@@ -143,6 +144,7 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     guard_parametrizations(unit, [each for _, each in own_modules(module, spec.ignored.modules)])
+    make_known_to_dynamo(each for _, each in own_modules(module, spec.ignored.modules))
     _taken.update(each for _, each in own_modules(module, spec.ignored.modules))
     for number, segment in enumerate(segments):
         for index, slot in enumerate(segment):

@@ -19,7 +19,7 @@ from fsdp_wrap import FullyShardedDataParallel, api, wrap
 PACKAGE = Path(fsdp_wrap.__file__).parent
 
 LAYERS = [
-    ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py"],
+    ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py", "_compile.py"],
     ["_mesh.py", "_device.py", "_positions.py", "_watch.py", "_collectives.py"],
     ["_layout.py", "flat_param.py", "_dtensor_layout.py"],
     ["_handle.py"],
