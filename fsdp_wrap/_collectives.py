@@ -129,8 +129,8 @@ class Communicator(ABC):
         return full.narrow(0, self.rank * length, length)
 
     @abstractmethod
-    def all_gather(self, full: list[torch.Tensor]) -> Pending:
-        """Fills each of `full`, in which every rank has written its own part, from the other ranks."""
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        """Fills each of `full` from all ranks, after `fill` has written this rank's own parts."""
 
     @abstractmethod
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
@@ -146,6 +146,14 @@ class Communicator(ABC):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites a contiguous tensor with that of the group's first rank; blocks."""
 
+    @abstractmethod
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Fills `full`, which the first rank alone passes, with the `own` of all ranks; blocks."""
+
+    @abstractmethod
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Fills `own` with this rank's part of `full`, which the first rank alone passes; blocks."""
+
 
 class SoloCommunicator(Communicator):
     """One rank alone: nothing travels."""
@@ -153,8 +161,8 @@ class SoloCommunicator(Communicator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device)
 
-    def all_gather(self, full: list[torch.Tensor]) -> Pending:
-        return Finished()
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        return lane_of(self.device, "gather").issue(_without_work(fill))
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         for shard, source in zip(shards, full):
@@ -168,6 +176,15 @@ class SoloCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         return None
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        assert full is not None
+        if own.data_ptr() != full.data_ptr():
+            full.copy_(own)
+
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        assert full is not None
+        own.copy_(full)
 
 
 class GroupCommunicator(Communicator):
@@ -192,8 +209,9 @@ class GroupCommunicator(Communicator):
             raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
         return group
 
-    def all_gather(self, full: list[torch.Tensor]) -> Pending:
-        return self._issue(self._gather_lane, [self._gather(_as_transport(tensor)) for tensor in full])
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        starts = [self._gather(_as_transport(tensor)) for tensor in full]
+        return self._issue(self._gather_lane, [_without_work(fill), *starts])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         starts = [self._reduce(shard, source) for shard, source in zip(shards, full)]
@@ -219,6 +237,34 @@ class GroupCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        self._issue(self._gather_lane, [self._gather_to_first(own, full)]).wait()
+
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        self._issue(self._gather_lane, [self._scatter_from_first(own, full)]).wait()
+
+    def _gather_to_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
+        return lambda async_op: dist.gather(
+            _as_transport(own), self._parts(full), group=self._group, group_dst=0, async_op=async_op
+        )
+
+    def _scatter_from_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
+        return lambda async_op: dist.scatter(
+            _as_transport(own), self._parts(full), group=self._group, group_src=0, async_op=async_op
+        )
+
+    def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
+        return None if full is None else list(_as_transport(full).chunk(self.size))
+
+
+def _without_work(do: Callable[[], object]) -> Callable[[bool], None]:
+    """Makes something that a lane can issue of what involves no other rank."""
+
+    def start(async_op: bool) -> None:
+        do()
+
+    return start
 
 
 def _as_transport(tensor: torch.Tensor) -> torch.Tensor:

@@ -158,8 +158,8 @@ def _exchange(lines: set[str], communicator: Communicator) -> set[str]:
     length = _LONGEST_NAME * len(lines)
     text = "\n".join(sorted(lines)).encode()[:length].ljust(length)
     buffer = communicator.empty(length * communicator.size, torch.uint8)
-    communicator.own_part(buffer).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    communicator.all_gather([buffer]).wait()
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    communicator.all_gather([buffer], lambda: communicator.own_part(buffer).copy_(own)).wait()
     parts = bytes(buffer.cpu().tolist())
     texts = [parts[start : start + length] for start in range(0, len(parts), length)]
     return {line.strip() for text in texts for line in text.decode(errors="replace").splitlines()}

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import nn
 
-from fsdp_wrap._collectives import Communicator, ResidentBuffer
+from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._layout import Layout
+from fsdp_wrap._precision import SegmentDtypes
+from fsdp_wrap._segment import Segment
+from fsdp_wrap._summon import SummonedSegment, Summoning
+from fsdp_wrap.api import MixedPrecision
 
 __all__ = ["HandleState", "ParamHandle"]
 
@@ -34,122 +37,6 @@ class HandleState(Enum):
     SUMMONED = "summoned"
 
 
-class Segment:
-    """One layout with its unsharded buffer, its leaves and its reduce buffer."""
-
-    def __init__(self, layout: Layout, communicator: Communicator, contributors: int) -> None:
-        self.layout = layout
-        self._communicator = communicator
-        resident = layout.resident
-        self.full = (
-            communicator.buffer(layout.numel, layout.dtype) if resident is None else ResidentBuffer(resident)
-        )
-        self.leaves = layout.make_leaves(self.full.tensor)
-        # Written through an alias of its own, so that autograd's version counters do not move.
-        self.full_data = self.full.tensor.data
-        self.own_data = communicator.own_part(self.full_data)
-        self.grads = communicator.buffer(layout.numel, layout.dtype)
-        self._grad_views = layout.views(self.grads.tensor)
-        self._grad_padding = layout.padding(self.grads.tensor)
-        self._filled = [False] * len(self.leaves)
-        self._accumulated = False
-        self._scale = 1.0 / contributors
-        self.full.free()
-        self.grads.free()
-
-    @property
-    def trainable(self) -> bool:
-        """Whether any leaf needs a gradient now."""
-        return any(leaf.requires_grad for leaf in self.leaves)
-
-    def free(self) -> None:
-        """Frees the unsharded buffer; memory that a NumPy array shares is left to the array."""
-        if self.full.resizable:
-            self.full.free()
-            return
-        self.full = self._communicator.buffer(self.layout.numel, self.layout.dtype)
-        self.full_data = self.full.tensor.data
-        self.own_data = self._communicator.own_part(self.full_data)
-        for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
-            leaf.data = view
-        self.full.free()
-
-    def follow_requires_grad(self) -> bool:
-        """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""
-        changed = False
-        for leaf, source in zip(self.leaves, self.layout.sources):
-            if leaf.requires_grad != source.requires_grad:
-                leaf.requires_grad_(source.requires_grad)
-                changed = True
-        return changed
-
-    def take_gradient(self, index: int) -> None:
-        """Moves a leaf's gradient into the reduce buffer, divided by the number of ranks."""
-        leaf = self.leaves[index]
-        grad, leaf.grad = leaf.grad, None
-        if grad is None:
-            return
-        self._allocate_gradients()
-        view, filled = self._grad_views[index], self._filled[index]
-        self._filled[index] = True
-        _accumulate(view, grad.to_dense() if grad.layout != torch.strided else grad, self._scale, filled)
-
-    def complete_gradients(self) -> torch.Tensor:
-        """Returns the reduce buffer, with zeros where no gradient came."""
-        self._allocate_gradients()
-        for view, filled in zip(self._grad_views, self._filled):
-            if not filled:
-                view.zero_()
-        return self.grads.tensor
-
-    def add_reduced(self, shard: torch.Tensor) -> None:
-        """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
-        self.layout.add_reduced(shard, self._filled)
-        self.drop_gradients()
-
-    def keep_accumulated(self) -> None:
-        """Keeps the gradients taken so far for a later backward."""
-        if self.grads.allocated:
-            self._accumulated = True
-            self.layout.mark_unsynced()
-
-    def forget_zeroed(self) -> None:
-        """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
-        if self._accumulated:
-            for index, zeroed in enumerate(self.layout.zeroed()):
-                self._filled[index] = self._filled[index] and not zeroed
-
-    def drop_gradients(self) -> None:
-        """Forgets all gradients and frees the reduce buffer."""
-        self._filled = [False] * len(self.leaves)
-        self._accumulated = False
-        self.grads.free()
-
-    def drop_partial_gradients(self) -> None:
-        """Forgets what a failed backward left; what earlier backwards accumulated stays."""
-        for leaf in self.leaves:
-            leaf.grad = None
-        if not self._accumulated:
-            self.drop_gradients()
-
-    def _allocate_gradients(self) -> None:
-        if not self.grads.allocated:
-            self.grads.allocate()
-            for gap in self._grad_padding:
-                gap.zero_()
-
-
-def _accumulate(view: torch.Tensor, grad: torch.Tensor, scale: float, filled: bool) -> None:
-    if filled:
-        view.add_(grad, alpha=scale)
-    elif grad.dtype != view.dtype or scale == 1.0:
-        view.copy_(grad)
-        if scale != 1.0:
-            view.mul_(scale)
-    else:
-        torch.mul(grad, scale, out=view)  # one pass for copy and division
-
-
 class ParamHandle:
     """Owns what one unit keeps in memory and communicates.
 
@@ -157,17 +44,27 @@ class ParamHandle:
         layouts: One per segment.
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
+        policy: Dtypes of computation and communication.
     """
 
-    def __init__(self, layouts: Sequence[Layout], communicator: Communicator, replicas: Communicator) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        communicator: Communicator,
+        replicas: Communicator,
+        policy: MixedPrecision,
+    ) -> None:
         self.communicator = communicator
         self.replicas = replicas
         contributors = communicator.size * replicas.size
-        self.segments = [Segment(layout, communicator, contributors) for layout in layouts]
+        self.segments = [
+            Segment(layout, SegmentDtypes.of(layout.dtype, policy), communicator, contributors)
+            for layout in layouts
+        ]
         self.state = HandleState.SHARDED
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
-        self._summoned: list[_SummonedSegment] = []
+        self._summoned: list[SummonedSegment] = []
         self._shows_leaves = True
         self.show_sharded()
 
@@ -189,7 +86,12 @@ class ParamHandle:
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
         shards = any(segment.layout.resident is None for segment in self.segments)
-        return shards and not self._shows_leaves and self.state is not HandleState.SUMMONED
+        return shards and not self._shows_leaves and not self.shows_full
+
+    @property
+    def shows_full(self) -> bool:
+        """Whether the modules show full parameters that are in the user's hands."""
+        return bool(self._summoned) and all(segment.shows_full for segment in self._summoned)
 
     @property
     def reducing(self) -> bool:
@@ -201,6 +103,11 @@ class ParamHandle:
         """Whether gradients were taken that no reduction has consumed."""
         return not self.reducing and any(segment.grads.allocated for segment in self.segments)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait unreduced for a later backward (`no_sync`)."""
+        return any(segment.accumulates for segment in self.segments)
+
     # parameters
 
     def unshard(self) -> bool:
@@ -209,10 +116,14 @@ class ParamHandle:
             return False
         for segment in self.segments:
             segment.full.allocate()
-            segment.layout.write_shard(segment.own_data)
-        self._gathering = self.communicator.all_gather([segment.full_data for segment in self.segments])
+        full = [segment.full_data for segment in self.segments]
+        self._gathering = self.communicator.all_gather(full, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
+
+    def _write_shards(self) -> None:
+        for segment in self.segments:
+            segment.layout.write_shard(segment.own_data)
 
     def wait(self) -> None:
         """Makes the leaves usable by what the caller does next."""
@@ -246,36 +157,33 @@ class ParamHandle:
             for segment in self.segments:
                 segment.layout.show_sharded()
 
-    def summon(self, copies: bool = False) -> None:
-        """Puts the full parameters, in master dtype, into the user's hands.
-
-        They are memory of their own, not the leaves': references that the user keeps stay valid.
-
-        Args:
-            copies: Give each parameter its own storage instead of one for the segment.
-        """
+    def summon(self, how: Summoning) -> None:
+        """Puts the full parameters, in master dtype, into the user's hands; collective."""
         self.reshard()
         self._summoned = [
-            _SummonedSegment(segment.layout, self.communicator, copies) for segment in self.segments
+            SummonedSegment(segment.layout, self.communicator, self.replicas, how)
+            for segment in self.segments
         ]
         self.state = HandleState.SUMMONED
 
-    def edits(self, prefix: str) -> list[list[torch.Tensor]]:
-        """Returns what the modules show of summoned parameters now; `prefix` is for messages.
+    def take_edits(self, prefix: str) -> None:
+        """Notes the summoned parameters that the modules show now; `prefix` is for messages.
 
         Raises:
             ValueError: If a parameter was replaced by one of another shape or dtype.
         """
-        return [segment.edits(prefix) for segment in self._summoned]
+        for segment in self._summoned:
+            segment.take_edits(prefix)
 
-    def dismiss(self, edits: list[list[torch.Tensor]]) -> None:
-        """Takes the full parameters back; `edits` (none: they are dropped) go into the shards."""
+    def dismiss(self, writeback: bool) -> None:
+        """Takes the full parameters back; with `writeback`, which is collective, the noted edits are kept."""
         summoned, self._summoned = self._summoned, []
         for segment in self.segments:
             segment.layout.hide_full()
         self.state = HandleState.SHARDED
-        for summoned_segment, edited in zip(summoned, edits):
-            summoned_segment.write_back(edited)
+        if writeback:
+            for each in summoned:
+                each.write_back()
 
     # gradients
 
@@ -289,7 +197,7 @@ class ParamHandle:
         segments = [segment for segment in self.segments if segment.trainable or segment.grads.allocated]
         full = [segment.complete_gradients() for segment in segments]
         shards = [
-            self.communicator.empty(segment.layout.shard_numel, segment.layout.dtype) for segment in segments
+            self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
         ]
         pending = self.communicator.reduce_scatter(shards, full)
         self._reduction = _Reduction(segments, shards, pending, self.replicas)
@@ -345,41 +253,3 @@ class _Reduction:
         self._pending.wait()
         for segment in self._segments:
             segment.drop_gradients()
-
-
-class _SummonedSegment:
-    """The full parameters of one segment while the user holds them."""
-
-    def __init__(self, layout: Layout, communicator: Communicator, copies: bool) -> None:
-        self._layout = layout
-        self._full = communicator.empty(layout.numel, layout.dtype)
-        self._own = communicator.own_part(self._full)
-        layout.write_shard(self._own)
-        communicator.all_gather([self._full]).wait()
-        views = layout.views(self._full)
-        self._params = [
-            nn.Parameter(view.clone() if copies else view, requires_grad=source.requires_grad)
-            for view, source in zip(views, layout.sources)
-        ]
-        layout.show_full(self._params, copies)
-
-    def edits(self, prefix: str) -> list[torch.Tensor]:
-        """Returns what the modules show now, or refuses what does not fit."""
-        edited = []
-        for fqn, param, shown in zip(self._layout.fqns, self._params, self._layout.shown()):
-            found = param if shown is None else shown
-            if found.shape != param.shape or found.dtype != param.dtype:
-                raise ValueError(
-                    f"parameter '{prefix}{fqn}' was replaced inside summon_full_params by one of shape "
-                    f"{tuple(found.shape)} and dtype {found.dtype}; it must keep {tuple(param.shape)} and "
-                    f"{param.dtype}. No edit was written back"
-                )
-            edited.append(found.detach())
-        return edited
-
-    def write_back(self, edited: list[torch.Tensor]) -> None:
-        """Takes this rank's part of the edited parameters into the shard."""
-        for view, tensor in zip(self._layout.views(self._full), edited):
-            if tensor.data_ptr() != view.data_ptr():
-                view.copy_(tensor)
-        self._layout.read_shard(self._own)

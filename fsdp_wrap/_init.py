@@ -24,8 +24,10 @@ from fsdp_wrap._modules import (
     mark_owned,
     own_modules,
 )
+from fsdp_wrap._precision import BufferCasts
 from fsdp_wrap._schedule import guard_parametrizations
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
+from fsdp_wrap.api import MixedPrecision
 from fsdp_wrap.flat_param import FlatLayout
 
 __all__ = ["FLAT_PARAM", "UnitSpec", "build_unit", "check_module", "refuse_taken", "resolve_ignored"]
@@ -43,6 +45,7 @@ class UnitSpec:
         device: Where the unit computes.
         use_orig_params: What the optimizer sees: the user's parameters or `FlatParameter`s.
         offload: Whether shards and their gradients live in host memory.
+        policy: Dtypes of computation and communication.
         sync_module_states: Start from the parameters and buffers of the mesh's first rank.
         options: How the schedule treats the unit.
         ignored: What not to touch.
@@ -52,6 +55,7 @@ class UnitSpec:
     device: torch.device
     use_orig_params: bool
     offload: bool
+    policy: MixedPrecision
     sync_module_states: bool
     options: UnitOptions
     ignored: Ignored = field(default_factory=Ignored)
@@ -138,9 +142,17 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
         )
         for number, segment in enumerate(segments)
     ]
-    handle = ParamHandle(layouts, communicator, replicas) if layouts else None
+    handle = ParamHandle(layouts, communicator, replicas, spec.policy) if layouts else None
     lenders = _borrow(module, spec.ignored)
-    unit = Unit(module, handle, spec.options, left=spec.ignored.left, lenders=lenders)
+    buffers = [(owner, name) for _, owner, name, _ in _own_buffers(module, spec.ignored.modules)]
+    unit = Unit(
+        module,
+        handle,
+        spec.options,
+        left=spec.ignored.left,
+        lenders=lenders,
+        buffers=BufferCasts(buffers, spec.policy.buffer_dtype),
+    )
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     guard_parametrizations(unit, [each for _, each in own_modules(module, spec.ignored.modules)])

@@ -69,7 +69,7 @@ class Layout(Protocol):
         ...
 
     def write_shard(self, out: torch.Tensor) -> None:
-        """Copies this rank's shard to where it travels from."""
+        """Copies this rank's shard to where it travels from, cast to that dtype."""
         ...
 
     def read_shard(self, own: torch.Tensor) -> None:
@@ -114,10 +114,14 @@ class Layout(Protocol):
         """Adds a reduced gradient shard to the sharded parameters' gradients.
 
         Args:
-            reduced: The shard, 1-D.
+            reduced: The shard, 1-D, in the gradients' dtype.
             used: For each original parameter, whether this rank contributed to its gradient. One that no
                 rank used gets none, so that optimizers pass over it as they do on a plain module.
         """
+        ...
+
+    def allow_gradients_of_any_dtype(self) -> None:
+        """Lets the sharded parameters take gradients of another dtype than their own."""
         ...
 
     def mark_unsynced(self) -> None:
@@ -126,6 +130,20 @@ class Layout(Protocol):
 
     def zeroed(self) -> list[bool]:
         """For each leaf, whether its gradient was zeroed since `mark_unsynced`."""
+        ...
+
+    def write_gradient(self, out: torch.Tensor) -> None:
+        """Copies this rank's shard of the gradient to where it travels from: zeros where there is none."""
+        ...
+
+    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
+        """Replaces the sharded parameters' gradients.
+
+        Args:
+            own: This rank's part of the unsharded gradient; None where no parameter has one.
+            present: For each original parameter, whether it has one. Gradients that would not change are
+                left untouched, so that `zeroed` does not take them for the user's doing.
+        """
         ...
 
     def intervals(self) -> list[Interval]:

@@ -19,8 +19,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._events import EventKind, Phase, emit
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
-from fsdp_wrap._handle import HandleState, ParamHandle, Segment
+from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._positions import Tree, UnitPositions
+from fsdp_wrap._precision import cast_floating, floating_dtype
+from fsdp_wrap._segment import Segment
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
@@ -68,6 +70,10 @@ class Schedule:
         """
         if self._depth == 0 and self._device.type != "cpu":
             args, kwargs = map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
+        casts, given = unit.options.casts, floating_dtype((args, kwargs))
+        dtype = casts.root if unit is self.root else casts.nested
+        if dtype is not None:
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
         uses: list[Use] = []
         try:
             for each in (*unit.lenders, unit):
@@ -77,6 +83,8 @@ class Schedule:
                 args, kwargs, nodes = schedule_of(use.unit).watch_inputs(use, args, kwargs)
                 inputs.append(nodes)
             output = call(*args, **kwargs)
+            if casts.restores_outputs and given is not None:
+                output = cast_floating(output, given)
             for use, nodes in zip(uses, inputs):
                 schedule_of(use.unit).post_forward(use, output, nodes)
             return output
@@ -107,6 +115,7 @@ class Schedule:
                 self._prefetch_forward(unit)
         self._depth += 1
         unit.running += 1
+        unit.buffers.show_cast()
         if unit.handle is not None:
             unit.handle.show_leaves()
         return Use(unit)

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
+from fsdp_wrap._precision import BufferCasts, InputCasts
 from fsdp_wrap.api import BackwardPrefetch
 
 __all__ = ["Unit", "UnitOptions", "Use", "graph_task", "units_in"]
@@ -25,12 +26,14 @@ class UnitOptions:
         backward_prefetch: When backward issues the next unit's all-gather; None for never.
         forward_prefetch: Whether forward issues the all-gather of the unit that came next last time.
         keeps_as_root: Whether as the root it keeps its parameters for backward, which needs them first.
+        casts: Casts of inputs and outputs.
     """
 
     reshard_after_forward: bool = True
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     keeps_as_root: bool = True
+    casts: InputCasts = InputCasts()
 
 
 class Unit:
@@ -42,6 +45,7 @@ class Unit:
         options: How to schedule it.
         left: Tied parameters of the module that a unit above owns.
         lenders: Owners of parameters that the module uses as well; they run whenever this unit does.
+        buffers: The casts of its buffers.
 
     Attributes:
         running: Forward calls in progress.
@@ -55,12 +59,14 @@ class Unit:
         *,
         left: frozenset[nn.Parameter] = frozenset(),
         lenders: Sequence[Unit] = (),
+        buffers: BufferCasts | None = None,
     ) -> None:
         self.module = module
         self.handle = handle
         self.options = options
         self.left = left
         self.lenders = lenders
+        self.buffers = buffers or BufferCasts((), None)
         self.fqn = ""
         self.running = 0
         self.nested = False

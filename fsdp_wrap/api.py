@@ -47,7 +47,24 @@ class BackwardPrefetch(Enum):
 
 @dataclass
 class MixedPrecision:
-    """Dtypes of computation and communication; None keeps a parameter's own dtype."""
+    """Dtypes of computation and communication, of floating-point tensors of 16 bits and more.
+
+    Optimizers, full parameters and state dicts always see the parameters' and buffers' own dtypes.
+
+    Attributes:
+        param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
+            the parameters' own.
+        reduce_dtype: Of gradients while they are reduced; None for `param_dtype`.
+        buffer_dtype: Of buffers from the first forward on; None for their own.
+        keep_low_precision_grads: Leave the sharded gradients in `reduce_dtype`.
+        cast_forward_inputs: Cast the unit's inputs to `param_dtype`.
+        cast_root_forward_inputs: Cast them if the unit is the root.
+        _module_classes_to_ignore: Modules of these classes become units of their own in full precision,
+            which take inputs of any precision, if there is an `auto_wrap_policy`.
+
+    Raises:
+        ValueError: If a dtype is not a floating-point one of 16 bits or more.
+    """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -56,6 +73,20 @@ class MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuses dtypes that nothing can be computed in; clients may have set fields since."""
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+            if dtype is not None and not known:
+                raise ValueError(
+                    f"MixedPrecision({name}=...) takes torch.bfloat16, float16, float32, float64 or None, "
+                    f"not {dtype!r}"
+                )
 
 
 @dataclass

@@ -184,12 +184,16 @@ class FlatLayout:
         show_extra(self._module, self._name, param)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        gradient = reduced.to(self.flat_param.device, self.dtype)
+        gradient = reduced.to(self.flat_param.device)
         holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
         for param, piece, param_used in holders:
             if param.requires_grad:
                 _add_gradient(param, piece, param_used, self._marks.get(param))
         self._marks.clear()
+
+    def allow_gradients_of_any_dtype(self) -> None:
+        for param in self._front.holders:
+            param.grad_dtype = None
 
     def mark_unsynced(self) -> None:
         for param in self._front.holders:
@@ -198,6 +202,17 @@ class FlatLayout:
 
     def zeroed(self) -> list[bool]:
         return [source in self._marks and self._marks[source].zeroed for source in self.sources]
+
+    def write_gradient(self, out: torch.Tensor) -> None:
+        out.zero_()
+        for param, piece in zip(self._front.holders, self._front.cut(out)):
+            if param.grad is not None:
+                piece.copy_(param.grad)
+
+    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
+        pieces = [None] * len(self._front.holders) if own is None else self._front.cut(own)
+        for param, piece, has_grad in zip(self._front.holders, pieces, self._front.used(present)):
+            _set_gradient(param, piece if has_grad else None)
 
     def intervals(self) -> list[Interval]:
         result = []
@@ -255,6 +270,15 @@ def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, mark: _M
         param.grad = piece
     else:
         param.grad.add_(piece)
+
+
+def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:
+    if piece is None or piece.numel() == 0:
+        param.grad = None
+    elif param.grad is None:
+        param.grad = piece.to(param.device, copy=True)
+    elif not torch.equal(param.grad, piece.to(param.grad)):
+        param.grad.copy_(piece)
 
 
 def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._summon import Summoning
 from fsdp_wrap._unit import Unit, units_in
 
 __all__ = ["dismiss", "full_units", "is_summoned", "summon", "summon_full_params"]
 
 
 @contextmanager
-def summon_full_params(module: nn.Module, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-    """Shows full parameters, in their original shapes, in place of the sharded ones.
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
 
     Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
-    must therefore be the same on all ranks.
+    must therefore be the same on all ranks, save with `rank0_only`.
 
     Args:
         module: Any module; all units at and below it take part.
-        recurse: Also the units below the outermost one.
-        writeback: Keep edits of the parameters; otherwise they are forgotten.
+        recurse: Also the units below the outermost one; without it nothing is shown unless `module` itself
+            is a unit.
+        writeback: Keep edits of the parameters (and gradients); otherwise they are forgotten.
+        rank0_only: Show them only on the first rank of each unit's process group (of the first copy, where
+            there are several). The other ranks go on showing sharded parameters, and get the first rank's
+            edits. If any rank leaves by an exception, no edit is kept on any.
+        offload_to_cpu: Show them in host memory, where at most one unit is on the accelerator at a time.
+        with_grads: Show the full gradients as `.grad`; None where no rank has one.
 
     Raises:
-        RuntimeError: Inside a forward, a backward, or another summon of the same unit.
+        RuntimeError: Inside a forward, a backward, or another summon of the same unit; with `with_grads`,
+            while gradients accumulated under `no_sync` wait to be reduced; on leaving, if another
+            rank's edits are lost (`rank0_only`).
         ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
     """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
@@ -38,34 +55,85 @@ def summon_full_params(module: nn.Module, recurse: bool = True, writeback: bool 
             raise RuntimeError(
                 f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
             )
-    with full_units(units, writeback=writeback):
+        if with_grads and unit.handle is not None and unit.handle.accumulates:
+            raise RuntimeError(
+                f"{unit.name} holds gradients accumulated under no_sync, which are not reduced yet; call "
+                "summon_full_params(with_grads=True) after a backward outside of no_sync, or zero them"
+            )
+    how = Summoning(rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
+    with full_units(units, writeback=writeback, how=how):
         yield
 
 
 @contextmanager
-def full_units(units: Iterable[Unit], *, writeback: bool, copies: bool = False) -> Iterator[None]:
+def full_units(
+    units: Iterable[Unit], *, writeback: bool, copies: bool = False, how: Summoning | None = None
+) -> Iterator[None]:
     """Shows the full parameters that units use; with `copies`, each in storage of its own.
 
     After an exception inside, nothing is written back.
     """
+    how = how or Summoning(copies=copies)
     summoned: list[Unit] = []
+    kept = False
     try:
         for unit in units:
-            summoned += summon(unit, copies)
+            summoned += _summon(unit, how)
+        with _all_or_none(summoned if how.rank0_only and writeback else ()):
+            yield
+            if writeback:
+                _take_edits(summoned)
+        kept = writeback
+    finally:
+        _release(summoned, kept)
+
+
+@contextmanager
+def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
+    """Raises at the end if any rank of the units' groups has raised inside; collective in either case."""
+    try:
         yield
-    except BaseException:
-        dismiss(summoned, writeback=False)
+    except Exception:
+        _agree(units, False)
         raise
-    dismiss(summoned, writeback)
+    if not _agree(units, True):
+        raise RuntimeError(
+            "another rank left summon_full_params(rank0_only=True) by an exception; no edit was written back"
+        )
+
+
+def _agree(units: Sequence[Unit], fine: bool) -> bool:
+    handles = [unit.handle for unit in units if unit.handle is not None]
+    groups = dict.fromkeys(each for handle in handles for each in (handle.communicator, handle.replicas))
+    for communicator in groups:
+        flag = torch.tensor([fine], dtype=torch.int32, device=communicator.device)
+        communicator.all_reduce([flag], dist.ReduceOp.MIN).wait()
+        fine = bool(flag.item())
+    return fine
 
 
 def summon(unit: Unit, copies: bool = False) -> list[Unit]:
-    """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`."""
+    """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
+
+    Raises:
+        RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
+    """
+    return _summon(unit, Summoning(copies=copies))
+
+
+def _summon(unit: Unit, how: Summoning) -> list[Unit]:
     summoned = []
     for each in (*unit.lenders, unit):
-        if each.handle is not None and not is_summoned(each):
-            each.handle.summon(copies)
+        if each.handle is None:
+            continue
+        if not is_summoned(each):
+            each.handle.summon(how)
             summoned.append(each)
+        elif not (how.rank0_only or each.handle.shows_full):
+            raise RuntimeError(
+                f"the full parameters of {each.name} are on the first rank only: this call must come after "
+                f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
+            )
     return summoned
 
 
@@ -76,14 +144,25 @@ def dismiss(units: Iterable[Unit], writeback: bool) -> None:
         ValueError: If a parameter was replaced by one of another shape or dtype.
     """
     units = list(units)
-    edits: list[list[list[torch.Tensor]]] = [[] for _ in units]
+    kept = False
     try:
         if writeback:
-            edits = [each.handle.edits(f"{each.fqn}." if each.fqn else "") for each in units if each.handle]
+            _take_edits(units)
+        kept = writeback
     finally:
-        for each, edited in zip(units, edits):
-            assert each.handle is not None
-            each.handle.dismiss(edited)
+        _release(units, kept)
+
+
+def _take_edits(units: Iterable[Unit]) -> None:
+    for unit in units:
+        if unit.handle is not None:
+            unit.handle.take_edits(f"{unit.fqn}." if unit.fqn else "")
+
+
+def _release(units: Iterable[Unit], writeback: bool) -> None:
+    for unit in units:
+        if unit.handle is not None:
+            unit.handle.dismiss(writeback)
 
 
 def is_summoned(unit: Unit) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
+from fsdp_wrap._precision import FullPrecision, InputCasts
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -50,7 +51,8 @@ class FullyShardedDataParallel(nn.Module):
         cpu_offload: Keep shards, gradients and so optimizer state in host memory.
         auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
         backward_prefetch: When backward gathers the next unit.
-        mixed_precision: None.
+        mixed_precision: Dtypes of computation and communication. With an `auto_wrap_policy`, modules of
+            its `_module_classes_to_ignore` become units of their own that stay in full precision.
         ignored_modules: Modules not to shard, with all below them.
         param_init_fn: None.
         device_id: Where to compute; by default where the module's tensors are.
@@ -95,13 +97,14 @@ class FullyShardedDataParallel(nn.Module):
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        policy = MixedPrecision(_module_classes_to_ignore=()) if mixed_precision is None else mixed_precision
         options = {
             "process_group": process_group,
             "device_mesh": device_mesh,
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
+            "mixed_precision": policy,
             "param_init_fn": param_init_fn,
         }
         mesh = _resolve_options(**options)
@@ -110,9 +113,13 @@ class FullyShardedDataParallel(nn.Module):
             device=resolve_device(check_module(module, ignored), device_id, mesh),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
+            policy=policy,
             sync_module_states=sync_module_states,
             options=UnitOptions(
-                strategy in _RESHARD_AFTER_FORWARD, backward_prefetch, bool(forward_prefetch)
+                reshard_after_forward=strategy in _RESHARD_AFTER_FORWARD,
+                backward_prefetch=backward_prefetch,
+                forward_prefetch=bool(forward_prefetch),
+                casts=InputCasts.of(policy, module),
             ),
             ignored=ignored,
         )
@@ -124,9 +131,12 @@ class FullyShardedDataParallel(nn.Module):
                 "use_orig_params": use_orig_params,
             }
             _wrap_below(type(self), module, auto_wrap_policy, ignored, shared)
+        self._adopt(module, build_unit(module, spec))
+
+    def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
-        self.__dict__[UNIT_ATTR] = self._unit = build_unit(module, spec)
-        self._unit.module = self
+        self.__dict__[UNIT_ATTR] = self._unit = unit
+        unit.module = self
         self._loading: list[Unit] = []
         self._load_errors: list[str] = []
         self._defers_load = False
@@ -227,19 +237,10 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`.
-
-        Raises:
-            ValueError: If `rank0_only`, `offload_to_cpu` or `with_grads` is asked for.
-        """
-        _refuse_unavailable(
-            rank0_only=rank0_only or None,
-            offload_to_cpu=offload_to_cpu or None,
-            with_grads=with_grads or None,
-        )
+        """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`."""
         for wrapper in FullyShardedDataParallel.fsdp_modules(module):
             wrapper._drop_stale_load()
-        return summon_full_params(module, recurse, writeback)
+        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
@@ -400,7 +401,7 @@ def _refuse_unavailable(**options: Any) -> None:
 def _wrap_below(
     wrapper_cls: type[FullyShardedDataParallel],
     module: nn.Module,
-    policy: Any,
+    auto_wrap_policy: Any,
     ignored: Ignored,
     shared: dict[str, Any],
 ) -> None:
@@ -408,13 +409,15 @@ def _wrap_below(
         inherited: Any = replace(ignored, left=frozenset(left_to_ancestor))
         return wrapper_cls(child, **kwargs, ignored_states=inherited)
 
+    policy: MixedPrecision = shared["mixed_precision"]
     plan = plan_wrapping(
         module,
-        policy,
+        auto_wrap_policy,
         wrapper_cls,
         ignored_modules=ignored.modules,
         ignored_params=ignored.params,
         wrapper_kwargs=shared,
+        apart=(tuple(policy._module_classes_to_ignore), {"mixed_precision": FullPrecision()}),
     )
     for child, kwargs in plan.targets.items():
         try:
@@ -437,10 +440,13 @@ def _resolve_options(
     **others: Any,
 ) -> ShardMesh:
     """Checks what does not depend on the module, and finds the ranks."""
-    _refuse_unavailable(mixed_precision=mixed_precision, param_init_fn=param_init_fn)
+    _refuse_unavailable(param_init_fn=param_init_fn)
     _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
     _check_type("cpu_offload", cpu_offload, CPUOffload)
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
+    _check_type("mixed_precision", mixed_precision, MixedPrecision)
+    if mixed_precision is not None:
+        mixed_precision.check()
     return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
 
 

@@ -321,6 +321,7 @@ def plan_wrapping(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     wrapper_kwargs: Mapping[str, Any] | None = None,
+    apart: tuple[tuple[type[nn.Module], ...], Kwargs] = ((), {}),
 ) -> WrapPlan:
     """Decides which submodules of `root` become units; never `root` itself, which the caller wraps.
 
@@ -332,6 +333,8 @@ def plan_wrapping(
         ignored_modules: Modules to leave alone together with everything below them.
         ignored_params: Parameters that do not count.
         wrapper_kwargs: Arguments of the units' wrappers, where the policy does not override them.
+        apart: Classes whose instances become units whatever the policy says, and what then overrides
+            their wrapper's arguments.
 
     Raises:
         ValueError: If a module is already wrapped, or the policy refuses the tree.
@@ -349,6 +352,7 @@ def plan_wrapping(
             f"auto_wrap_policy must be a function or a policy object, not {policy!r}; "
             "for a set of module classes use ModuleWrapPolicy"
         )
+    targets = _with_those_apart(tree, targets, kwargs, *apart)
     _check_arguments(tree, targets, wrapper_cls)
     owners, left = _assign_tied_params(tree, targets)
     return WrapPlan(targets, owners, left, tree.places)
@@ -475,6 +479,18 @@ def _ask_policy_object(tree: _Tree, policy: torch_wrap._Policy, kwargs: Kwargs) 
         else:
             targets[module] = dict(chosen[module])
     return targets
+
+
+def _with_those_apart(
+    tree: _Tree, targets: Targets, kwargs: Kwargs, classes: tuple[type[nn.Module], ...], overrides: Kwargs
+) -> Targets:
+    result: Targets = {}
+    for module in tree.order:
+        if isinstance(module, classes) and module not in tree.ignored and module is not tree.root:
+            result[module] = {**targets.get(module, kwargs), **overrides}
+        elif module in targets:
+            result[module] = targets[module]
+    return result
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
+from bed.memory import live_bytes
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
@@ -63,9 +68,11 @@ each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block])
 class Twins:
     """A wrapped model and a plain one, trained side by side: the plain one sees the batches of all ranks."""
 
-    def __init__(self, wrap: Callable[..., FSDP], use_orig_params: bool, optimizer: bool = True) -> None:
+    def __init__(
+        self, wrap: Callable[..., FSDP], use_orig_params: bool, optimizer: bool = True, **options: Any
+    ) -> None:
         self.plain = Net().double()
-        self.model = wrap(copy.deepcopy(self.plain), use_orig_params=use_orig_params)
+        self.model = wrap(copy.deepcopy(self.plain), use_orig_params=use_orig_params, **options)
         if optimizer:
             self.optimize(self.model, self.plain)
 
@@ -316,6 +323,206 @@ def test_exception_inside_drops_the_edits(rank, world_size, wrap, use_orig_param
     twins.check()
     with FSDP.summon_full_params(twins.model):
         assert shapes(twins.model) == shapes(twins.plain)
+
+
+# Options: on the first rank only, in host memory, with gradients.
+
+
+def sharding(strategy: str) -> dict[str, Any]:
+    """Options for 4 ranks; hybrid ones in two copies."""
+    mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
+    return {"sharding_strategy": ShardingStrategy[strategy], **mesh}
+
+
+def with_sgd(twins: Twins) -> Twins:
+    """To which no gradient and one of zeros are the same."""
+    twins.optimizers = [torch.optim.SGD(net.parameters(), lr=1e-2) for net in (twins.model, twins.plain)]
+    return twins
+
+
+def half_and_double(module: nn.Module) -> None:
+    """Edits parameters, and gradients where they are."""
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(0.5)
+            if param.grad is not None:
+                param.grad.mul_(2)
+    module.stem.bias.grad = None
+    if module.head.bias.grad is not None:
+        module.head.bias.grad = torch.full_like(module.head.bias, 0.25)
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@ranks(4)
+def test_every_combination_of_options(rank, world_size, wrap, use_orig_params, strategy):
+    twins = with_sgd(Twins(wrap, use_orig_params, **sharding(strategy)))
+    for options in itertools.product([True, False], repeat=4):
+        writeback, rank0_only, offload_to_cpu, with_grads = options
+        twins.backward(twins.forward())
+        outside = list(twins.model.parameters())
+        with FSDP.summon_full_params(twins.model, True, *options):
+            if rank0_only and rank > 0:
+                assert all(new is old for new, old in zip(twins.model.parameters(), outside, strict=True))
+                assert (gradients(twins.model) != {}) or strategy == "FULL_SHARD"  # an empty shard has none
+            else:
+                assert_full(dict(twins.model.named_parameters()), dict(twins.plain.named_parameters()))
+                expected = gradients(twins.plain) if with_grads else {}
+                assert_full(gradients(twins.model), expected)
+                half_and_double(twins.model)
+        if writeback:
+            kept = [param.grad for param in twins.plain.parameters()]
+            half_and_double(twins.plain)
+            for param, grad in () if with_grads else zip(twins.plain.parameters(), kept):
+                param.grad = grad
+            if not with_grads:  # edited in place
+                torch._foreach_mul_([param.grad for param in twins.plain.parameters()], 0.5)
+        twins.update()
+        assert_full(twins.model.state_dict(), twins.plain.state_dict())
+    twins.check()
+
+
+@each_form
+@pytest.mark.parametrize("options", [{}, {"with_grads": True}], ids=["params", "grads"])
+@ranks(2)
+def test_other_ranks_hold_no_full_parameters(rank, world_size, use_orig_params, options):
+    model = FSDP(nn.Linear(512, 512, bias=False), use_orig_params=use_orig_params)
+    full = 512 * 512 * 4
+    model(torch.ones(1, 512)).sum().backward()
+    at_rest = live_bytes()
+    with FSDP.summon_full_params(model, rank0_only=True, **options):
+        more = live_bytes() - at_rest
+        assert full * 0.99 < more < full * 2.01 if rank == 0 else more < 1024
+    for _ in range(100):  # a thread of the process group lets go of its last tensors a little later
+        if live_bytes() > at_rest:
+            time.sleep(0.02)
+    assert live_bytes() - at_rest < 1024
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_gradients_that_are_looked_at_stay_the_same_objects(rank, world_size, wrap, use_orig_params):
+    twins = Twins(wrap, use_orig_params)
+    twins.backward(twins.forward())
+    versions = [param.grad._version for param in twins.model.parameters() if param.grad is not None]
+    for rank0_only in (False, True):
+        with sharded_again(twins.model):
+            with FSDP.summon_full_params(twins.model, rank0_only=rank0_only, with_grads=True):
+                pass
+    after = [param.grad._version for param in twins.model.parameters() if param.grad is not None]
+    assert after == versions
+    twins.update()
+    twins.check()
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("rank0_only", [False, True])
+@ranks(2)
+def test_gradients_made_and_removed_inside(rank, world_size, wrap, use_orig_params, rank0_only):
+    twins = with_sgd(Twins(wrap, use_orig_params))
+    shown = rank == 0 or not rank0_only
+    with FSDP.summon_full_params(twins.model, rank0_only=rank0_only, with_grads=True):
+        assert gradients(twins.model) == {}
+        twins.plain.stem.weight.grad = torch.ones_like(twins.plain.stem.weight)
+        if shown:
+            twins.model.module.stem.weight.grad = torch.ones_like(twins.model.module.stem.weight)
+    twins.update()
+    assert_full(twins.model.state_dict(), twins.plain.state_dict())
+    twins.backward(twins.forward())
+    with FSDP.summon_full_params(twins.model, rank0_only=rank0_only, with_grads=True):
+        if shown:
+            twins.model.zero_grad()
+    assert gradients(twins.model) == {}
+    twins.plain.zero_grad()
+    twins.check()
+
+
+@each_form
+@ranks(2)
+def test_unused_and_frozen_parameters_show_no_gradient(rank, world_size, use_orig_params):
+    class Partly(Net):
+        def forward(self, x):
+            return self.head(self.stem(x))
+
+    torch.manual_seed(0)
+    net = Partly()
+    net.stem.weight.requires_grad_(False)
+    model = per_block(net, use_orig_params=use_orig_params)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        found = set(gradients(model))
+    used = {"stem.bias", "head.weight", "head.bias"}
+    assert found == used | (set() if use_orig_params else {"shift"})  # a flat parameter is used as a whole
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_gradients_that_are_not_reduced_are_not_shown(rank, world_size, wrap, use_orig_params):
+    twins = Twins(wrap, use_orig_params)
+    with twins.model.no_sync():
+        twins.backward(twins.forward())
+    with sharded_again(twins.model), pytest.raises(RuntimeError, match="unit.*no_sync.*not reduced"):
+        with FSDP.summon_full_params(twins.model, with_grads=True):
+            raise AssertionError("the context was entered")
+    twins.backward(twins.forward())
+    with FSDP.summon_full_params(twins.model, with_grads=True):
+        assert_full(gradients(twins.model), gradients(twins.plain))
+    twins.update()
+    twins.check()
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("culprit", [0, 1])
+@ranks(2)
+def test_exception_on_one_rank_drops_the_edits_on_all(rank, world_size, wrap, use_orig_params, culprit):
+    twins = Twins(wrap, use_orig_params)
+    error = KeyError if rank == culprit else RuntimeError
+    said = "of the user's own" if rank == culprit else "another rank left summon_full_params"
+    with sharded_again(twins.model), pytest.raises(error, match=said):
+        with FSDP.summon_full_params(twins.model, rank0_only=True):
+            if rank == 0:
+                half_and_double(twins.model)
+            if rank == culprit:
+                raise KeyError("of the user's own")
+    twins.check()
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_misfit_on_the_first_rank_drops_the_edits_on_all(rank, world_size, wrap, use_orig_params):
+    twins = Twins(wrap, use_orig_params)
+    error, said = (ValueError, "'head.bias'") if rank == 0 else (RuntimeError, "another rank left")
+    with sharded_again(twins.model), pytest.raises(error, match=said):
+        with FSDP.summon_full_params(twins.model, rank0_only=True):
+            if rank == 0:
+                half_and_double(twins.model)
+                twins.model.module.head.bias = nn.Parameter(torch.zeros(2))
+    twins.check()
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_state_dict_of_the_first_rank_alone(rank, world_size, wrap, use_orig_params):
+    twins = Twins(wrap, use_orig_params)
+    with FSDP.summon_full_params(twins.model, rank0_only=True, writeback=False):
+        if rank == 0:
+            assert_full(twins.model.state_dict(), twins.plain.state_dict())
+        else:
+            for call in (twins.model.state_dict, lambda: twins.model.apply(fill)):
+                with pytest.raises(RuntimeError, match="first rank only.*not on rank 1"):
+                    call()
+    twins.check()
 
 
 # Beside training.

@@ -1,0 +1,146 @@
+"""`Segment`: the memory of one layout: unsharded buffer, leaves and reduce buffer."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_wrap._collectives import Communicator, ResidentBuffer
+from fsdp_wrap._layout import Layout
+from fsdp_wrap._precision import SegmentDtypes
+
+__all__ = ["Segment"]
+
+
+class Segment:
+    """One layout with its unsharded buffer, its leaves and its reduce buffer.
+
+    Args:
+        layout: How the parameters lie in the buffers.
+        dtypes: Of the buffers.
+        communicator: Allocates the buffers.
+        contributors: Ranks over which gradients are averaged.
+    """
+
+    def __init__(
+        self, layout: Layout, dtypes: SegmentDtypes, communicator: Communicator, contributors: int
+    ) -> None:
+        self.layout = layout
+        self.dtypes = dtypes
+        self._communicator = communicator
+        self._scale = 1.0 / contributors
+        resident = layout.resident if dtypes.param == dtypes.master else None
+        self.full = (
+            communicator.buffer(layout.numel, dtypes.param) if resident is None else ResidentBuffer(resident)
+        )
+        self.leaves = layout.make_leaves(self.full.tensor)
+        # Written through an alias of its own, so that autograd's version counters do not move.
+        self.full_data = self.full.tensor.data
+        self.own_data = communicator.own_part(self.full_data)
+        self.full.free()  # before the other one is allocated
+        self.grads = communicator.buffer(layout.numel, dtypes.reduce)
+        self._grad_views = layout.views(self.grads.tensor)
+        self._grad_padding = layout.padding(self.grads.tensor)
+        self._filled = [False] * len(self.leaves)
+        self._accumulated = False
+        self.grads.free()
+        if dtypes.grad != dtypes.master:
+            layout.allow_gradients_of_any_dtype()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any leaf needs a gradient now."""
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+    def free(self) -> None:
+        """Frees the unsharded buffer; memory that a NumPy array shares is left to the array."""
+        if self.full.resizable:
+            self.full.free()
+            return
+        self.full = self._communicator.buffer(self.layout.numel, self.dtypes.param)
+        self.full_data = self.full.tensor.data
+        self.own_data = self._communicator.own_part(self.full_data)
+        for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
+            leaf.data = view
+        self.full.free()
+
+    def follow_requires_grad(self) -> bool:
+        """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""
+        changed = False
+        for leaf, source in zip(self.leaves, self.layout.sources):
+            if leaf.requires_grad != source.requires_grad:
+                leaf.requires_grad_(source.requires_grad)
+                changed = True
+        return changed
+
+    def take_gradient(self, index: int) -> None:
+        """Moves a leaf's gradient into the reduce buffer, divided by the number of ranks."""
+        leaf = self.leaves[index]
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        self._allocate_gradients()
+        view, filled = self._grad_views[index], self._filled[index]
+        self._filled[index] = True
+        _accumulate(view, grad.to_dense() if grad.layout != torch.strided else grad, self._scale, filled)
+
+    def complete_gradients(self) -> torch.Tensor:
+        """Returns the reduce buffer, with zeros where no gradient came."""
+        self._allocate_gradients()
+        for view, filled in zip(self._grad_views, self._filled):
+            if not filled:
+                view.zero_()
+        return self.grads.tensor
+
+    def add_reduced(self, shard: torch.Tensor) -> None:
+        """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
+        self.layout.add_reduced(shard.to(self.dtypes.grad), self._filled)
+        self.drop_gradients()
+
+    def keep_accumulated(self) -> None:
+        """Keeps the gradients taken so far for a later backward."""
+        if self.grads.allocated:
+            self._accumulated = True
+            self.layout.mark_unsynced()
+
+    def forget_zeroed(self) -> None:
+        """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
+        if self._accumulated:
+            for index, zeroed in enumerate(self.layout.zeroed()):
+                self._filled[index] = self._filled[index] and not zeroed
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
+        return self._accumulated and any(
+            filled and not zeroed for filled, zeroed in zip(self._filled, self.layout.zeroed())
+        )
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients and frees the reduce buffer."""
+        self._filled = [False] * len(self.leaves)
+        self._accumulated = False
+        self.grads.free()
+
+    def drop_partial_gradients(self) -> None:
+        """Forgets what a failed backward left; what earlier backwards accumulated stays."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        if not self._accumulated:
+            self.drop_gradients()
+
+    def _allocate_gradients(self) -> None:
+        if not self.grads.allocated:
+            self.grads.allocate()
+            for gap in self._grad_padding:
+                gap.zero_()
+
+
+def _accumulate(view: torch.Tensor, grad: torch.Tensor, scale: float, filled: bool) -> None:
+    if filled:
+        view.add_(grad, alpha=scale)
+    elif scale == 1.0:
+        view.copy_(grad)
+    elif torch.promote_types(grad.dtype, view.dtype) == grad.dtype:
+        torch.mul(grad, scale, out=view)  # copy, division and cast in one pass: rounded once, no overflow
+    else:
+        view.copy_(grad).mul_(scale)  # divided in the wider dtype

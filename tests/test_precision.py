@@ -1,0 +1,650 @@
+"""Mixed precision: what is computed, gathered and reduced in which dtype, and what stays in full precision.
+
+The reference computes with a plain copy of the master weights in the param dtype, averages its gradients over
+the ranks in the reduce dtype with a plain all-reduce, and updates the master weights: bit-equal at 2 ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from bed import ranks
+from bed.references import count_collectives
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
+from models import full_grads
+from scenario import pairwise
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Block(nn.Module):
+    """A residual block that may be checkpointed from inside."""
+
+    def __init__(self, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing:
+            return x + checkpoint(self._compute, x, use_reentrant=False)
+        return x + self._compute(x)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+def _net(checkpointing: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Block(checkpointing), Block(checkpointing), nn.Linear(8, 3))
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Reference:
+    """Trains master weights by hand as mixed precision prescribes."""
+
+    def __init__(self, net: nn.Module, policy: MixedPrecision) -> None:
+        self.master = copy.deepcopy(net)
+        self.param = policy.param_dtype or FP32
+        self.reduce = policy.reduce_dtype or self.param
+        self.grads = [torch.zeros_like(p, dtype=self.reduce) for p in self.master.parameters()]
+
+    def backward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds this rank's part of the mean gradients; returns the loss."""
+        low = copy.deepcopy(self.master).to(self.param)
+        loss = low(x.to(self.param)).float().square().mean()
+        loss.backward()
+        for total, param in zip(self.grads, low.parameters()):
+            assert param.grad is not None
+            wide = torch.promote_types(torch.promote_types(total.dtype, param.grad.dtype), FP32)
+            total.copy_(total.to(wide) + param.grad.to(wide) / dist.get_world_size())  # rounded once
+        return loss.detach()
+
+    def reduce_grads(self) -> None:
+        """Sums over the ranks and hands the result to the master weights."""
+        for total, param in zip(self.grads, self.master.parameters()):
+            dist.all_reduce(total)
+            param.grad = total.to(param.dtype, copy=True)
+            total.zero_()
+
+
+SPACE: dict[str, list[Any]] = {
+    "param": [BF16, FP16, FP32, FP64, None],
+    "reduce": [BF16, FP16, FP32, FP64, None],
+    "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
+    "use_orig_params": [False, True],
+    "per_block": [False, True],
+    "accumulation": ["F", "TF", "TTF"],
+    "offload": [False, True],
+    "checkpointing": [False, True],
+}
+
+
+@pytest.mark.parametrize("scenario", pairwise(SPACE, seed=4), ids=lambda s: "-".join(map(str, s.values())))
+@ranks(2)
+def test_training_equals_training_by_hand(rank, world_size, scenario):
+    policy = MixedPrecision(param_dtype=scenario["param"], reduce_dtype=scenario["reduce"])
+    net = _net(scenario["checkpointing"])
+    reference = Reference(net, policy)
+    model = FSDP(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block}) if scenario["per_block"] else None,
+        sharding_strategy=ShardingStrategy[scenario["strategy"]],
+        use_orig_params=scenario["use_orig_params"],
+        cpu_offload=CPUOffload(scenario["offload"]),
+        mixed_precision=policy,
+    )
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    theirs = torch.optim.AdamW(reference.master.parameters(), lr=1e-2, foreach=False)
+    for step in range(3):
+        for part, unsynced in enumerate(scenario["accumulation"]):
+            x = _batch(rank, 10 * step + part)
+            with model.no_sync() if unsynced == "T" else nullcontext():
+                loss = model(x).float().square().mean()
+                loss.backward()
+            assert torch.equal(loss.detach(), reference.backward(x))
+        reference.reduce_grads()
+        for name, param in reference.master.named_parameters():
+            assert torch.equal(full_grads(model)[name], param.grad), (step, name)
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+    for name, value in model.state_dict().items():
+        assert value.dtype == FP32
+        assert torch.equal(value, reference.master.state_dict()[name]), name
+
+
+class Spy(nn.Module):
+    """Notes the dtypes that its forward sees; passes `x` through a linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 1.0 + 2**-20))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = [x, *args, *kwargs.values()]
+        self.seen.append([each.dtype if isinstance(each, torch.Tensor) else each for each in tensors])
+        self.seen.append([self.linear.weight.dtype, self.scale.dtype, self.count.dtype])
+        return self.linear(x.to(self.linear.weight.dtype)) * self.scale.to(self.linear.weight.dtype)
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ranks(2)
+def test_parameters_and_gradients_are_in_full_precision_outside(rank, world_size, strategy, use_orig_params):
+    spy = Spy()
+    model = FSDP(
+        spy,
+        mixed_precision=MixedPrecision(BF16, BF16),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+    )
+    out = model(torch.ones(2, 4))
+    assert out.dtype == BF16
+    assert spy.seen[1] == [BF16, FP32, torch.long]
+    out.sum().backward()
+    for param in model.parameters():
+        assert param.dtype == FP32
+        assert param.grad is None or param.grad.dtype == FP32
+    with FSDP.summon_full_params(model):
+        assert {param.dtype for param in model.parameters()} == {FP32}
+    assert {value.dtype for value in model.state_dict().values()} == {FP32, torch.long}
+
+
+@pytest.mark.parametrize("cast_root", [False, True])
+@pytest.mark.parametrize("cast_nested", [False, True])
+@ranks(2)
+def test_which_inputs_are_cast(rank, world_size, cast_nested, cast_root):
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Spy()
+            self.own = nn.Parameter(torch.ones(4))
+            self.seen: list[Any] = []
+
+        def forward(self, x: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            values = [x, extra["pair"][0], extra["pair"][1], extra["count"]]
+            self.seen.append([each.dtype for each in values])
+            return self.inner(x.float(), torch.ones(1, dtype=FP64), 3, mask=torch.ones(4, dtype=torch.bool))
+
+    policy = MixedPrecision(
+        BF16, cast_forward_inputs=cast_nested, cast_root_forward_inputs=cast_root
+    )
+    outer = Outer()
+    inner = outer.inner
+    model = FSDP(outer, auto_wrap_policy=ModuleWrapPolicy({Spy}), mixed_precision=policy)
+    count = torch.ones(1, dtype=torch.int32)
+    model(torch.ones(2, 4), extra={"pair": (torch.ones(2), torch.ones(2, dtype=FP64)), "count": count})
+    cast = cast_root or cast_nested
+    low, wide = (BF16, BF16) if cast else (FP32, FP64)
+    assert outer.seen == [[low, low, wide, torch.int32]]
+    assert inner.seen[0] == ([BF16, BF16, 3, torch.bool] if cast_nested else [FP32, FP64, 3, torch.bool])
+
+
+@ranks(2)
+def test_gradients_of_inputs_come_back_in_their_dtype(rank, world_size):
+    model = FSDP(_net(), mixed_precision=MixedPrecision(BF16))
+    x = torch.ones(4, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None and x.grad.dtype == FP32 and x.grad.any()
+
+
+@ranks(2)
+def test_tensors_that_need_no_cast_stay_the_same_objects(rank, world_size):
+    seen: list[Any] = []
+
+    class Keep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            seen.append(batch)
+            return self.weight.sum()
+
+    batch = {"ids": torch.arange(3), "low": torch.ones(3, dtype=BF16)}
+    FSDP(Keep(), mixed_precision=MixedPrecision(BF16))(batch)
+    assert seen[0] is batch
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP64])
+@ranks(2)
+def test_buffers_are_cast_and_come_back_exactly(rank, world_size, dtype):
+    spy = Spy()
+    original = spy.scale.clone()
+    model = FSDP(spy, mixed_precision=MixedPrecision(buffer_dtype=dtype))
+    assert model.module.scale.dtype == FP32
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        assert spy.seen[-1] == [FP32, dtype, torch.long]
+        assert model.module.scale.dtype == dtype
+        with FSDP.summon_full_params(model):
+            assert torch.equal(model.module.scale, original)
+        assert model.module.scale.dtype == dtype
+        assert torch.equal(model.state_dict()["scale"], original)
+        assert model.module.scale.dtype == dtype
+    changed = {**model.state_dict(), "scale": original + 2**-10}
+    model.load_state_dict(changed)
+    assert torch.equal(model.state_dict()["scale"], original + 2**-10)
+    model(torch.ones(2, 4))
+    assert torch.equal(model.module.scale, (original + 2**-10).to(dtype))
+
+
+@ranks(2)
+def test_buffers_that_forward_updates_keep_their_updates(rank, world_size):
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total.add_(x.detach())
+            return self.weight * x
+
+    model = FSDP(Running(), mixed_precision=MixedPrecision(buffer_dtype=BF16))
+    for count in range(1, 4):
+        model(torch.ones(3))
+        state = model.state_dict()
+        assert torch.equal(state["total"], torch.full((3,), float(count)))
+
+
+@ranks(2)
+def test_buffers_of_a_unit_without_parameters(rank, world_size):
+    class Position(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.full((3,), 1 + 2**-20))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.table.dtype == BF16
+            return x + self.table
+
+    net = nn.Sequential(nn.Linear(3, 3), Position())
+    model = FSDP(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Position}),
+        mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16),
+    )
+    assert model(torch.ones(2, 3)).dtype == BF16
+    assert torch.equal(model.state_dict()["1.table"], torch.full((3,), 1 + 2**-20))
+
+
+# --- classes in full precision -------------------------------------------------------------------------
+
+
+def _with_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    )
+
+
+def _low(net: nn.Module, dtype: torch.dtype, full: tuple[type[nn.Module], ...]) -> nn.Module:
+    """Casts all but instances of `full`, which take and return `dtype`."""
+    low = copy.deepcopy(net).to(dtype)
+    for original, module in zip(net.modules(), low.modules()):
+        if isinstance(module, full):
+            module.to(FP32).load_state_dict(original.state_dict())
+            module.register_forward_pre_hook(lambda _, args: tuple(arg.float() for arg in args))
+            module.register_forward_hook(lambda _, args, out: out.to(dtype))
+    return low
+
+
+@each_form
+@pytest.mark.parametrize("classes", [None, (nn.LayerNorm,), (nn.LayerNorm, nn.BatchNorm1d)], ids=str)
+@pytest.mark.parametrize("style", ["module_wrap", "function", "custom"])
+@ranks(2)
+def test_classes_that_stay_in_full_precision(rank, world_size, style, classes, use_orig_params):
+    net = _with_norms()
+    kwargs = {} if classes is None else {"_module_classes_to_ignore": classes}
+    policy = MixedPrecision(BF16, buffer_dtype=BF16, **kwargs)
+    full = (nn.BatchNorm1d,) if classes is None else classes
+    low = _low(net, BF16, full)
+    model = FSDP(
+        net,
+        auto_wrap_policy={
+            "module_wrap": ModuleWrapPolicy({nn.Sequential}),
+            "function": lambda module, recurse, **_: recurse or isinstance(module, nn.Sequential),
+            "custom": CustomPolicy(lambda module: isinstance(module, nn.Sequential)),
+        }[style],
+        mixed_precision=policy,
+        use_orig_params=use_orig_params,
+    )
+    wrapped = [m.module for m in FSDP.fsdp_modules(model)]
+    assert {type(m) for m in wrapped} == {nn.Sequential, *full}
+    x = _batch(rank, 0)
+    out, expected = model(x), low(x.to(BF16))
+    assert out.dtype == BF16
+    assert torch.equal(out, expected)
+    out.float().square().mean().backward()
+    expected.float().square().mean().backward()
+    grads = full_grads(model)
+    for name, param in low.named_parameters():
+        mean = param.grad / world_size
+        dist.all_reduce(mean)
+        assert torch.equal(grads[name], mean.float()), name
+    with FSDP.summon_full_params(model):
+        for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm1d)):
+            assert torch.equal(norm.running_mean, low[0][1].running_mean.float())
+
+
+# --- units that differ ---------------------------------------------------------------------------------
+
+
+@each_form
+@ranks(2)
+def test_units_of_different_precision(rank, world_size, use_orig_params):
+    policies = {0: None, 1: MixedPrecision(BF16, FP32), 2: MixedPrecision(FP16, cast_forward_inputs=True)}
+    spies = nn.ModuleList(Spy() for _ in range(3))
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.units = nn.ModuleList(
+                FSDP(spy, mixed_precision=policies[index], use_orig_params=use_orig_params)
+                for index, spy in enumerate(spies)
+            )
+            self.own = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for unit in self.units:
+                x = unit(x)
+            return x * self.own
+
+    model = FSDP(Chain(), use_orig_params=use_orig_params)
+    out = model(torch.ones(2, 4))
+    assert [spy.seen[1][0] for spy in spies] == [FP32, BF16, FP16]
+    assert [spy.seen[0][0] for spy in spies] == [FP32, FP32, FP16]
+    assert out.dtype == FP32  # of FP16 and FP32
+    out.sum().backward()
+    assert all(value.dtype == FP32 for value in full_grads(model).values() if value.is_floating_point())
+
+
+# --- bytes ---------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_half_the_bytes_on_the_wire(rank, world_size):
+    def traffic(policy: MixedPrecision | None) -> dict[str, int]:
+        net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+        model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=policy)
+        with count_collectives() as counts:
+            model(torch.ones(2, 16)).sum().backward()
+        return {name: each.bytes for name, each in counts.items()}
+
+    full, low = traffic(None), traffic(MixedPrecision(BF16, BF16))
+    mixed = traffic(MixedPrecision(BF16, FP32))
+    gathers, reductions = full
+    assert set(full) == set(low) == {gathers, reductions}
+    assert "gather" in gathers and "reduce" in reductions
+    assert {name: 2 * size for name, size in low.items()} == full
+    assert mixed == {gathers: low[gathers], reductions: full[reductions]}
+
+
+# --- options -------------------------------------------------------------------------------------------
+
+
+@each_form
+@pytest.mark.parametrize("accumulate", [False, True])
+@ranks(2)
+def test_keep_low_precision_grads(rank, world_size, accumulate, use_orig_params):
+    net = _net()
+    policy = MixedPrecision(BF16, keep_low_precision_grads=True)
+    reference = Reference(net, policy)
+    model = FSDP(net, mixed_precision=policy, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for part in range(1 + accumulate):
+            x = _batch(rank, 10 * step + part)
+            with model.no_sync() if part < accumulate else nullcontext():
+                model(x).float().square().mean().backward()
+            reference.backward(x)
+        reference.reduce_grads()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert grads and {grad.dtype for grad in grads} == {BF16}
+        for name, param in reference.master.named_parameters():
+            assert torch.equal(full_grads(model)[name], param.grad), name
+            param.data.add_(param.grad, alpha=-0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, reference.master.state_dict()[name])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_form
+@ranks(2)
+def test_autocast_equals_ddp(rank, world_size, use_orig_params, strategy):
+    net = _net()
+    ddp = DDP(copy.deepcopy(net))
+    model = FSDP(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (ddp, model)]
+    for step in range(3):
+        x = _batch(rank, step)
+        with torch.autocast("cpu", dtype=BF16):
+            outs = [ddp(x), model(x)]
+        assert outs[1].dtype == BF16
+        assert torch.equal(*outs)
+        for out, optimizer in zip(outs, optimizers):
+            out.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, ddp.module.state_dict()[name]), name
+
+
+@ranks(2)
+def test_autocast_within_mixed_precision(rank, world_size):
+    model = FSDP(_net(), mixed_precision=MixedPrecision(BF16, FP32))
+    with torch.autocast("cpu", dtype=BF16):
+        out = model(_batch(rank, 0))
+    assert out.dtype == BF16
+    out.float().sum().backward()
+    assert all(value.isfinite().all() for value in full_grads(model).values())
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "bfloat16"], ids=str)
+@ranks(2)
+def test_dtypes_that_cannot_be_computed_in_are_refused(rank, world_size, dtype, field):
+    with pytest.raises(ValueError, match=field):
+        MixedPrecision(**{field: dtype})
+    policy = MixedPrecision()
+    setattr(policy, field, dtype)
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=field):
+        FSDP(net, mixed_precision=policy)
+    FSDP(net)
+
+
+# --- quantised frozen weights ----------------------------------------------------------------------------
+
+
+class Quantised(nn.Module):
+    """A frozen linear of few bits per weight, dequantised in the forward, with trainable adapters."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = torch.randn(width, width)
+        self.scale = nn.Parameter(weight.abs().amax(1, keepdim=True) / 7, requires_grad=False)
+        levels = (weight / self.scale).round()
+        levels = levels + 8 if dtype == torch.uint8 else levels
+        self.levels = nn.Parameter(levels.to(dtype), requires_grad=False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        levels = self.levels.to(self.scale.dtype)
+        weight = (levels - 8 if self.levels.dtype == torch.uint8 else levels) * self.scale
+        return F.linear(x, weight) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("policy", [None, MixedPrecision(BF16, FP32)], ids=["full", "bf16"])
+@each_form
+@ranks(2)
+def test_adapters_over_quantised_weights(rank, world_size, use_orig_params, policy, strategy, dtype):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Quantised(6, dtype) for _ in range(3)])
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    plain = copy.deepcopy(net)
+    model = FSDP(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Quantised}),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+        mixed_precision=policy,
+    )
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    ours = torch.optim.AdamW(trainable, lr=1e-2, foreach=False)
+    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        low = _low_floats(plain, policy)
+        expected = low(x.to(low[0].scale.dtype)).float().square().mean()
+        loss = model(x).float().square().mean()
+        assert torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+        for param, computed in zip(plain.parameters(), low.parameters()):
+            if param.requires_grad:
+                param.grad = computed.grad.to(FP32) / world_size
+                dist.all_reduce(param.grad)
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        assert state[name].dtype == value.dtype
+        assert _same_bytes(state[name], value), name
+        if "levels" in name:
+            assert _same_bytes(state[name], before[name])
+    model.load_state_dict(before)
+    assert all(_same_bytes(value, before[name]) for name, value in model.state_dict().items())
+
+
+def _low_floats(plain: nn.Module, policy: MixedPrecision | None) -> nn.Module:
+    low = copy.deepcopy(plain)
+    for param in low.parameters():
+        if policy is not None and param.dtype == FP32:
+            param.data = param.data.to(policy.param_dtype)
+    return low
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+# --- traps ---------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """A module in full precision that takes a keyword and a container, and returns a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 1 + 2**-12))
+        self.inner = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor, *, others: list[torch.Tensor], index: torch.Tensor) -> dict[str, Any]:
+        assert x.dtype == others[0].dtype == self.weight.dtype == self.inner.weight.dtype == FP32
+        assert index.dtype == torch.long
+        return {"y": self.inner(x) * self.weight + others[0], "index": index, "plain": 3}
+
+
+class UsesPair(nn.Module):
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.pair, self.linear = Pair(), nn.Linear(4, 4)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            y = self.linear(x)
+            if self.checkpointing == "none":
+                out = self.pair(y, others=[x], index=index)
+            else:
+                reentrant = self.checkpointing == "reentrant"
+                out = checkpoint(
+                    lambda y, x: self.pair(y, others=[x], index=index), y, x, use_reentrant=reentrant
+                )
+            assert (out["y"].dtype, out["index"].dtype, out["plain"]) == (BF16, torch.long, 3)
+            x = out["y"]
+        return x
+
+
+@each_form
+@pytest.mark.parametrize("checkpointing", ["none", "early_stop"])
+@ranks(1, 2, 3)
+def test_full_precision_class_used_twice_with_keywords(rank, world_size, checkpointing, use_orig_params):
+    policy = MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair, nn.LayerNorm))
+    torch.manual_seed(0)
+    model = FSDP(
+        UsesPair(checkpointing),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.LayerNorm}),
+        mixed_precision=policy,
+        use_orig_params=use_orig_params,
+    )
+    model(torch.randn(2, 4), torch.arange(3)).float().square().sum().backward()
+    assert all(value.any() for name, value in full_grads(model).items())
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@each_form
+@ranks(4)
+def test_hybrid_mixed_precision(rank, world_size, use_orig_params, strategy):
+    net = _net()
+    policy = MixedPrecision(BF16, FP64)
+    reference = Reference(net, policy)
+    model = FSDP(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2)),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        mixed_precision=policy,
+    )
+    model(_batch(rank, 0)).float().square().mean().backward()
+    reference.backward(_batch(rank, 0))
+    reference.reduce_grads()
+    grads = full_grads(model)
+    for name, param in reference.master.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-6, atol=0)
+
+
+@ranks(1, 3)
+def test_evaluation_and_half_precision_range(rank, world_size):
+    """In fp16, gradients are divided before they are summed and narrowed, so large ones do not overflow."""
+    net = nn.Linear(4, 1, bias=False)
+    model = FSDP(net, mixed_precision=MixedPrecision(FP32, FP16))
+    model(torch.full((1, 4), 50_000.0)).sum().backward()
+    torch.testing.assert_close(full_grads(model)["weight"], torch.full((1, 4), 5e4), rtol=1e-3, atol=0)
+    model.eval()
+    with torch.no_grad():
+        assert model(torch.ones(1, 4)).dtype == FP32
