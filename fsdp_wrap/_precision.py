@@ -93,34 +93,30 @@ class InputCasts:
 class _BufferCast:
     """One buffer in two dtypes, of which the module shows one."""
 
-    def __init__(self, module: nn.Module, name: str, original: torch.Tensor) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
-        self._original, self._versions = original, (-1, -1)
+        self._original: torch.Tensor | None = None
         self._cast: torch.Tensor | None = None
 
     def show_cast(self, dtype: torch.dtype) -> None:
         shown = self._module._buffers.get(self._name)
-        if shown is None or shown is self._cast:
-            return
-        if shown is not self._original or self._cast is None or shown._version != self._versions[0]:
+        if shown is not None and shown is not self._cast:
             self._original, self._cast = shown, shown.to(dtype)
-        self._versions = shown._version, self._cast._version
-        self._module._buffers[self._name] = self._cast
+            self._module._buffers[self._name] = self._cast
 
     def show_original(self) -> None:
-        shown = self._module._buffers.get(self._name)
-        if shown is None or shown is not self._cast:
+        original, cast = self._original, self._cast
+        if original is None or cast is None or self._module._buffers.get(self._name) is not cast:
             return
-        if shown._version != self._versions[1]:  # the module has updated it
-            self._original.copy_(shown)
-            self._versions = self._original._version, shown._version
-        self._module._buffers[self._name] = self._original
+        # Compared by value: batch norm updates its statistics behind the version counters.
+        original.copy_(torch.where(cast == original.to(cast.dtype), original, cast.to(original.dtype)))
+        self._module._buffers[self._name] = original
 
 
 class BufferCasts:
     """The floating-point buffers of one unit, which its module computes with in the buffer dtype.
 
-    The originals are kept: what no forward has changed comes back exactly.
+    The originals are kept: values that no forward has changed come back exactly.
 
     Args:
         buffers: (module, name) of each.
@@ -129,22 +125,32 @@ class BufferCasts:
 
     def __init__(self, buffers: Iterable[tuple[nn.Module, str]], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
+        self._holders = 0
+        self._computes = False
         self._casts = []
         for module, name in buffers if dtype is not None else ():
             buffer = module._buffers[name]
             if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype:
-                self._casts.append(_BufferCast(module, name, buffer))
+                self._casts.append(_BufferCast(module, name))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def show_cast(self) -> None:
-        """Lets the modules compute with buffers in the buffer dtype."""
+        """Lets the modules compute with buffers in the buffer dtype, from now on."""
+        self._computes = True
         if self._dtype is not None:
             for cast in self._casts:
                 cast.show_cast(self._dtype)
 
     @torch.no_grad()
-    def show_original(self) -> None:
-        """Shows the buffers in their own dtype, with the values that they have now."""
+    def hold_original(self) -> None:
+        """Shows the buffers in their own dtype, with the values that they have now, until `release`."""
+        self._holders += 1
         for cast in self._casts:
             cast.show_original()
+
+    def release(self) -> None:
+        """Ends one `hold_original`."""
+        self._holders -= 1
+        if self._computes and not self._holders:
+            self.show_cast()

@@ -70,10 +70,11 @@ class Schedule:
         """
         if self._depth == 0 and self._device.type != "cpu":
             args, kwargs = map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
-        casts, given = unit.options.casts, floating_dtype((args, kwargs))
-        dtype = casts.root if unit is self.root else casts.nested
-        if dtype is not None:
-            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        casts = unit.options.casts
+        returned = floating_dtype((args, kwargs)) if casts.restores_outputs else None
+        computed = casts.root if unit is self.root else casts.nested
+        if computed is not None:
+            args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
         uses: list[Use] = []
         try:
             for each in (*unit.lenders, unit):
@@ -83,8 +84,8 @@ class Schedule:
                 args, kwargs, nodes = schedule_of(use.unit).watch_inputs(use, args, kwargs)
                 inputs.append(nodes)
             output = call(*args, **kwargs)
-            if casts.restores_outputs and given is not None:
-                output = cast_floating(output, given)
+            if returned is not None:
+                output = cast_floating(output, returned)
             for use, nodes in zip(uses, inputs):
                 schedule_of(use.unit).post_forward(use, output, nodes)
             return output

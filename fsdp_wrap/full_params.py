@@ -124,12 +124,12 @@ def summon(unit: Unit, copies: bool = False) -> list[Unit]:
 def _summon(unit: Unit, how: Summoning) -> list[Unit]:
     summoned = []
     for each in (*unit.lenders, unit):
-        if each.handle is None:
-            continue
         if not is_summoned(each):
-            each.handle.summon(how)
+            if each.handle is not None:
+                each.handle.summon(how)
+            each.buffers.hold_original()
             summoned.append(each)
-        elif not (how.rank0_only or each.handle.shows_full):
+        elif not (how.rank0_only or (each.handle is not None and each.handle.shows_full)):
             raise RuntimeError(
                 f"the full parameters of {each.name} are on the first rank only: this call must come after "
                 f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
@@ -161,6 +161,7 @@ def _take_edits(units: Iterable[Unit]) -> None:
 
 def _release(units: Iterable[Unit], writeback: bool) -> None:
     for unit in units:
+        unit.buffers.release()
         if unit.handle is not None:
             unit.handle.dismiss(writeback)
 

@@ -277,8 +277,9 @@ class FullyShardedDataParallel(nn.Module):
         self._drop_stale_load()
         for pre_hook in self._state_dict_pre_hooks.values():
             pre_hook(self, prefix, keep_vars)
-        aliased = [*self.buffers(), *(self.parameters() if is_summoned(self._unit) else ())]
+        shown = is_summoned(self._unit)
         with full_units([self._unit], writeback=False, copies=True):
+            aliased = [*self.buffers(), *(self.parameters() if shown else ())]
             destination = self._fsdp_wrapped_module.state_dict(
                 destination=destination, prefix=prefix, keep_vars=keep_vars
             )

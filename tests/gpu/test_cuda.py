@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from fsdp_wrap import CPUOffload, ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 from models import WRAPPINGS, Transformer, full_grads, loss_of, named_state, tokens, twins
 
 pytestmark = [
@@ -67,3 +68,30 @@ def test_peak_memory_is_the_same_in_every_step(rank, world_size):
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     assert len(set(peaks[2:])) == 1, peaks
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@ranks(*SIZES, backend="nccl")
+def test_offload_trains_what_does_not_fit(rank, world_size, use_orig_params):
+    """Parameters, gradients and Adam states take three times the memory that the process may allocate."""
+    device = _device(rank)
+    model = Transformer(blocks=12, width=512)
+    needed = 4 * sum(param.numel() * 4 for param in model.parameters()) / world_size
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(needed / 3 / total, device)
+    try:
+        wrapped = FSDP(
+            model,
+            auto_wrap_policy=WRAPPINGS["block"](),
+            use_orig_params=use_orig_params,
+            cpu_offload=CPUOffload(offload_params=True),
+            device_id=device,
+        )
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        before = loss_of(wrapped, tokens(rank, 0).to(device)).item()
+        _train(wrapped, optimizer, rank, device, 5)
+        wrapped.clip_grad_norm_(1.0)
+        assert loss_of(wrapped, tokens(rank, 0).to(device)).item() < before
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
