@@ -60,11 +60,22 @@ def _step(accelerator, model, optimizer, batch):
     return accelerator.gather(loss.detach()).tolist()
 
 
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@each_form
 def test_training_equals_accelerates_ddp(run, use_orig_params, accumulation):
     options = {"use_orig_params": use_orig_params}
     expected = run(_train, False, {}, accumulation)
     found = run(_train, True, options, accumulation)
     assert len(set(map(tuple, expected[0]))) == STEPS, "the losses move"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@each_form
+def test_training_in_bf16_is_close_to_ddp_under_autocast(run, use_orig_params):
+    """The wrapper casts parameters where DDP's autocast casts operands, so they agree to bf16's precision."""
+    expected = run(_train, False, {}, 1, "bf16")
+    found = run(_train, True, {"use_orig_params": use_orig_params}, 1, "bf16")
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-2)
