@@ -184,9 +184,8 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        """What holds this rank's shard, in both forms; of several, the first (accelerate reads its dtype)."""
-        handle = self._unit.handle
-        return None if handle is None else getattr(handle.segments[0].layout, "flat_param", None)
+        param = self._fsdp_wrapped_module._parameters.get("_flat_param")
+        return param if isinstance(param, FlatParameter) else None
 
     # training
 
