@@ -130,6 +130,7 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     if spec.sync_module_states:
         _sync(module, slots, spec, [replicas, communicator])
     segments = _segments(slots)
+    lenders = _borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
     layouts = [
         FlatLayout(
             segment,
@@ -143,7 +144,6 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
         for number, segment in enumerate(segments)
     ]
     handle = ParamHandle(layouts, communicator, replicas, spec.policy) if layouts else None
-    lenders = _borrow(module, spec.ignored)
     buffers = [(owner, name) for _, owner, name, _ in _own_buffers(module, spec.ignored.modules)]
     unit = Unit(
         module,

@@ -171,3 +171,12 @@ def test_a_script_from_the_command_line(tmp_path):
     assert done.stdout == (
         f"__main__ ['--cpu', 'x'] fsdp_wrap.fully_sharded_data_parallel {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"
     )
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@ranks(2)
+def test_sharded_parameters_are_marked_as_torch_marks_them(rank, world_size, use_orig_params):
+    """By this attribute Lightning knows whether an optimizer was made of a wrapped module's parameters."""
+    model = fsdp_wrap.FullyShardedDataParallel(Transformer(), use_orig_params=use_orig_params)
+    assert all(param._fsdp_flattened for param in model.parameters())
+    assert not any(hasattr(param, "_fsdp_flattened") for param in Transformer().parameters())
