@@ -19,12 +19,12 @@ from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._positions import GroupPositions, positions_of
 from fsdp_wrap._watch import Watch
 
-__all__ = ["Buffer", "Communicator", "ResidentBuffer", "make_communicator"]
+__all__ = ["Buffer", "Communicator", "ResidentBuffer", "make_communicator", "reduce_scatter_single"]
 
 
 # Torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Buffer:
@@ -108,6 +108,11 @@ class Communicator(ABC):
 
     def __hash__(self) -> int:
         return hash(self._identity())
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The group's ranks, as the default group counts them."""
+        return frozenset([dist.get_rank()])
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
@@ -209,6 +214,10 @@ class GroupCommunicator(Communicator):
             raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
         return group
 
+    @property
+    def members(self) -> frozenset[int]:
+        return frozenset(dist.get_process_group_ranks(self._group))
+
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         starts = [self._gather(_as_transport(tensor)) for tensor in full]
         return self._issue(self._gather_lane, [_without_work(fill), *starts])
@@ -225,7 +234,7 @@ class GroupCommunicator(Communicator):
         return lambda async_op: _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[bool], Any]:
-        return lambda async_op: _reduce_scatter(shard, full, group=self._group, async_op=async_op)
+        return lambda async_op: reduce_scatter_single(shard, full, group=self._group, async_op=async_op)
 
     def all_reduce(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM

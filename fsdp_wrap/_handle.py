@@ -5,7 +5,7 @@ SHARDED --unshard--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Reshar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -18,7 +18,10 @@ from fsdp_wrap._segment import Segment
 from fsdp_wrap._summon import SummonedSegment, Summoning
 from fsdp_wrap.api import MixedPrecision
 
-__all__ = ["HandleState", "ParamHandle"]
+__all__ = ["HandleState", "ParamHandle", "ReduceScatter"]
+
+ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
+"""Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
 
 
 class HandleState(Enum):
@@ -64,6 +67,8 @@ class ParamHandle:
         self.state = HandleState.SHARDED
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
+        self._reduce_scatter: ReduceScatter | None = None
+        self._summing = replicas
         self._summoned: list[SummonedSegment] = []
         self._shows_leaves = True
         self.show_sharded()
@@ -191,6 +196,22 @@ class ParamHandle:
         """Lets the leaves follow the sharded parameters' `requires_grad`; returns whether any changed."""
         return any([segment.follow_requires_grad() for segment in self.segments])
 
+    @property
+    def has_own_reduction(self) -> bool:
+        """Whether `reduce_by` was called."""
+        return self._reduce_scatter is not None
+
+    def reduce_by(self, reduce_scatter: ReduceScatter, replicas: Communicator) -> None:
+        """Replaces the reduction by one that averages over its ranks, not only sums.
+
+        Args:
+            reduce_scatter: Makes the shards; as `Communicator.reduce_scatter` otherwise.
+            replicas: Those over which the shards are averaged afterwards.
+        """
+        self._reduce_scatter, self._summing = reduce_scatter, replicas
+        for segment in self.segments:
+            segment.average_over(replicas.size)
+
     def start_reduction(self) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned."""
         # Whether a segment takes part must not depend on which of its leaves this rank used.
@@ -199,8 +220,8 @@ class ParamHandle:
         shards = [
             self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
         ]
-        pending = self.communicator.reduce_scatter(shards, full)
-        self._reduction = _Reduction(segments, shards, pending, self.replicas)
+        reduce_scatter = self._reduce_scatter or self.communicator.reduce_scatter
+        self._reduction = _Reduction(segments, shards, reduce_scatter(shards, full), self._summing)
         return sum(segment.grads.nbytes for segment in segments)
 
     def finish_reduction(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,18 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_wrap._collectives import Communicator, make_communicator
+from fsdp_wrap._collectives import make_communicator
 from fsdp_wrap._compile import make_known_to_dynamo
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._layout import Layout
+from fsdp_wrap._materialize import (
+    Values,
+    broadcast,
+    check_materializable,
+    materialize,
+    move,
+    own_tensors,
+)
 from fsdp_wrap._mesh import ShardMesh
 from fsdp_wrap._modules import (
     Ignored,
@@ -46,7 +55,7 @@ class UnitSpec:
         use_orig_params: What the optimizer sees: the user's parameters or `FlatParameter`s.
         offload: Whether shards and their gradients live in host memory.
         policy: Dtypes of computation and communication.
-        sync_module_states: Start from the parameters and buffers of the mesh's first rank.
+        values: Where tensors get their values from.
         options: How the schedule treats the unit.
         ignored: What not to touch.
     """
@@ -56,7 +65,7 @@ class UnitSpec:
     use_orig_params: bool
     offload: bool
     policy: MixedPrecision
-    sync_module_states: bool
+    values: Values
     options: UnitOptions
     ignored: Ignored = field(default_factory=Ignored)
 
@@ -97,28 +106,22 @@ def _iterate(argument: str, value: Any) -> Iterable[Any]:
     return value
 
 
-def check_module(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
+def check_module(module: nn.Module, ignored: Ignored, values: Values) -> list[tuple[str, torch.Tensor]]:
     """Checks all that a module would shard, in units below it as well, before anything changes.
 
     Returns:
         The tensors concerned by name, parameters first.
 
     Raises:
-        ValueError: If a parameter is on the meta device, has gradient hooks, or is owned by a unit.
+        ValueError: If a tensor is on the meta device and nothing can initialise it, or a parameter has
+            gradient hooks.
         TypeError: If a parameter is of a class whose behaviour leaves could not carry over.
     """
     slots = collect_slots(module, ignored)
     for slot in slots:
         _check_param(slot)
-    tensors: list[tuple[str, torch.Tensor]] = [(slot.fqn, slot.param) for slot in slots]
-    for fqn, _, _, buffer in _own_buffers(module, ignored.modules):
-        if buffer.device.type == "meta":
-            raise ValueError(
-                f"buffer '{fqn}' is on the meta device and has no values; materialise the module first "
-                "(module.to_empty(device=...) and initialise it)"
-            )
-        tensors.append((fqn, buffer))
-    return tensors
+    check_materializable(module, slots, ignored, values)
+    return own_tensors(module, slots, ignored)
 
 
 def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
@@ -126,9 +129,12 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     slots = collect_slots(module, spec.ignored, _lent_params(module))
     communicator = make_communicator(spec.mesh.shard, spec.device)
     replicas = make_communicator(spec.mesh.replicate, spec.device)
-    _move(module, slots, spec)
-    if spec.sync_module_states:
-        _sync(module, slots, spec, [replicas, communicator])
+    stand_ins = _stand_ins(module, spec.ignored)
+    materialize(module, slots, spec.ignored, spec.values, spec.device, stand_ins)
+    tensors = own_tensors(module, slots, spec.ignored)
+    move(tensors, spec.device)
+    if spec.values.synchronised:
+        broadcast(tensors, [replicas, communicator])
     segments = _segments(slots)
     lenders = _borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
     layouts = [
@@ -144,20 +150,20 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
         for number, segment in enumerate(segments)
     ]
     handle = ParamHandle(layouts, communicator, replicas, spec.policy) if layouts else None
-    buffers = [(owner, name) for _, owner, name, _ in _own_buffers(module, spec.ignored.modules)]
+    modules = [each for _, each in own_modules(module, spec.ignored.modules)]
     unit = Unit(
         module,
         handle,
         spec.options,
         left=spec.ignored.left,
         lenders=lenders,
-        buffers=BufferCasts(buffers, spec.policy.buffer_dtype),
+        buffers=BufferCasts(modules, spec.policy.buffer_dtype),
     )
     for fqn, below in units_in(module).items():
         below.nest(fqn)
-    guard_parametrizations(unit, [each for _, each in own_modules(module, spec.ignored.modules)])
-    make_known_to_dynamo(each for _, each in own_modules(module, spec.ignored.modules))
-    _taken.update(each for _, each in own_modules(module, spec.ignored.modules))
+    guard_parametrizations(unit, modules)
+    make_known_to_dynamo(modules)
+    _taken.update(modules)
     for number, segment in enumerate(segments):
         for index, slot in enumerate(segment):
             mark_owned(slot.param)
@@ -202,13 +208,30 @@ def _borrow(module: nn.Module, ignored: Ignored) -> list[Unit]:
         owners = (ownership.unit() for ownership in _users.get(current, ()))
         lenders.update({id(owner): owner for owner in owners if owner is not None})
     for fqn, place, param in list(collect_borrowed(module, ignored)):
-        ownership: _Ownership = _owners[param]
-        owner = ownership.unit()
-        if owner is None or owner.handle is None:
-            raise ValueError(f"parameter '{fqn}' belonged to a wrapped module that no longer exists")
-        owner.handle.segments[ownership.segment].layout.add_place(ownership.index, place)
+        owner, layout = _owner(fqn, param)
+        layout.add_place(_owners[param].index, place)
         lenders[id(owner)] = owner
     return list(lenders.values())
+
+
+def _owner(fqn: str, param: nn.Parameter) -> tuple[Unit, Layout]:
+    """Returns the unit that has taken a parameter, and the layout in which it is."""
+    ownership: _Ownership = _owners[param]
+    owner = ownership.unit()
+    if owner is None or owner.handle is None:
+        raise ValueError(f"parameter '{fqn}' belonged to a wrapped module that no longer exists")
+    return owner, owner.handle.segments[ownership.segment].layout
+
+
+def _stand_ins(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, nn.Parameter]:
+    """Returns, for the sharded parameters of other units, parameters of full shape on the meta device."""
+    result: dict[nn.Parameter, nn.Parameter] = {}
+    for fqn, _, param in collect_borrowed(module, ignored):
+        _, layout = _owner(fqn, param)
+        buffer = torch.empty(layout.numel, dtype=layout.dtype, device="meta")
+        full = layout.views(buffer)[_owners[param].index]
+        result[param] = nn.Parameter(full, requires_grad=param.requires_grad)
+    return result
 
 
 def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:
@@ -219,11 +242,6 @@ def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:
 
 def _check_param(slot: ParamSlot) -> None:
     param = slot.param
-    if param.device.type == "meta":
-        raise ValueError(
-            f"parameter '{slot.fqn}' is on the meta device and has no values to shard; materialise the "
-            "module first (module.to_empty(device=...) and initialise it)"
-        )
     if type(param) is not nn.Parameter:
         raise TypeError(
             f"parameter '{slot.fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
@@ -234,37 +252,6 @@ def _check_param(slot: ParamSlot) -> None:
             f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
             "with another tensor; remove them before wrapping"
         )
-
-
-def _move(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec) -> None:
-    for slot in slots:
-        if slot.param.device != spec.device:
-            slot.param.data = slot.param.data.to(spec.device)
-    for _, owner, name, buffer in _own_buffers(module, spec.ignored.modules):
-        if buffer.device != spec.device:
-            owner._buffers[name] = buffer.to(spec.device)
-
-
-def _own_buffers(
-    module: nn.Module, ignored: Collection[nn.Module]
-) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-    return [
-        (f"{prefix}.{name}" if prefix else name, owner, name, buffer)
-        for prefix, owner in own_modules(module, ignored)
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-
-
-def _sync(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec, steps: list[Communicator]) -> None:
-    tensors = [slot.param.data for slot in slots]
-    tensors += [buffer for _, _, _, buffer in _own_buffers(module, spec.ignored.modules)]
-    for tensor in tensors:
-        travelling = tensor.detach().contiguous()
-        for communicator in steps:
-            communicator.broadcast(travelling)
-        if travelling.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(travelling)
 
 
 def _segments(slots: Iterable[ParamSlot]) -> list[list[ParamSlot]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,7 @@ class Layout(Protocol):
         dtype: Master dtype.
         numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
         shard_numel: Elements of this rank's part.
+        sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
@@ -46,6 +47,7 @@ class Layout(Protocol):
     dtype: torch.dtype
     numel: int
     shard_numel: int
+    sharded: bool
 
     @property
     def resident(self) -> torch.Tensor | None: ...
@@ -55,6 +57,11 @@ class Layout(Protocol):
 
     @property
     def fqns(self) -> Sequence[str]: ...
+
+    @property
+    def places(self) -> Sequence[Iterable[Place]]:
+        """For each original parameter, every place that shows it."""
+        ...
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of an unsharded buffer, one per original parameter, in its shape."""
@@ -144,6 +151,10 @@ class Layout(Protocol):
             present: For each original parameter, whether it has one. Gradients that would not change are
                 left untouched, so that `zeroed` does not take them for the user's doing.
         """
+        ...
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """For each original parameter, this rank's piece of its gradient; None without a gradient."""
         ...
 
     def intervals(self) -> list[Interval]:

@@ -48,6 +48,11 @@ class ShardMesh:
         return (self.shard.size if self.shard else 1) * (self.replicate.size if self.replicate else 1)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that all others are synchronised with."""
+        return all(ranks.rank == 0 for ranks in (self.shard, self.replicate) if ranks is not None)
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups in use."""
         return [ranks.group for ranks in (self.shard, self.replicate) if ranks is not None]
@@ -163,7 +168,8 @@ def resolve_device(
     """Chooses where a unit computes.
 
     `device_id` decides if given; otherwise the device of the tensors, save that tensors on the CPU go to
-    the current accelerator where the group cannot communicate from the CPU (NCCL alone).
+    the current accelerator where the group cannot communicate from the CPU (NCCL alone). Where all are on
+    the meta device, it is the current accelerator if the group can communicate from it.
 
     Args:
         tensors: The module's parameters and buffers by name.
@@ -177,15 +183,19 @@ def resolve_device(
     found: dict[torch.device, str] = {}
     for name, tensor in tensors:
         found.setdefault(tensor.device, name)
+    only_meta = set(found) == {torch.device("meta")}
+    found.pop(torch.device("meta"), None)
     wanted = _normalise(device_id)
     if wanted is None:
         if len(found) > 1:
             places = ", ".join(f"'{name}' on {device}" for device, name in found.items())
             raise ValueError(f"all tensors of a unit must be on one device, but {places}; pass device_id")
         wanted = next(iter(found), torch.device("cpu"))
-        return wanted if wanted.type in _device_types(mesh) else _current_accelerator(wanted)
+        known = _device_types(mesh)
+        stays = wanted.type in known and not (only_meta and _accelerator_type() in known)
+        return wanted if stays else _current_accelerator(wanted)
     for device, name in found.items():
-        if device.type not in ("cpu", "meta") and device != wanted:
+        if device.type != "cpu" and device != wanted:
             raise ValueError(f"device_id is {wanted}, but '{name}' is on {device}; change one of the two")
     return wanted
 
@@ -194,7 +204,7 @@ def _normalise(device_id: int | torch.device | str | None) -> torch.device | Non
     if device_id is None:
         return None
     if isinstance(device_id, int):
-        return torch.device(_accelerator_type(), device_id)
+        device_id = torch.device(_accelerator_type(), device_id)
     device = torch.device(device_id)
     if device.type == "cpu":
         return torch.device("cpu")  # "cpu:0" compares unequal to what tensors report

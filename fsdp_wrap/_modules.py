@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,12 +15,14 @@ __all__ = [
     "ParamPlaces",
     "Place",
     "ParamSlot",
+    "children_first",
     "clean_fqn",
     "collect_borrowed",
     "collect_slots",
     "is_owned",
     "mark_owned",
     "own_modules",
+    "replace_tensor",
     "show_extra",
 ]
 
@@ -133,6 +135,26 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
             if child is not None and UNIT_ATTR not in child.__dict__ and child not in ignored
         ]
         stack.extend(reversed(children))
+
+
+def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Reorders what `own_modules` yields, from parents before children to children before parents."""
+    waiting: list[tuple[str, nn.Module]] = []
+    for name, module in modules:
+        while waiting and waiting[-1][0] and not name.startswith(f"{waiting[-1][0]}."):
+            yield waiting.pop()
+        waiting.append((name, module))
+    yield from reversed(waiting)
+
+
+def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts a tensor in the place of the parameter or buffer of that name."""
+    if isinstance(tensor, nn.Parameter):
+        places = ParamPlaces()
+        places.add(module, name)
+        places.show(tensor)
+    else:
+        module._buffers[name] = tensor
 
 
 @dataclass(frozen=True)

@@ -119,19 +119,20 @@ class BufferCasts:
     The originals are kept: values that no forward has changed come back exactly.
 
     Args:
-        buffers: (module, name) of each.
+        modules: The unit's modules.
         dtype: The buffer dtype; None leaves them as they are.
     """
 
-    def __init__(self, buffers: Iterable[tuple[nn.Module, str]], dtype: torch.dtype | None) -> None:
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
         self._holders = 0
         self._computes = False
-        self._casts = []
-        for module, name in buffers if dtype is not None else ():
-            buffer = module._buffers[name]
-            if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype:
-                self._casts.append(_BufferCast(module, name))
+        self._casts = [
+            _BufferCast(module, name)
+            for module in (modules if dtype is not None else ())
+            for name, buffer in module._buffers.items()
+            if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
+        ]
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -72,6 +72,10 @@ class Segment:
                 changed = True
         return changed
 
+    def average_over(self, contributors: int) -> None:
+        """Divides gradients taken from now on by another number of ranks."""
+        self._scale = 1.0 / contributors
+
     def take_gradient(self, index: int) -> None:
         """Moves a leaf's gradient into the reduce buffer, divided by the number of ranks."""
         leaf = self.leaves[index]

@@ -20,23 +20,24 @@ from typing import Any
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.fsdp import _fully_shard, sharded_grad_scaler
+from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp import fully_sharded_data_parallel as torch_wrapper
+from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_wrap import api, flat_param, fully_sharded_data_parallel, wrap
+from fsdp_wrap import api, flat_param, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp_wrap.api import ShardingStrategy
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
 
-_OURS = (fully_sharded_data_parallel, api, wrap, flat_param)
+_OURS = (fully_sharded_data_parallel, api, wrap, flat_param, sharded_grad_scaler)
 
 
 def _wrapper_names() -> dict[str, Any]:
     """Returns the public names of torch's wrapper with what they stand for before any installation."""
-    public = {"FlatParameter": torch_fsdp, "ShardedGradScaler": sharded_grad_scaler}
+    public = {"FlatParameter": torch_fsdp, "ShardedGradScaler": torch_scaler}
     for module in (torch_fsdp, torch_api, torch_wrap, torch_wrapper):
         public.update((name, module) for name in module.__all__ if name not in _fully_shard.__all__)
     return {name: getattr(module, name) for name, module in public.items()}

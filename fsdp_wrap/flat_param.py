@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import ParamSlot, Place, show_extra
+from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -106,8 +106,8 @@ class FlatLayout:
     ) -> None:
         first = slots[0].param
         self.dtype = first.dtype
-        self.places = [slot.places for slot in slots]
-        self._module, self._name, self._sharded = module, name, sharded
+        self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
+        self._module, self._name, self.sharded = module, name, sharded
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.shard_numel * allocator.size
@@ -120,6 +120,8 @@ class FlatLayout:
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
         self._front.hide_full()
+        for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
+            slot.param.data = piece  # whoever holds the original does not keep its memory alive
         self._marks: dict[nn.Parameter, _Mark] = {}
 
     @property
@@ -215,6 +217,9 @@ class FlatLayout:
         for param, piece, has_grad in zip(self._front.holders, pieces, self._front.used(present)):
             _set_gradient(param, piece if has_grad else None)
 
+    def gradients(self) -> list[torch.Tensor | None]:
+        return self._front.gradients()
+
     def intervals(self) -> list[Interval]:
         result = []
         for extent in self.extents:
@@ -226,7 +231,7 @@ class FlatLayout:
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
-        if not self._sharded:
+        if not self.sharded:
             return self.views(shard)
         bounds = (extent.within(self._first, self.shard_numel) for extent in self.extents)
         return [shard[start:stop] for start, stop in bounds]
@@ -320,6 +325,8 @@ class _Front(Protocol):
         """From whether each original parameter was used to whether each holder was."""
         ...
 
+    def gradients(self) -> list[torch.Tensor | None]: ...
+
     def show_sharded(self) -> None: ...
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
@@ -341,6 +348,10 @@ class _FlatFront:
 
     def used(self, used: Sequence[bool]) -> Sequence[bool]:
         return [any(used)]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        grad = self._layout.flat_param.grad
+        return [None] * len(self.sources) if grad is None else [*self._layout.pieces(grad)]
 
     def show_sharded(self) -> None:
         for places, piece in zip(self._layout.places, self._pieces):
@@ -373,6 +384,9 @@ class _SliceFront:
 
     def used(self, used: Sequence[bool]) -> Sequence[bool]:
         return used
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [param.grad for param in self.sources]
 
     def show_sharded(self) -> None:
         self._layout.show(self.sources)

@@ -14,7 +14,7 @@ from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._summon import Summoning
 from fsdp_wrap._unit import Unit, units_in
 
-__all__ = ["dismiss", "full_units", "is_summoned", "summon", "summon_full_params"]
+__all__ = ["dismiss", "full_units", "is_summoned", "original_buffers", "summon", "summon_full_params"]
 
 
 @contextmanager
@@ -110,6 +110,19 @@ def _agree(units: Sequence[Unit], fine: bool) -> bool:
         communicator.all_reduce([flag], dist.ReduceOp.MIN).wait()
         fine = bool(flag.item())
     return fine
+
+
+@contextmanager
+def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
+    """Shows the buffers of units in their own dtype."""
+    units = list(units)
+    for unit in units:
+        unit.buffers.hold_original()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.buffers.release()
 
 
 def summon(unit: Unit, copies: bool = False) -> list[Unit]:

@@ -11,15 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
+from fsdp_wrap._load_parts import load_parts
+from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_wrap.clip_grad import clip_grad_norm
+from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
+from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import dismiss, full_units, is_summoned, summon, summon_full_params
 from fsdp_wrap.state_dict import (
@@ -54,9 +58,12 @@ class FullyShardedDataParallel(nn.Module):
         mixed_precision: Dtypes of computation and communication. With an `auto_wrap_policy`, modules of
             its `_module_classes_to_ignore` become units of their own that stay in full precision.
         ignored_modules: Modules not to shard, with all below them.
-        param_init_fn: None.
+        param_init_fn: Materialises and initialises what a module holds directly on the meta device; called
+            for the modules of a unit that hold such tensors, or whose children do, children first. Without
+            it, the modules' `reset_parameters` are called. What has values keeps them.
         device_id: Where to compute; by default where the module's tensors are.
-        sync_module_states: Start from the first rank's parameters and buffers on all ranks.
+        sync_module_states: Start from the first rank's parameters and buffers on all ranks, where they may
+            then be on the meta device.
         forward_prefetch: Gather the unit that came next in the last iteration while the running one computes.
         limit_all_gathers: Accepted; at most two units' gathers are ever in flight.
         use_orig_params: Let `parameters()` give the module's own parameters, holding 1-D slices, instead
@@ -68,7 +75,7 @@ class FullyShardedDataParallel(nn.Module):
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If the process group is missing or does not contain this rank, the module is wrapped
-            already, a parameter cannot be sharded, or an option is not available.
+            already, or a parameter cannot be sharded.
 
     The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
     (Rajbhandari et al., 2020, arXiv:1910.02054).
@@ -108,13 +115,14 @@ class FullyShardedDataParallel(nn.Module):
             "param_init_fn": param_init_fn,
         }
         mesh = _resolve_options(**options)
+        values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         spec = UnitSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored), device_id, mesh),
+            device=resolve_device(check_module(module, ignored, values), device_id, mesh),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy=policy,
-            sync_module_states=sync_module_states,
+            values=values,
             options=UnitOptions(
                 reshard_after_forward=strategy in _RESHARD_AFTER_FORWARD,
                 backward_prefetch=backward_prefetch,
@@ -217,14 +225,53 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.
 
+        Collective, for the root only. Gradients of ignored parameters must be the same on all ranks.
+
         Args:
             max_norm: Upper bound of the norm.
-            norm_type: The p of the p-norm; `float("inf")` for the largest absolute value.
+            norm_type: The p of the p-norm, positive; `float("inf")` for the largest absolute value.
 
         Returns:
             The total norm before clipping, a 0-d tensor, the same on all ranks.
+
+        Raises:
+            RuntimeError: Inside a forward, a backward or `summon_full_params`, or on an instance that another
+                one encloses.
+            ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
         return clip_grad_norm(self, max_norm, norm_type)
+
+    def grad_norms(self, norm_type: float | int = 2.0) -> dict[str, torch.Tensor]:
+        """Returns the norm of each parameter's gradient over all ranks, by original name; unshards nothing.
+
+        Collective; see `fsdp_wrap.clip_grad.grad_norms`. Parameters without a gradient are left out.
+
+        Args:
+            norm_type: The p of the p-norm, as for `clip_grad_norm_`.
+
+        Raises:
+            RuntimeError: Inside a forward, a backward or `summon_full_params`.
+            ValueError: If `norm_type` is not positive.
+        """
+        return grad_norms(self, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Lets a hook reduce the gradients of all units; see `fsdp_wrap.comm_hooks` for ready-made ones.
+
+        The hook averages: `hook(state, grad, output)` over the ranks that a unit is sharded over, or
+        `hook(state, grad)` in place under NO_SHARD. With hybrid strategies the runtime averages its results
+        over the replicas.
+
+        Args:
+            state: What the hook gets first.
+            hook: The hook.
+
+        Raises:
+            RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
+                forward or backward, or while gradients wait that were accumulated under `no_sync`.
+            ValueError: If `hook` cannot be called so.
+        """
+        register_comm_hook(self, state, hook)
 
     # full parameters
 
@@ -251,6 +298,15 @@ class FullyShardedDataParallel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
         return self._cleaned_if_summoned(super().named_buffers(*args, **kwargs))
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes.
+
+        A wrapper and what it wraps then go by one name.
+        """
+        named = super().named_modules(*args, **kwargs)
+        summoned = is_summoned(self._unit)
+        return ((clean_fqn(name) if summoned else name, module) for name, module in named)
 
     def _cleaned_if_summoned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         summoned = any(is_summoned(unit) for unit in units_in(self).values())
@@ -319,6 +375,10 @@ class FullyShardedDataParallel(nn.Module):
                 f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}"
             )
         schedule_of(self._unit).require_idle("load_state_dict()")
+        for wrapper in self.fsdp_modules(self):
+            wrapper._drop_stale_load()
+        if load_parts(self, state_dict):
+            return _IncompatibleKeys([], [])
         known_to_fit = check_fits(self, state_dict, strict)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
             return super().load_state_dict(with_wrapped_metadata(self, state_dict), strict)
@@ -393,12 +453,6 @@ def _check_wrappable(module: Any) -> None:
     refuse_taken(module)
 
 
-def _refuse_unavailable(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r} is not available in this version of fsdp_wrap; leave it out")
-
-
 def _wrap_below(
     wrapper_cls: type[FullyShardedDataParallel],
     module: nn.Module,
@@ -406,9 +460,14 @@ def _wrap_below(
     ignored: Ignored,
     shared: dict[str, Any],
 ) -> None:
+    names = {child: name for name, child in module.named_modules()}
+
     def make_unit(child: nn.Module, kwargs: dict[str, Any], left_to_ancestor: Set[nn.Parameter]) -> nn.Module:
         inherited: Any = replace(ignored, left=frozenset(left_to_ancestor))
-        return wrapper_cls(child, **kwargs, ignored_states=inherited)
+        try:
+            return wrapper_cls(child, **kwargs, ignored_states=inherited)
+        except MaterializationError as error:
+            raise MaterializationError(f"in '{names[child]}': {error}") from None
 
     policy: MixedPrecision = shared["mixed_precision"]
     plan = plan_wrapping(
@@ -424,8 +483,7 @@ def _wrap_below(
         try:
             _resolve_options(**kwargs)
         except (TypeError, ValueError) as error:
-            name = next(name for name, each in module.named_modules() if each is child)
-            raise type(error)(f"for '{name}': {error}") from None
+            raise type(error)(f"for '{names[child]}': {error}") from None
     plan.apply(make_unit)
 
 
@@ -441,7 +499,8 @@ def _resolve_options(
     **others: Any,
 ) -> ShardMesh:
     """Checks what does not depend on the module, and finds the ranks."""
-    _refuse_unavailable(param_init_fn=param_init_fn)
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn must be a function of a module or None, not {param_init_fn!r}")
     _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
     _check_type("cpu_offload", cpu_offload, CPUOffload)
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import wrap as torch_wrap
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 import fsdp_wrap
 from fsdp_wrap import FullyShardedDataParallel, api, wrap
+from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 
 PACKAGE = Path(fsdp_wrap.__file__).parent
 
@@ -25,9 +27,11 @@ LAYERS = [
     ["_segment.py", "_summon.py", "_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
+        "_materialize.py",
         "_init.py",
         "full_params.py",
         "state_dict.py",
+        "_load_parts.py",
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
@@ -296,11 +300,16 @@ def comparable(default: object) -> object:
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__", "summon_full_params", "fsdp_modules", "clip_grad_norm_", "no_sync"]
+    "name",
+    ["__init__", "summon_full_params", "fsdp_modules", "clip_grad_norm_", "no_sync", "register_comm_hook"],
 )
 def test_signatures_equal_those_of_torch(name):
     ours = getattr(FullyShardedDataParallel, name)
     assert parameters(ours) == parameters(getattr(torch_fsdp.FullyShardedDataParallel, name))
+
+
+def test_the_scaler_is_made_like_that_of_torch():
+    assert parameters(ShardedGradScaler) == parameters(TorchShardedGradScaler)
 
 
 @pytest.mark.parametrize("name", [name for name in api.__all__ if issubclass(getattr(api, name), Enum)])

@@ -33,7 +33,6 @@ NOT_YET = {
     "LocalStateDictConfig",
     "OptimStateDictConfig",
     "OptimStateKeyType",
-    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "StateDictConfig",

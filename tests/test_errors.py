@@ -212,29 +212,46 @@ def to_meta(module: nn.Module, *names: str) -> None:
         setattr(place, attribute, nn.Parameter(getattr(place, attribute).to("meta")))
 
 
+class OwnScale(Net):
+    """With a parameter that a module without `reset_parameters` holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].scale = nn.Parameter(torch.ones(WIDTH))
+
+
 @each_wrapping
 @pytest.mark.parametrize("device_id", [None, "cpu"])
 @ranks(2)
-def test_parameter_on_another_device(rank, world_size, wrap, device_id):
-    net = make_net()
+def test_parameter_on_the_meta_device_that_nothing_initialises(rank, world_size, wrap, device_id):
+    net = make_net(OwnScale)
     plain = copy.deepcopy(net)
-    to_meta(net, "blocks.1.down.weight")
-    with refused(net, ValueError, "'blocks.1.down.weight'", "meta", "to_empty"):
+    to_meta(net, "blocks.1.scale")
+    words = ["'blocks.1.scale'", "meta", "Block", "reset_parameters", "param_init_fn", "to_empty"]
+    with refused(net, ValueError, *words):
         wrap(net, device_id=device_id and torch.device(device_id))
-    net.blocks[1].down.weight = nn.Parameter(plain.blocks[1].down.weight.detach().clone())
+    net.blocks[1].scale = nn.Parameter(plain.blocks[1].scale.detach().clone())
     assert_trains_like(plain, wrap(net))
 
 
 @each_wrapping
 @ranks(2)
 def test_module_without_values(rank, world_size, wrap):
-    plain = make_net()
+    plain = make_net(OwnScale)
     with torch.device("meta"):
-        net = make_net()
-    with refused(net, ValueError, "'stem.weight'" if wrap is FSDP else ".weight'", "meta", "to_empty"):
+        net = make_net(OwnScale)
+    with refused(net, ValueError, "'blocks.1.scale'", "meta", "to_empty"):
         wrap(net)
     net.to_empty(device="cpu").load_state_dict(plain.state_dict())
     assert_trains_like(plain, wrap(net))
+
+
+@pytest.mark.parametrize("function", ["reset", 3], ids=str)
+@ranks(2)
+def test_param_init_fn_that_is_no_function(rank, world_size, function):
+    net = make_net()
+    with refused(net, TypeError, "param_init_fn", "function of a module", repr(function)):
+        per_block(net, param_init_fn=function)
 
 
 class Buffered(Net):
@@ -466,21 +483,6 @@ def test_ignoring_what_is_wrapped(rank, world_size, argument):
     net = make_net()
     with refused(net, ValueError, argument, "Net", "being wrapped"):
         FSDP(net, **{argument: [net]})
-
-
-UNAVAILABLE: dict[str, Any] = {
-    "param_init_fn": nn.Module.eval,
-}
-
-
-@pytest.mark.parametrize("option", list(UNAVAILABLE))
-@ranks(2)
-def test_option_that_is_not_available_yet(rank, world_size, option):
-    net = make_net()
-    with refused(net, ValueError, option, "not available", "leave it out"):
-        per_block(net, **{option: UNAVAILABLE[option]})
-    plain = copy.deepcopy(net)
-    assert_trains_like(plain, per_block(net))
 
 
 # Checkpoints.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-import pytest
 from launch import client_rank, needs
 from models import Transformer, loss_of, tokens
 

@@ -60,36 +60,37 @@ def _wrapped(policy, use_orig_params):
 def _loss(model, tokenizer, pairs):
     left, right, wanted = zip(*pairs)
     poolers = [
-        model(**tokenizer(list(texts), padding=True, return_tensors="pt")).pooler_output
-        for texts in (left, right)
+        model(**tokenizer(texts, padding=True, return_tensors="pt")).pooler_output
+        for texts in (list(left), list(right))
     ]
     similar = torch.nn.functional.cosine_similarity(*poolers)
     return torch.nn.functional.mse_loss(similar, torch.tensor(wanted))
 
 
-def _fine_tune(rank, world_size, port, policy, use_orig_params):
-    """Returns the losses and adapters of the wrapped model and of DDP's, and how the adapters do elsewhere."""
+def _fine_tune(rank, world_size, port, policy, use_orig_params, folder):
+    """Returns the losses and adapters of wrapped model and DDP, and the losses with the saved adapters."""
     with client_rank(rank, port, True):
         import torch.distributed as dist
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+        from peft import PeftModel, get_peft_model_state_dict
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-        from transformers import AutoTokenizer
+        from transformers import AutoModel, AutoTokenizer
 
         dist.init_process_group("gloo")
         tokenizer = AutoTokenizer.from_pretrained(_weights())
         wrapped = _wrapped(policy, use_orig_params).eval()  # no dropout, so that runs can be compared
         ddp = torch.nn.parallel.DistributedDataParallel(_model().eval())
         losses = [_train(model, tokenizer, rank) for model in (wrapped, ddp)]
-        outside = get_peft_model_state_dict(wrapped)
-        with FSDP.summon_full_params(wrapped):
-            summoned = get_peft_model_state_dict(wrapped.module)
-            summoned = {name: value.clone() for name, value in summoned.items()}
-        expected = get_peft_model_state_dict(ddp.module)
-        fresh = _model().eval()
-        result = set_peft_model_state_dict(fresh, outside)
+        with FSDP.summon_full_params(wrapped, writeback=False):
+            found = {name: value.clone() for name, value in get_peft_model_state_dict(wrapped).items()}
+            if rank == 0:
+                wrapped.module.save_pretrained(folder)
+        dist.barrier()
+        base = AutoModel.from_pretrained(_weights(), attn_implementation="eager")
+        loaded = PeftModel.from_pretrained(base, folder).eval()
         with torch.no_grad():
-            found = [_loss(model, tokenizer, PAIRS).item() for model in (wrapped, fresh)]
-        return losses, [outside, summoned, expected], result.unexpected_keys, found
+            after = [_loss(model, tokenizer, PAIRS).item() for model in (wrapped, loaded)]
+        adapters = [found, *(get_peft_model_state_dict(model) for model in (ddp.module, loaded))]
+        return losses, adapters, after
 
 
 def _train(model, tokenizer, rank):
@@ -106,13 +107,14 @@ def _train(model, tokenizer, rank):
 
 @pytest.mark.parametrize("policy", ["layer", "peft"])
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-def test_fine_tuning_minilm(run, use_orig_params, policy):
-    for losses, adapters, unexpected, (wrapped, elsewhere) in run(_fine_tune, policy, use_orig_params):
+def test_fine_tuning_minilm(run, tmp_path, use_orig_params, policy):
+    for losses, adapters, after in run(_fine_tune, policy, use_orig_params, str(tmp_path)):
         torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-4)
         assert losses[0][-1] < 0.5 * losses[0][0]
-        assert [len(each) for each in adapters] == [ADAPTERS] * 3
-        for each in adapters[:2]:
-            for name, value in adapters[2].items():
-                torch.testing.assert_close(each[name], value, rtol=0, atol=1e-3)
-        assert unexpected == []
-        assert elsewhere == pytest.approx(wrapped, abs=1e-5)
+        found, by_ddp, loaded = adapters
+        assert len(found) == ADAPTERS
+        assert found.keys() == by_ddp.keys() == loaded.keys()
+        for name, value in found.items():
+            assert torch.equal(value, loaded[name])
+            torch.testing.assert_close(value, by_ddp[name], rtol=0, atol=1e-3)
+        assert after[1] == pytest.approx(after[0], abs=1e-6)

@@ -1,4 +1,4 @@
-"""transformers' `Trainer` and `generate`, unmodified, on our wrapper: the numbers of DDP, and of the plain model."""
+"""transformers' `Trainer` and `generate`, unmodified, on our wrapper: DDP's and the plain model's results."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def _train(rank, world_size, port, wrapped, kind, use_orig_params, folder, resum
 
         make, layers = MODELS[kind]
         arguments = _arguments(folder, wrapped, layers, use_orig_params, **(options or {}))
-        trainer = Trainer(model=make(), args=arguments, train_dataset=_examples(), eval_dataset=_examples()[:8])
+        data = _examples()
+        trainer = Trainer(model=make(), args=arguments, train_dataset=data, eval_dataset=data[:8])
         trainer.train(resume_from_checkpoint=resume)
         evaluated = trainer.evaluate()["eval_loss"]
         log = trainer.state.log_history

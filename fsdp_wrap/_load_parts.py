@@ -1,0 +1,129 @@
+"""Loading of full tensors of which every rank takes its part, one by one and without communication.
+
+With a state dict that reads from a file when asked (`torch.load(..., mmap=True)`, or a mapping that reads on
+access), no rank ever holds more than its shard and one value. What needs the modules' own ways of loading, or
+torch's messages about what does not fit, is left to torch's walk over the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._layout import Layout
+from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
+from fsdp_wrap._unit import units_in
+from fsdp_wrap.flat_param import FlatParameter
+from fsdp_wrap.full_params import original_buffers
+
+__all__ = ["load_parts"]
+
+_PLAIN_LOADS = (
+    nn.Module._load_from_state_dict,
+    _NormBase._load_from_state_dict,  # adds an entry that old versions lack; here none is missing
+)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What this rank keeps of one value: elements of a full tensor from `start` on."""
+
+    shape: torch.Size
+    start: int
+    data: torch.Tensor
+
+    def takes(self, value: Any) -> bool:
+        plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+        return plain and value.shape == self.shape and not value.is_meta and not self.data.is_meta
+
+    def load(self, value: torch.Tensor) -> None:
+        part = value.detach().reshape(-1)[self.start : self.start + self.data.numel()]
+        self.data.copy_(part.view_as(self.data))
+
+
+def load_parts(module: nn.Module, state_dict: Mapping[str, Any]) -> bool:
+    """Loads full tensors, on every rank the same, into the units and the modules around them.
+
+    Args:
+        module: A module whose units are idle.
+        state_dict: By clean names.
+
+    Returns:
+        Whether it did. Otherwise nothing has changed: a name is missing or unexpected, a value is no plain
+        tensor of the right shape, a module has load hooks or loads in a way of its own, or the user holds
+        full parameters.
+    """
+    with original_buffers(units_in(module).values()), torch.no_grad():
+        targets = _targets(module)
+        if targets is None or not _fits(targets, state_dict):
+            return False
+        for key, target in targets.items():
+            target.load(state_dict[key])
+    return True
+
+
+def _fits(targets: Mapping[str, _Target], state_dict: Mapping[str, Any]) -> bool:
+    same_names = len(state_dict) == len(targets) and all(key in targets for key in state_dict)
+    return same_names and all(target.takes(state_dict[key]) for key, target in targets.items())
+
+
+def _targets(module: nn.Module) -> dict[str, _Target] | None:
+    """Returns where every value goes, in the order of `state_dict`; None if torch's walk is to decide."""
+    sharded: dict[Place, _Target] = {}
+    for handle in _handles(module):
+        handle.reshard()
+        if handle.state is not HandleState.SHARDED:
+            return None
+        for segment in handle.segments:
+            sharded.update(_sharded_targets(segment.layout))
+    targets: dict[str, _Target] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if not _loads_plainly(child):
+            return None
+        for key, target in _own_targets(child, sharded):
+            targets[clean_fqn(f"{name}.{key}" if name else key)] = target
+    return targets
+
+
+def _handles(module: nn.Module) -> Iterator[ParamHandle]:
+    for unit in units_in(module).values():
+        for each in (*unit.lenders, unit):
+            if each.handle is not None:
+                yield each.handle
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    wrapper = WRAPPED_ATTR in module._modules
+    hooks = [*module._load_state_dict_pre_hooks, *module._load_state_dict_post_hooks]
+    own_way = type(module)._load_from_state_dict not in _PLAIN_LOADS and not wrapper
+    extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    return not own_way and not extra and len(hooks) == int(wrapper)  # a wrapper has one of its own
+
+
+def _sharded_targets(layout: Layout) -> Iterator[tuple[Place, _Target]]:
+    intervals = {interval.fqn: interval for interval in layout.intervals()}
+    shapes = layout.shapes()
+    for fqn, places in zip(layout.fqns, layout.places):
+        interval = intervals.get(fqn)
+        start, data = (
+            (0, torch.empty(0, device="cpu")) if interval is None else (interval.start, interval.data)
+        )
+        for place in places:
+            yield place, _Target(shapes[place], start, data)
+
+
+def _own_targets(module: nn.Module, sharded: Mapping[Place, _Target]) -> Iterator[tuple[str, _Target]]:
+    for name, param in module._parameters.items():
+        if (module, name) in sharded:
+            yield name, sharded[module, name]
+        elif param is not None and not isinstance(param, FlatParameter):
+            yield name, _Target(param.shape, 0, param.detach())
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, _Target(buffer.shape, 0, buffer.detach())

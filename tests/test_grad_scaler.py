@@ -1,0 +1,282 @@
+"""`ShardedGradScaler`, against `torch.amp.GradScaler` on a plain model with all ranks' batches."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+
+from bed import ranks
+from bed.references import count_collectives
+from fsdp_wrap import CPUOffload, ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+SCALING = {"init_scale": 2.0**10, "growth_interval": 2}
+OVERFLOWS = (1, 4)
+"""Steps at which the last rank's loss is infinite."""
+
+
+def loss_at(model: nn.Module, rank: int, world_size: int, step: int) -> torch.Tensor:
+    loss = loss_of(model, tokens(rank, step))
+    return loss * math.inf if rank == world_size - 1 and step in OVERFLOWS else loss
+
+
+def scaled_step(scaler: GradScaler, optimizer: torch.optim.Optimizer, loss: torch.Tensor, clip=None) -> None:
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        clip(0.1)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clip"])
+@each_form
+@ranks(2, 3)
+def test_training_equals_plain(rank, world_size, use_orig_params, clips, strategy, offload):
+    plain, model = twins(
+        Transformer,
+        torch.float64,
+        auto_wrap_policy=WRAPPINGS["block"](),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+        cpu_offload=CPUOffload(offload),
+    )
+    ours, reference = ShardedGradScaler("cpu", **SCALING), GradScaler("cpu", **SCALING)
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), **sgd) for each in (model, plain))
+    clip = model.clip_grad_norm_ if clips else None
+    plain_clip = (lambda bound: nn.utils.clip_grad_norm_(plain.parameters(), bound)) if clips else None
+    scales = []
+    for step in range(8):
+        scaled_step(ours, optimizer, loss_at(model, rank, world_size, step), clip)
+        loss = sum(loss_at(plain, r, world_size, step) for r in range(world_size)) / world_size
+        scaled_step(reference, plain_optimizer, loss, plain_clip)
+        assert ours.state_dict() == reference.state_dict()
+        scales.append(ours.get_scale())
+    assert scales == [2.0**power for power in (10, 9, 9, 10, 9, 9, 10, 10)]
+    state = model.state_dict()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(state[name], param.detach(), rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@ranks(2)
+def test_what_one_rank_finds_all_know(rank, world_size, fused, value, where):
+    """Fused optimizers skip a step by themselves, by what the scaler tells them."""
+    model = FSDP(nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    scaler = ShardedGradScaler("cpu")
+    before = model.state_dict()
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    if rank == where:
+        model._flat_param.grad[1] = value
+    with count_collectives() as traffic:
+        scaler.step(optimizer)
+    assert {name: calls for name, (calls, _) in traffic.items()} == {"all_reduce": 1}
+    scaler.update()
+    assert gather_objects(scaler.get_scale()) == [2.0**15] * 2
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)  # and what nobody finds, nobody skips
+    scaler.update()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name] - 0.1, rtol=0, atol=1e-5)
+
+
+@each_form
+@ranks(4)
+def test_ranks_without_elements_take_part(rank, world_size, use_orig_params):
+    plain, model = twins(lambda: nn.Linear(2, 1), torch.float64, use_orig_params=use_orig_params)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for factor in (1.0, math.inf):
+        optimizer.zero_grad()
+        loss = factor * model(torch.tensor([[3.0, -4.0]]).double()).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 8.0  # grown once, backed off once
+    state = model.state_dict()
+    torch.testing.assert_close(state["weight"], plain.weight.detach() - torch.tensor([[3.0, -4.0]]).double())
+    torch.testing.assert_close(state["bias"], plain.bias.detach() - 1.0)
+
+
+@ranks(2)
+def test_a_rank_whose_optimizer_has_nothing_takes_part(rank, world_size):
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.tensor([math.inf, 1.0]) if rank == 0 else None
+    scaler = ShardedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    assert torch.equal(param.detach(), torch.ones(2))
+
+
+# Dtypes, optimizers, groups.
+
+
+class Casting(nn.Module):
+    """Layers of four dtypes in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "layer"])
+@each_form
+@ranks(2)
+def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy):
+    torch.manual_seed(0)
+    plain = Casting()
+    model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params, auto_wrap_policy=policy)
+    scaler = ShardedGradScaler("cpu", init_scale=64.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    plain(x).square().mean().backward()
+    scaler.scale(model(x).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    for name, grad in full_grads(model).items():
+        expected = plain.get_parameter(name).grad
+        assert grad.dtype == expected.dtype
+        torch.testing.assert_close(grad, expected, rtol=0.02, atol=1e-4, msg=name)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 64.0
+
+
+@ranks(2)
+def test_scaling_keeps_dtypes_and_structures(rank, world_size):
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    half, double = torch.ones((), dtype=torch.float16), torch.ones((), dtype=torch.float64)
+    scaled = scaler.scale([half, (double, [half])])
+    assert [type(scaled), type(scaled[1]), type(scaled[1][1])] == [list, tuple, list]
+    for found, given in ((scaled[0], half), (scaled[1][0], double), (scaled[1][1][0], half)):
+        assert found.dtype == given.dtype and torch.equal(found, 4 * given)
+    assert torch.equal(next(iter(scaler.scale(each for each in (half,)))), 4 * half)
+    with pytest.raises(ValueError, match="takes a tensor or an iterable of tensors, not float"):
+        scaler.scale(1.0)
+
+
+@ranks(2)
+def test_each_optimizer_skips_for_itself(rank, world_size):
+    _, model = twins(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=True,
+    )
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.module]
+    scaler = ShardedGradScaler("cpu")
+    before = model.state_dict()
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    for param in model.module[rank].parameters() if rank == 1 else ():
+        param.grad.fill_(math.inf)
+    with count_collectives() as traffic:
+        scaler.unscale_(optimizers[0])
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert traffic["all_reduce"].calls == 2
+    assert scaler.get_scale() == 2.0**15
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"0.weight", "0.bias"}
+
+
+@ranks(4)
+def test_a_group_of_its_own(rank, world_size):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = FSDP(nn.Linear(4, 4), process_group=groups[rank // 2])
+    scaler = ShardedGradScaler("cpu", process_group=groups[rank // 2])
+    scaler.scale(model(torch.ones(1, 4)).sum() * (math.inf if rank == 1 else 1.0)).backward()
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler.update()
+    assert gather_objects(scaler.get_scale()) == [2.0**15] * 2 + [2.0**16] * 2
+
+
+# The scaler by itself.
+
+
+@ranks(1, backend=None)
+def test_it_works_without_a_process_group(rank, world_size):
+    param = nn.Parameter(torch.ones(2))
+    scaler, optimizer = ShardedGradScaler("cpu"), torch.optim.SGD([param], lr=1.0)
+    scaled_step(scaler, optimizer, param.sum())
+    assert torch.equal(param.detach(), torch.zeros(2))
+    scaled_step(scaler, optimizer, param.sum() * math.inf)
+    assert torch.equal(param.detach(), torch.zeros(2)) and scaler.get_scale() == 2.0**15
+
+
+@ranks(2)
+def test_state_travels(rank, world_size):
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_factor=3.0, backoff_factor=0.25)
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    for _ in range(3):
+        scaled_step(scaler, optimizer, param.sum())
+    expected = GradScaler("cpu", init_scale=4.0, growth_factor=3.0, backoff_factor=0.25).state_dict()
+    assert scaler.state_dict() == expected | {"_growth_tracker": 3}
+    fresh = ShardedGradScaler("cpu")
+    fresh.load_state_dict(scaler.state_dict())
+    for other in (fresh, pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert other.state_dict() == scaler.state_dict()
+        scaled_step(other, optimizer, param.sum() * math.inf)
+        assert other.get_scale() == 1.0
+    scaler.scale(param.sum())
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0
+
+
+@ranks(2)
+def test_a_disabled_one_only_steps(rank, world_size):
+    param = nn.Parameter(torch.ones(2))
+    scaler, optimizer = ShardedGradScaler("cpu", enabled=False), torch.optim.SGD([param], lr=1.0)
+    loss = param.sum()
+    assert scaler.scale(loss) is loss
+    with count_collectives() as traffic:
+        scaled_step(scaler, optimizer, loss, clip=lambda bound: None)
+    assert traffic == {}
+    assert torch.equal(param.detach(), torch.zeros(2))
+    assert scaler.state_dict() == {} and scaler.get_scale() == 1.0 and not scaler.is_enabled()
+
+
+@ranks(2)
+def test_wrong_calls_are_refused_as_by_torch(rank, world_size):
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = ShardedGradScaler("cpu")
+    with pytest.raises(AssertionError, match="_scale is None"):
+        scaler.unscale_(optimizer)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer)
