@@ -3,6 +3,7 @@
 from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap.flat_param import FlatParameter
+from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ShardingStrategy",
     "observe_events",
     "record_events",
+    "register_fsdp_forward_method",
 ]
 
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
+from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
@@ -59,11 +60,9 @@ class ParamHandle:
     ) -> None:
         self.communicator = communicator
         self.replicas = replicas
-        contributors = communicator.size * replicas.size
-        self.segments = [
-            Segment(layout, SegmentDtypes.of(layout.dtype, policy), communicator, contributors)
-            for layout in layouts
-        ]
+        self._policy = policy
+        self._contributors = communicator.size * replicas.size
+        self.segments = [self._segment(layout) for layout in layouts]
         self.state = HandleState.SHARDED
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
@@ -72,6 +71,17 @@ class ParamHandle:
         self._summoned: list[SummonedSegment] = []
         self._shows_leaves = True
         self.show_sharded()
+
+    def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
+        """Returns a handle of other layouts, otherwise like this one."""
+        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policy)
+        if self._reduce_scatter is not None:
+            handle.reduce_by(self._reduce_scatter, self._summing)
+        return handle
+
+    def _segment(self, layout: Layout) -> Segment:
+        dtypes = SegmentDtypes.of(layout.dtype, self._policy)
+        return Segment(layout, dtypes, self.communicator, self._contributors)
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -162,9 +172,36 @@ class ParamHandle:
             for segment in self.segments:
                 segment.layout.show_sharded()
 
+    def follow_replaced(self) -> None:
+        """Takes over data that the user has put in the place of sharded parameters', also of another dtype.
+
+        A sharded unit only: the leaves are made anew.
+        """
+        assert self.state is HandleState.SHARDED
+        for index, segment in enumerate(self.segments):
+            if segment.layout.follow_replaced():
+                self.segments[index] = self._segment(segment.layout)
+
+    @property
+    def flat_param(self) -> nn.Parameter:
+        """The shard that a client may upcast: of several, one that trains in the lowest precision."""
+        params = [segment.layout.flat_param for segment in self.segments]
+        return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """Dtype of `flat_param` (torch's name, to which clients write after an upcast)."""
+        return self.flat_param.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        if self.state is HandleState.SHARDED:
+            self.follow_replaced()
+
     def summon(self, how: Summoning) -> None:
         """Puts the full parameters, in master dtype, into the user's hands; collective."""
         self.reshard()
+        self.follow_replaced()
         self._summoned = [
             SummonedSegment(segment.layout, self.communicator, self.replicas, how)
             for segment in self.segments
@@ -209,8 +246,9 @@ class ParamHandle:
             replicas: Those over which the shards are averaged afterwards.
         """
         self._reduce_scatter, self._summing = reduce_scatter, replicas
+        self._contributors = replicas.size
         for segment in self.segments:
-            segment.average_over(replicas.size)
+            segment.average_over(self._contributors)
 
     def start_reduction(self) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned."""

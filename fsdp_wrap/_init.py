@@ -30,6 +30,7 @@ from fsdp_wrap._modules import (
     collect_borrowed,
     collect_slots,
     is_owned,
+    mark_managed,
     mark_owned,
     own_modules,
 )
@@ -39,7 +40,16 @@ from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import MixedPrecision
 from fsdp_wrap.flat_param import FlatLayout
 
-__all__ = ["FLAT_PARAM", "UnitSpec", "build_unit", "check_module", "refuse_taken", "resolve_ignored"]
+__all__ = [
+    "FLAT_PARAM",
+    "UnitSpec",
+    "build_unit",
+    "check_module",
+    "refuse_taken",
+    "register_copy",
+    "resolve_ignored",
+    "taken_in",
+]
 
 FLAT_PARAM = "_flat_param"
 """Name under which a unit's module holds its `FlatParameter` (torch's name)."""
@@ -164,6 +174,8 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     guard_parametrizations(unit, modules)
     make_known_to_dynamo(modules)
     _taken.update(modules)
+    for each in modules:
+        mark_managed(each, spec.use_orig_params)
     for number, segment in enumerate(segments):
         for index, slot in enumerate(segment):
             mark_owned(slot.param)
@@ -171,6 +183,22 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
             for place, _ in slot.places:
                 _users.setdefault(place, set()).add(_owners[slot.param])
     return unit
+
+
+def register_copy(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Notes what a copied unit has: the copies of the modules it took, and its sharded parameters."""
+    _taken.update(modules)
+    for number, segment in enumerate(unit.handle.segments if unit.handle is not None else ()):
+        for index, param in enumerate(segment.layout.sources):
+            if is_owned(param):
+                _owners[param] = _Ownership(weakref.ref(unit), number, index)
+        for place, _ in segment.layout.shapes():
+            _users.setdefault(place, set()).add(_Ownership(weakref.ref(unit), number, 0))
+
+
+def taken_in(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules at and below `module` that a unit has taken."""
+    return [each for each in module.modules() if each in _taken]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,12 +42,16 @@ class Layout(Protocol):
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
             needs a gradient.
+        flat_param: The parameter whose data are this rank's shard, whether or not the optimizer sees it.
     """
 
     dtype: torch.dtype
     numel: int
     shard_numel: int
     sharded: bool
+
+    @property
+    def flat_param(self) -> nn.Parameter: ...
 
     @property
     def resident(self) -> torch.Tensor | None: ...
@@ -155,6 +159,31 @@ class Layout(Protocol):
 
     def gradients(self) -> list[torch.Tensor | None]:
         """For each original parameter, this rank's piece of its gradient; None without a gradient."""
+        ...
+
+    def follow_replaced(self) -> bool:
+        """Takes over what the user has put, by `param.data = ...`, in the place of sharded parameters' data.
+
+        Where all of it has another dtype, that becomes the master dtype.
+
+        Returns:
+            Whether the shard lies elsewhere now.
+
+        Raises:
+            ValueError: If it does not have the shape of the shard, or not one dtype.
+        """
+        ...
+
+    def copied(self, memo: dict[int, Any]) -> Layout:
+        """Returns a layout with sharded parameters of its own, of the same values, for the same modules.
+
+        Args:
+            memo: Of `copy.deepcopy`; the old sharded parameters stand for the new ones in it afterwards.
+        """
+        ...
+
+    def follow_modules(self, memo: dict[int, Any]) -> None:
+        """Goes over to the copies of its modules, and shows the sharded parameters there."""
         ...
 
     def intervals(self) -> list[Interval]:

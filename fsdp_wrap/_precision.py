@@ -63,6 +63,16 @@ class SegmentDtypes:
         return cls(master, param, reduce, reduce if policy.keep_low_precision_grads else master)
 
 
+    def __str__(self) -> str:
+        used = {"computed in": self.param, "reduced in": self.reduce}
+        others = [f"{how} {_short(dtype)}" for how, dtype in used.items() if dtype != self.master]
+        return ", ".join([_short(self.master), *others])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class InputCasts:
     """Casts of a unit's floating-point inputs and outputs; None leaves them as they are.

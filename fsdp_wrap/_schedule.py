@@ -201,6 +201,8 @@ class Schedule:
             self._abandon_backward()
         for unit in self._units:  # kept for a backward that has not come: may be stale by now
             self._reshard(unit, Phase.FORWARD)
+            if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
+                unit.handle.follow_replaced()
 
     def _keeps_parameters(self, use: Use, has_grad_outputs: bool) -> bool:
         unit = use.unit
@@ -371,7 +373,8 @@ class Schedule:
         unit, self._reducing = self._reducing, None
         if unit is not None and unit.handle is not None:
             unit.handle.finish_reduction()
-            self._positions[unit].reduction.completed()
+            if not unit.handle.has_own_reduction:  # which may have waited for nobody
+                self._positions[unit].reduction.completed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -414,19 +417,26 @@ def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Refuses to compute a parametrised tensor from sharded parameters, which do not fit each other."""
-    reference = weakref.ref(unit)
+    for module in modules:
+        if isinstance(module, ParametrizationList):
+            module.register_forward_pre_hook(_ParametrizationGuard(unit))
 
-    def refuse(module: nn.Module, args: Any) -> None:
-        unit = reference()
+
+class _ParametrizationGuard:
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        unit = self._unit()
         if unit is not None and unit.handle is not None and unit.handle.shows_shards:
             raise RuntimeError(
                 f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
                 "read it inside summon_full_params"
             )
 
-    for module in modules:
-        if isinstance(module, ParametrizationList):
-            module.register_forward_pre_hook(refuse)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ParametrizationGuard:
+        unit = self._unit()
+        return self if unit is None else _ParametrizationGuard(memo.get(id(unit), unit))
 
 
 def _prefetches(unit: Unit, when: BackwardPrefetch) -> bool:

@@ -51,6 +51,12 @@ class Segment:
         """Whether any leaf needs a gradient now."""
         return any(leaf.requires_grad for leaf in self.leaves)
 
+    def describe(self) -> str:
+        """Says how many elements this rank holds of how many, and of which dtypes."""
+        held = sum(interval.data.numel() for interval in self.layout.intervals())
+        frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
+        return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}"
+
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array."""
         if self.full.resizable:

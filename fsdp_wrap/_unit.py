@@ -71,7 +71,7 @@ class Unit:
         self.running = 0
         self.nested = False
         self._schedule: object | None = None
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
         self._missing: set[int] = set()
         self._open_uses = 0
         self._in_backward = False
@@ -110,7 +110,7 @@ class Unit:
         for number, segment in enumerate(self.handle.segments):
             for index, leaf in enumerate(segment.leaves):
                 if leaf.requires_grad and id(leaf) not in self._hooked:
-                    self._hooked.add(id(leaf))
+                    self._hooked[id(leaf)] = leaf
                     yield leaf, number, index
 
     # backward

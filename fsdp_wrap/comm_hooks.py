@@ -32,6 +32,8 @@ __all__ = [
     "register_comm_hook",
 ]
 
+_TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+
 
 class DefaultState:
     """What the ready-made hooks need to know.
@@ -142,12 +144,15 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
     Raises:
         RuntimeError: Below the root, if there is a hook already, inside a forward or backward, or while
             gradients wait that were accumulated under `no_sync`.
-        ValueError: If `hook` cannot be called as the units will call it.
+        ValueError: If `hook` cannot be called as the units will call it, or is a ready-made one and `state`
+            names other ranks than a unit's gradients are to be averaged over.
     """
     units = list(units_in(module).values())
     _check_place(units)
     owning = {unit: unit.handle for unit in units if unit.handle is not None}
     _check_hook(hook, owning)
+    if _is_ready_made(hook):
+        _check_ranks(state, owning)
     for unit, handle in owning.items():
         alone = make_communicator(None, handle.communicator.device)
         replicas = handle.replicas if _is_sharded(handle) else alone
@@ -188,13 +193,32 @@ def _check_hook(hook: Any, handles: Mapping[Unit, ParamHandle]) -> None:
             ) from None
 
 
+def _check_ranks(state: Any, handles: Mapping[Unit, ParamHandle]) -> None:
+    group = getattr(state, "process_group", None)
+    if group is None:
+        raise ValueError(f"a ready-made hook needs a DefaultState or LowPrecisionState, not {state!r}")
+    named = sorted(dist.get_process_group_ranks(group))
+    for unit, handle in handles.items():
+        needed = sorted((handle.communicator if _is_sharded(handle) else handle.replicas).members)
+        if named != needed:
+            raise ValueError(
+                f"the hook has to average the gradients of {unit.name} over ranks {needed}, but the group of "
+                f"its state has ranks {named}; make the state with that group, or where units differ write a "
+                "hook that chooses"
+            )
+
+
 def _is_sharded(handle: ParamHandle) -> bool:
     return all(segment.layout.sharded for segment in handle.segments)
 
 
+def _is_ready_made(hook: Callable[..., None]) -> bool:
+    return getattr(hook, "__module__", "") in (__name__, _TORCH_HOOKS)
+
+
 def _working(hook: Callable[..., None]) -> Callable[..., None]:
     """Returns ours for those of torch's hooks that fail on the CPU."""
-    if getattr(hook, "__module__", "") != "torch.distributed.algorithms._comm_hooks.default_hooks":
+    if getattr(hook, "__module__", "") != _TORCH_HOOKS:
         return hook
     ours = {each.__name__: each for each in (fp16_compress_hook, bf16_compress_hook)}
     return ours.get(hook.__name__, hook)

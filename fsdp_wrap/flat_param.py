@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -112,10 +113,11 @@ class FlatLayout:
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.shard_numel * allocator.size
         self._first = self.shard_numel * allocator.rank
-        allocate = allocator.empty_on_host if offload else allocator.empty
-        shard = allocate(self.shard_numel, self.dtype)
+        self._allocate = allocator.empty_on_host if offload else allocator.empty
+        shard = self._allocate(self.shard_numel, self.dtype)
         self._resides = not sharded and shard.device == allocator.device
         _fill(shard, self._first, self.extents, slots)
+        self._shard = shard
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
@@ -220,6 +222,37 @@ class FlatLayout:
     def gradients(self) -> list[torch.Tensor | None]:
         return self._front.gradients()
 
+    def follow_replaced(self) -> bool:
+        old, new = self._shard, self.flat_param.data
+        if new.data_ptr() == old.data_ptr():
+            new = self._front.replaced(old)
+        if new.data_ptr() == old.data_ptr():
+            return False
+        if new.shape != old.shape:
+            raise ValueError(
+                f"the data of the FlatParameter of '{self.fqns[0]}' and others were replaced by a tensor of "
+                f"shape {tuple(new.shape)}; they must keep {tuple(old.shape)}"
+            )
+        self._shard, self.dtype = new, new.dtype
+        self.flat_param.data = new
+        self._front.move_to(new)
+        return True
+
+    def copied(self, memo: dict[int, Any]) -> FlatLayout:
+        new = copy.copy(self)
+        new._shard = self._allocate(self.shard_numel, self.dtype).copy_(self.flat_param.data)
+        new.flat_param = FlatParameter(new._shard, self.flat_param.requires_grad, self.extents)
+        new.flat_param.__dict__.update(self.flat_param.__dict__)
+        new._front = self._front.copied(new, memo)
+        new._marks = {}
+        memo[id(self.flat_param)] = new.flat_param
+        return new
+
+    def follow_modules(self, memo: dict[int, Any]) -> None:
+        self.places = copy.deepcopy(self.places, memo)
+        self._module = copy.deepcopy(self._module, memo)
+        self._front.hide_full()
+
     def intervals(self) -> list[Interval]:
         result = []
         for extent in self.extents:
@@ -287,6 +320,16 @@ def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:
         param.grad.copy_(piece)
 
 
+def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
+    return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
+
+
+def _cast_gradient(param: nn.Parameter) -> None:
+    if param.grad is not None:
+        grad, param.grad = param.grad, None
+        param.grad = grad.to(param.dtype)
+
+
 def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:
     result: list[Extent] = []
     start = 0
@@ -333,6 +376,18 @@ class _Front(Protocol):
 
     def hide_full(self) -> None: ...
 
+    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns a shard with the data that the user has put in the place of its pieces; if none, itself."""
+        ...
+
+    def move_to(self, shard: torch.Tensor) -> None:
+        """Goes over to the memory of another shard, perhaps of another dtype."""
+        ...
+
+    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _Front:
+        """Returns the same for the layout's copy; what it shows stands in `memo` for what this one does."""
+        ...
+
 
 class _FlatFront:
     """The `FlatParameter` alone; under the original names stand plain slices of it."""
@@ -342,6 +397,19 @@ class _FlatFront:
         self.sources: Sequence[nn.Parameter] = [layout.flat_param] * len(layout.extents)
         self.holders: Sequence[nn.Parameter] = [layout.flat_param]
         self._pieces = layout.pieces(layout.flat_param.data)
+
+    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard
+
+    def move_to(self, shard: torch.Tensor) -> None:
+        self._pieces = self._layout.pieces(shard)
+        _cast_gradient(self._layout.flat_param)
+        self.show_sharded()
+
+    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _FlatFront:
+        new = _FlatFront(layout)
+        memo.update((id(old), piece) for old, piece in zip(self._pieces, new._pieces))
+        return new
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return [shard]
@@ -377,7 +445,46 @@ class _SliceFront:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
         self.holders: Sequence[nn.Parameter] = self.sources
+        self._pieces = layout.pieces(layout.flat_param.data)
         self._grads: list[torch.Tensor | None] | None = None
+
+    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
+        if all(param.dtype == shard.dtype for param in self.sources) and not any(
+            map(_lies_elsewhere, self.sources, self._pieces)
+        ):
+            return shard
+        self._check_replaced()
+        result = shard.to(self.sources[0].dtype, copy=True)
+        for param, piece, new in zip(self.sources, self._pieces, self.cut(result)):
+            if _lies_elsewhere(param, piece):
+                new.copy_(param.data)
+        return result
+
+    def _check_replaced(self) -> None:
+        for fqn, param, piece in zip(self._layout.fqns, self.sources, self._pieces):
+            if param.shape != piece.shape or param.dtype != self.sources[0].dtype:
+                raise ValueError(
+                    f"the data of the sharded parameter '{fqn}' were replaced by a tensor of shape "
+                    f"{tuple(param.shape)} and dtype {param.dtype}; they must keep {tuple(piece.shape)}, and "
+                    f"the dtype of '{self._layout.fqns[0]}', {self.sources[0].dtype}"
+                )
+
+    def move_to(self, shard: torch.Tensor) -> None:
+        self._pieces = self._layout.pieces(shard)
+        for param, piece in zip(self.sources, self._pieces):
+            param.data = piece
+            _cast_gradient(param)
+
+    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _SliceFront:
+        new = copy.copy(self)
+        new._layout, new._pieces = layout, layout.pieces(layout.flat_param.data)
+        new.sources = new.holders = [
+            nn.Parameter(piece, param.requires_grad) for param, piece in zip(self.sources, new._pieces)
+        ]
+        for old, param in zip(self.sources, new.sources):
+            param.__dict__.update(old.__dict__)
+            memo[id(old)] = param
+        return new
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._layout.pieces(shard)
@@ -402,7 +509,7 @@ class _SliceFront:
         self._layout.show(self.sources)
 
     def hide_full(self) -> None:
-        for param, piece in zip(self.sources, self.cut(self._layout.flat_param.data)):
+        for param, piece in zip(self.sources, self._pieces):
             param.data = piece
         self.show_sharded()
         if self._grads is not None:

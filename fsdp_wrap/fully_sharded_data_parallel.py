@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
+from fsdp_wrap._copies import deepcopy_wrapper
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._materialize import MaterializationError, Values
@@ -24,7 +26,6 @@ from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
 from fsdp_wrap.comm_hooks import register_comm_hook
-from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import dismiss, full_units, is_summoned, summon, summon_full_params
 from fsdp_wrap.state_dict import (
     add_wrapped_metadata,
@@ -139,6 +140,7 @@ class FullyShardedDataParallel(nn.Module):
                 "use_orig_params": use_orig_params,
             }
             _wrap_below(type(self), module, auto_wrap_policy, ignored, shared)
+        self.sharding_strategy = strategy
         self._adopt(module, build_unit(module, spec))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
@@ -168,6 +170,18 @@ class FullyShardedDataParallel(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
+    def extra_repr(self) -> str:
+        """The strategy, and how much of each of the unit's dtypes this rank holds, in one line."""
+        handle = self._unit.handle
+        if handle is None:
+            return f"{self.sharding_strategy.name}, no parameters of its own"
+        copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
+        held = ", ".join(segment.describe() for segment in handle.segments)
+        return (
+            f"{self.sharding_strategy.name}, rank {handle.communicator.rank} of "
+            f"{handle.communicator.size}{copies}, holds {held}"
+        )
+
     def check_is_root(self) -> bool:
         """Returns whether this instance is the outermost one of its tree (known after the first forward)."""
         return schedule_of(self._unit).root is self._unit
@@ -190,17 +204,32 @@ class FullyShardedDataParallel(nn.Module):
     def _has_params(self) -> bool:
         return self._unit.handle is not None
 
+    # what clients of torch's wrapper read and write beside the public names
+
     @property
-    def _flat_param(self) -> FlatParameter | None:
-        param = self._fsdp_wrapped_module._parameters.get("_flat_param")
-        return param if isinstance(param, FlatParameter) else None
+    def _handle(self) -> ParamHandle | None:
+        return self._unit.handle
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return None if self._unit.handle is None else self._unit.handle.flat_param
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether this is the outermost instance; None before its first use."""
+        return None if self._unit.schedule is None else self.check_is_root()
 
     # training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
+        return self._run_as_forward(self._fsdp_wrapped_module, args, kwargs)
+
+    def _run_as_forward(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._drop_stale_load()
-        return schedule_of(self._unit).run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
+        return schedule_of(self._unit).run_forward(self._unit, call, args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients without communication while the context is open.
@@ -269,7 +298,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
                 forward or backward, or while gradients wait that were accumulated under `no_sync`.
-            ValueError: If `hook` cannot be called so.
+            ValueError: If `hook` cannot be called so, or is a ready-made one and `state` names other ranks.
         """
         register_comm_hook(self, state, hook)
 
@@ -432,14 +461,15 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        raise TypeError(
-            "a wrapped module cannot be deep-copied, since it is tied to its process group; copy the module "
-            "before wrapping it, or load state_dict() into a second one"
-        )
+        """Returns a second model of the same values, on the same process groups; no communication."""
+        for wrapper in self.fsdp_modules(self):
+            wrapper._drop_stale_load()
+        return deepcopy_wrapper(self, self._unit, memo)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "a wrapped module cannot be pickled, being tied to its process group; save state_dict() instead"
+            "a wrapped module cannot be pickled, being tied to its process group; save state_dict() instead "
+            "(copy.deepcopy makes a second one)"
         )
 
 

@@ -30,6 +30,7 @@ LAYERS = [
         "_materialize.py",
         "_init.py",
         "full_params.py",
+        "_copies.py",
         "state_dict.py",
         "_load_parts.py",
         "optim_state_dict.py",
@@ -37,7 +38,13 @@ LAYERS = [
         "sharded_grad_scaler.py",
         "comm_hooks.py",
     ],
-    ["fully_sharded_data_parallel.py", "fully_shard.py", "checkpoint.py", "compat.py"],
+    [
+        "fully_sharded_data_parallel.py",
+        "forward_methods.py",
+        "fully_shard.py",
+        "checkpoint.py",
+        "compat.py",
+    ],
     ["__init__.py"],
 ]
 """A file imports from lower layers, and from files before it in its own layer's list. Not all exist yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
@@ -302,10 +303,12 @@ def test_hooks_may_replace_the_data_of_their_arguments(rank, world_size, use_ori
 
 @each_form
 @ranks(2)
-def test_a_hook_that_leaves_its_output_alone_gives_zeros(rank, world_size, use_orig_params):
+def test_a_hook_that_does_nothing_gives_zeros_and_waits_for_nobody(rank, world_size, use_orig_params):
     _, model = twins(lambda: nn.Linear(64, 64), use_orig_params=use_orig_params)
     model.register_comm_hook(None, lambda state, grad, output: None)
-    model(torch.ones(1, 64)).sum().backward()
+    output = model(torch.ones(1, 64)).sum()
+    time.sleep(0.3 * rank)
+    output.backward()
     assert not any(grad.any() for grad in full_grads(model).values())
 
 
@@ -341,6 +344,34 @@ def test_wrong_registrations_are_refused(rank, world_size):
     with pytest.raises(RuntimeError, match="must not run inside the forward"):
         whole(torch.ones(1, 4))
     handle.remove()
+
+
+@each_library
+@ranks(4)
+def test_ready_made_hooks_need_the_ranks_of_every_unit(rank, world_size, library):
+    """Otherwise replicas would drift apart silently."""
+    mesh, hooks = hybrid_mesh(), MODULES[library]
+    layers = nn.Sequential(
+        FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD), nn.Linear(4, 4)
+    )
+    model = FSDP(layers, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    hook, near = hooks.fp16_compress_hook, mesh.get_group("shard")
+    names = str(dist.get_process_group_ranks(near)).replace("[", r"\[").replace("]", r"\]")
+    with pytest.raises(ValueError, match=rf"root unit .* over ranks {names}, .* has ranks \[0, 1, 2, 3\]"):
+        model.register_comm_hook(hooks.LowPrecisionState(dist.group.WORLD), hook)
+    with pytest.raises(ValueError, match=rf"unit '0' over ranks \[0, 1, 2, 3\], .* has ranks {names}"):
+        model.register_comm_hook(hooks.LowPrecisionState(near), hook)
+    with pytest.raises(ValueError, match="needs a DefaultState or LowPrecisionState, not None"):
+        model.register_comm_hook(None, hook)
+
+    states = [hooks.DefaultState(group) for group in (dist.group.WORLD, near)]
+    chosen = hooks.allreduce_hook, hooks.reduce_scatter_hook
+    model.register_comm_hook(
+        states, lambda both, grad, *output: chosen[len(output)](both[len(output)], grad, *output)
+    )
+    model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    assert torch.equal(full_grads(model)["1.bias"], torch.ones(4))
+    torch.testing.assert_close(full_grads(model)["1.weight"][0], layers[0](torch.full((1, 4), 2.5))[0])
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

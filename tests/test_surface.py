@@ -177,7 +177,8 @@ class Walk:
         for way in COPIES:
             found = attempt(way, module)
             if found is not None:
-                assert way is copy.copy or not any(isinstance(child, FSDP) for child in found.modules())
+                wrapped = any(isinstance(child, FSDP) for child in found.modules())
+                assert way in (copy.copy, copy.deepcopy) or not wrapped
                 self.over(f"a copy of {path}", [*found.parameters(), *found.buffers(), vars(found)])
 
 

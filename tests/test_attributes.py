@@ -1,0 +1,306 @@
+"""What users and clients read from a wrapped model, write to it and call on it, beside training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bed import ranks
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH = 6
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Sequential):
+    """Indexable, with attributes and methods of its own."""
+
+    motto = "of the class"
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 3))
+        self.note = {"of": "the instance"}
+
+    def widths(self, *, times: int = 1) -> list[int]:
+        return [times * param.shape[-1] for param in self.parameters()]
+
+
+def per_block(net: nn.Module, **options: Any) -> FSDP:
+    return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+each_wrapping = pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, members: list[int], count: int = 3) -> None:
+    """Training on the batches of some ranks, which depend on nothing but the step."""
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        batches = torch.randn(dist.get_world_size(), 4, WIDTH, generator=generator)
+        optimizer.zero_grad()
+        dtype = next(param.dtype for param in model.parameters())
+        model(batches[members].flatten(0, 1).to(dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def train_both(model: nn.Module, plain: nn.Module, **options: Any) -> None:
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [dist.get_rank()])
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), list(range(dist.get_world_size())))
+
+
+def assert_equal_state(model: nn.Module, plain: nn.Module, tolerance: float) -> None:
+    found = model.state_dict()
+    for name, expected in plain.state_dict().items():
+        assert found[name].dtype == expected.dtype, name
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=tolerance)
+
+
+# Data that are replaced.
+
+
+def upcast_as_accelerate_does(model: nn.Module) -> None:
+    for module in FSDP.fsdp_modules(model):
+        if module._has_params:
+            param = module._flat_param
+            if param.dtype != torch.float32 and param.requires_grad:
+                assert param.device == torch.device("cpu") and all(param._fqns)
+                param.data = param.data.to(torch.float32)
+                module._handle._orig_param_dtype = torch.float32
+
+
+def upcast_data_alone(model: nn.Module) -> None:
+    for module in FSDP.fsdp_modules(model):
+        module._flat_param.data = module._flat_param.data.to(torch.float32)
+
+
+def upcast_parameters(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.to(torch.float32)
+
+
+UPCASTS = [upcast_as_accelerate_does, upcast_data_alone, upcast_parameters]
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("upcast", UPCASTS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_upcast_before_the_first_forward(rank, world_size, use_orig_params, wrap, upcast, strategy):
+    low = Net().bfloat16()
+    plain = copy.deepcopy(low).float()
+    model = wrap(low, use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+    upcast(model)
+    assert_equal_state(model, plain, 0)
+    with FSDP.summon_full_params(model):
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+    train_both(model, plain)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert {module._handle._orig_param_dtype for module in FSDP.fsdp_modules(model)} == {torch.float32}
+    assert_equal_state(model, plain, 1e-6)
+
+
+@each_form
+@ranks(4)
+def test_upcast_between_steps_and_in_hybrid(rank, world_size, use_orig_params):
+    low = Net().bfloat16()
+    mesh = init_device_mesh("cpu", (2, 2))
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    model = per_block(low, use_orig_params=use_orig_params, **hybrid)
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [rank])
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    upcast_as_accelerate_does(model)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert grads and {grad.dtype for grad in grads} == {torch.float32}
+    train_both(model, plain)
+    assert_equal_state(model, plain, 1e-6)
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ranks(2)
+def test_replaced_data_are_what_counts(rank, world_size, use_orig_params, wrap, strategy):
+    plain = Net()
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model = wrap(copy.deepcopy(plain), **options)
+    train_both(model, plain)
+    for module in (model, plain):
+        for param in module.parameters():
+            param.data = param.data * 0.5
+    assert_equal_state(model, plain, 1e-6)
+    train_both(model, plain)
+    assert_equal_state(model, plain, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype"])
+@ranks(2)
+def test_replaced_data_that_do_not_fit(rank, world_size, kind):
+    flat, orig = FSDP(Net()), FSDP(Net(), use_orig_params=True)
+    kept = orig.state_dict()
+    flat._flat_param.data = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"FlatParameter of '0.weight' and others.*\(3,\).*must keep"):
+        flat(torch.ones(1, WIDTH))
+    param = dict(orig.named_parameters())["_fsdp_wrapped_module.1.up.weight"]
+    before = param.data
+    param.data = torch.zeros(param.numel() + 1) if kind == "shape" else before.double()
+    said = "sharded parameter '1.up.weight'.*must keep.*the dtype of '0.weight'"
+    with pytest.raises(ValueError, match=said):
+        orig(torch.ones(1, WIDTH))
+    param.data = before
+    for key, value in orig.state_dict().items():
+        assert torch.equal(value, kept[key])
+
+
+# What clients read.
+
+
+@each_form
+@ranks(2)
+def test_private_names_of_torch_that_clients_read(rank, world_size, use_orig_params):
+    net = Net()
+    net[3].weight.requires_grad_(False)
+    whole = list(net.parameters())
+    model = per_block(net, use_orig_params=use_orig_params)
+    empty = FSDP(nn.Sequential(nn.Tanh()))
+    assert model._has_params and not empty._has_params
+    assert empty._flat_param is None and empty._handle is None
+    assert model._flat_param is model._handle.flat_param
+    assert model._flat_param.requires_grad
+    assert model._flat_param._fqns == ("0.weight", "0.bias", "3.bias")
+    assert model[1]._flat_param._fqns == ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert all(param._fsdp_flattened for param in whole)
+    assert (list(model.parameters()) == whole) == use_orig_params
+    assert (model._is_root, model[1]._is_root) == (None, None)
+    model(torch.ones(1, WIDTH))
+    assert (model._is_root, model[1]._is_root) == (True, False)
+    for module in net.modules():
+        assert module._is_fsdp_managed_module and module._fsdp_use_orig_params == use_orig_params
+    ignoring = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    FSDP(ignoring, ignored_states=[ignoring[1]])
+    assert not hasattr(ignoring[1], "_is_fsdp_managed_module")
+
+
+@each_form
+@ranks(2)
+def test_attributes_are_forwarded(rank, world_size, use_orig_params):
+    net = Net()
+    model = per_block(net, use_orig_params=use_orig_params)
+    assert model.module is net and model.motto == "of the class" and model.note is net.note
+    assert model[1] is net[1] and isinstance(model[1], FSDP) and model[1].up is net[1].module.up
+    assert model[-1] is net[3] and FSDP(nn.ModuleDict({"a": nn.Linear(2, 2)}))["a"].in_features == 2
+    with FSDP.summon_full_params(model):
+        assert model.widths(times=2) == Net().widths(times=2)
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'absent'"):
+        model.absent  # noqa: B018
+    with pytest.raises(AttributeError, match="'Block' object has no attribute 'absent'"):
+        model[1].absent  # noqa: B018
+    with pytest.raises(TypeError, match="'Block' object is not subscriptable"):
+        model[1][0]
+
+
+@each_form
+@ranks(2)
+def test_order_and_roots(rank, world_size, use_orig_params):
+    plain = Net()
+    model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    units = FSDP.fsdp_modules(model)
+    assert units == [model, model[1], model[2]]
+    parent = nn.ModuleList([model, FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)])
+    assert FSDP.fsdp_modules(parent) == [*units, parent[1]]
+    assert FSDP.fsdp_modules(parent, root_only=True) == [model, parent[1]]
+    assert FSDP.fsdp_modules(plain) == []
+    model(torch.ones(1, WIDTH))
+    assert [unit.check_is_root() for unit in units] == [True, False, False]
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+    flat = ["_flat_param", "1._flat_param", "2._flat_param"]
+    assert names == ([name for name, _ in plain.named_parameters()] if use_orig_params else flat)
+
+
+def intervals(wrapper: FSDP) -> list[Any]:
+    return [found for segment in wrapper._handle.segments for found in segment.layout.intervals()]
+
+
+@each_form
+@ranks(2)
+def test_repr_is_one_line_per_unit(rank, world_size, use_orig_params):
+    net = Net()
+    net[3].requires_grad_(False)
+    net[0].bfloat16()
+    model = per_block(net, use_orig_params=use_orig_params)
+    units = [line.strip() for line in repr(model).splitlines() if "SHARD" in line]
+    held = [sum(interval.data.numel() for interval in intervals(unit)) for unit in FSDP.fsdp_modules(model)]
+    assert len(units) == 3
+    low = sum(interval.data.numel() for interval in intervals(model) if interval.data.dtype == torch.bfloat16)
+    assert units[0] == (
+        f"FULL_SHARD, rank {rank} of 2, holds {low} of 42 bfloat16, {held[0] - low} of 21 float32 (frozen)"
+    )
+    assert units[1] == f"FULL_SHARD, rank {rank} of 2, holds {held[1]} of 71 float32"
+    whole = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert "NO_SHARD, rank 0 of 1 x 2 copies, holds 205 of 205 float32" in repr(whole)
+    assert "FULL_SHARD, no parameters of its own" in repr(FSDP(nn.Tanh()))
+
+
+# What is called on it.
+
+CALLS: dict[str, Callable[[nn.Module], Any]] = {
+    "share_memory": lambda model: model.share_memory(),
+    "to its own dtype and device": lambda model: model.to("cpu").float().type(torch.float32),
+    "requires_grad_": lambda model: model.requires_grad_(False).requires_grad_(True),
+    "zero_grad": lambda model: model.zero_grad(set_to_none=False),
+    "eval and train": lambda model: model.eval().train(),
+}
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("call", list(CALLS))
+@ranks(2)
+def test_calls_that_leave_the_values(rank, world_size, use_orig_params, wrap, strategy, call):
+    plain = Net()
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model = wrap(copy.deepcopy(plain), **options)
+    train_both(model, plain)
+    for module in (model, plain):
+        CALLS[call](module)
+    train_both(model, plain)
+    assert_equal_state(model, plain, 1e-6)
+    if call == "share_memory":
+        assert all(param.is_shared() for param in model.parameters())
+
+
+@each_form
+@ranks(2)
+def test_training_and_trainability_reach_every_module(rank, world_size, use_orig_params):
+    model = per_block(Net(), use_orig_params=use_orig_params)
+    assert not any(module.training for module in model.eval().modules())
+    assert all(module.training for module in model.train().modules())
+    model.requires_grad_(False)
+    assert not any(param.requires_grad for param in model.parameters())
+    assert not model(torch.ones(1, WIDTH)).requires_grad
+    model.requires_grad_(True)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    held = [param for param in model.parameters() if param.numel()]
+    assert held and all(param.grad is not None and param.grad.shape == param.shape for param in held)
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())

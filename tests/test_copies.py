@@ -1,0 +1,386 @@
+"""`copy.deepcopy` of wrapped modules: a second model that trains on its own; and shard-local averages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
+
+from bed import ranks
+from bed.references import count_collectives
+from fsdp_wrap import CPUOffload, ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH = 6
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+class Block(nn.Module):
+    """With frozen parameters, and modules that keep or compute their weights in ways of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.normed = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.up.weight.requires_grad_(False)
+        self.register_buffer("slope", torch.tensor(0.9))
+
+    def forward(self, x):
+        x = x + self.slope * self.down(torch.tanh(self.up(x)))
+        return self.normed(x + self.recurrent(x)[0])
+
+
+class Net(nn.Module):
+    """Its embedding and head share a weight, as do two inner layers. Calls `spy` in its forward."""
+
+    spy: Callable[[], Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.first(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        if self.spy is not None:
+            self.spy()
+        return self.head(self.last(torch.tanh(x)))
+
+
+def per_block(net: nn.Module, **options: Any) -> FSDP:
+    return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def by_hand(net: Net, **options: Any) -> FSDP:
+    """Units that lend parameters to each other, in both directions of the tree's order."""
+    for name in ("last", "embed"):
+        setattr(net, name, FSDP(getattr(net, name), **options))
+    net.blocks[0] = FSDP(net.blocks[0], **options)
+    net.first = FSDP(net.first, **options)
+    return FSDP(net, **options)
+
+
+each_wrapping = pytest.mark.parametrize(
+    "wrap", [FSDP, per_block, by_hand], ids=["whole", "per_block", "by_hand"]
+)
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "offloaded": {"cpu_offload": CPUOffload(True)},
+}
+
+
+def make_plain() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def make_pair(wrap: Callable[..., FSDP], **options: Any) -> tuple[FSDP, Net]:
+    return wrap(make_plain(), **options), make_plain()
+
+
+def train(modules: Iterable[nn.Module], seed: int, lr: float = 0.1) -> None:
+    """Two steps of each; wrapped ones see this rank's batch, plain ones those of all ranks."""
+    for module in modules:
+        wrapped = any(isinstance(child, FSDP) for child in module.modules())
+        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+        for step in range(2):
+            batches = batches_of(100 * seed + step)
+            optimizer.zero_grad()
+            module(batches[dist.get_rank()] if wrapped else batches.flatten(0, 1)).square().mean().backward()
+            optimizer.step()
+
+
+def batches_of(seed: int) -> torch.Tensor:
+    size = (dist.get_world_size(), 2, 4)
+    return torch.randint(0, 11, size, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    found, expected = model.state_dict(), plain.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+# Copies.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+@ranks(2)
+def test_copy_and_original_train_on_their_own(rank, world_size, use_orig_params, wrap, strategy, trained):
+    model, plain = make_pair(wrap, use_orig_params=use_orig_params, **STRATEGIES[strategy])
+    if trained:
+        train((model, plain), seed=1)
+        model.zero_grad()
+    with count_collectives() as counts:
+        second = copy.deepcopy(model)
+    assert counts == {}
+    twin = copy.deepcopy(plain)
+    trainable = [param.requires_grad for param in model.parameters()]
+    assert [param.requires_grad for param in second.parameters()] == trainable
+    assert all(param.grad is None for param in second.parameters())
+    held = {param.untyped_storage()._cdata for param in model.parameters()}
+    assert not held & {param.untyped_storage()._cdata for param in second.parameters()}
+    assert_same(second, twin)
+    train((second, twin), seed=2)
+    assert_same(second, twin)
+    assert_same(model, plain)
+    train((model, plain), seed=3)
+    assert_same(model, plain)
+    assert_same(second, twin)
+
+
+@each_form
+@ranks(4)
+def test_copy_under_a_hybrid_strategy(rank, world_size, use_orig_params):
+    mesh = init_device_mesh("cpu", (2, 2))
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    model, plain = make_pair(per_block, use_orig_params=use_orig_params, **options)
+    train((model, plain), seed=1)
+    second, twin = copy.deepcopy(model), copy.deepcopy(plain)
+    train((second, twin, model), seed=2)
+    train((plain,), seed=2)
+    assert_same(second, twin)
+    assert_same(model, plain)
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_tied_parameters_stay_tied(rank, world_size, use_orig_params, wrap):
+    model, _ = make_pair(wrap, use_orig_params=use_orig_params)
+    second = copy.deepcopy(model)
+    assert len(list(second.parameters())) == len(list(model.parameters()))
+    with FSDP.summon_full_params(second):
+        assert second.embed.weight is second.head.weight
+        assert second.first.weight is second.last.weight
+        assert not any(param is other for param in second.parameters() for other in model.parameters())
+
+
+@each_form
+@pytest.mark.parametrize("parts", [(0, 1), (1, 0)], ids=["lender first", "borrower first"])
+@ranks(2)
+def test_plain_parent_of_wrappers(rank, world_size, use_orig_params, parts):
+    """Two roots that share a weight, under a module that is not wrapped."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        layers[1].weight = layers[0].weight
+        return nn.Sequential(nn.Embedding(11, WIDTH), *layers).double()
+
+    model, plain = make(), make()
+    wrapped = [FSDP(layer, use_orig_params=use_orig_params) for layer in (model[1], model[2])]
+    model = nn.Sequential(model[0], *(wrapped[part] for part in parts))
+    plain = nn.Sequential(plain[0], *(plain[1 + part] for part in parts))
+    model[0] = FSDP(model[0], use_orig_params=use_orig_params)
+    train((model, plain), seed=1, lr=0.01)
+    second, twin = copy.deepcopy(model), copy.deepcopy(plain)
+    train((second, twin), seed=2, lr=0.01)
+    assert_same(second, twin)
+    assert_same(model, plain)
+    train((model, plain), seed=3, lr=0.01)
+    assert_same(model, plain)
+    assert_same(second, twin)
+
+
+@each_form
+@ranks(2)
+def test_copy_of_a_nested_unit_is_a_root(rank, world_size, use_orig_params):
+    model, plain = make_pair(per_block, use_orig_params=use_orig_params)
+    model(batches_of(0)[rank])
+    part, twin = copy.deepcopy(model.blocks[1]), copy.deepcopy(plain.blocks[1])
+    x = torch.ones(1, 3, WIDTH, dtype=torch.float64)
+    with part.no_sync():
+        part(x).sum().backward()
+    part(x).sum().backward()
+    assert (part.check_is_root(), model.blocks[1].check_is_root()) == (True, False)
+    for _ in range(2):
+        twin(x).sum().backward()
+    with FSDP.summon_full_params(part, with_grads=True):
+        for name, param in part.named_parameters():
+            torch.testing.assert_close(param.grad, twin.get_parameter(name).grad)
+    train((model, plain), seed=1)
+    assert_same(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_copied_modules_can_be_wrapped_into_a_whole_but_not_again(rank, world_size, use_orig_params):
+    parent = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    plain = copy.deepcopy(parent)
+    parent[1] = FSDP(parent[1], use_orig_params=use_orig_params)
+    second = copy.deepcopy(parent)
+    with pytest.raises(ValueError, match="already wrapped"):
+        FSDP(second[1].module)
+    model = FSDP(second, use_orig_params=use_orig_params)
+    train((model, plain), seed=1)
+    assert_same(model, plain)
+    assert second[1].check_is_root() is False
+
+
+@each_form
+@ranks(2)
+def test_guards_of_a_copy_look_at_the_copy(rank, world_size, use_orig_params):
+    model, _ = make_pair(FSDP, use_orig_params=use_orig_params)
+    second = copy.deepcopy(model)
+    assert parametrize.is_parametrized(second.blocks[0].normed)
+    with FSDP.summon_full_params(model):
+        assert model.blocks[0].normed.weight.shape == (WIDTH, WIDTH)
+        with pytest.raises(RuntimeError, match="parametrised tensor"):
+            second.blocks[0].normed.weight  # noqa: B018
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_copy_of_a_copy_after_the_original_is_gone(rank, world_size, use_orig_params, wrap):
+    model, plain = make_pair(wrap, use_orig_params=use_orig_params)
+    model = copy.deepcopy(copy.deepcopy(model))
+    train((model, plain), seed=1)
+    assert_same(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_copy_keeps_what_users_set(rank, world_size, use_orig_params):
+    model, _ = make_pair(per_block, use_orig_params=use_orig_params)
+    for param in model.parameters():
+        param.note = "weight decay"
+    model.blocks[0].set_reshard_after_forward(False)
+    model.eval()
+    second = copy.deepcopy(model)
+    assert {param.note for param in second.parameters()} == {"weight decay"}
+    assert second.blocks[0]._unit.options == model.blocks[0]._unit.options != model.blocks[1]._unit.options
+    assert not second.training and repr(second) == repr(model)
+    assert [name for name, _ in second.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+@each_form
+@ranks(2)
+def test_references_to_parameters_are_copied_along(rank, world_size, use_orig_params):
+    model, plain = make_pair(per_block, use_orig_params=use_orig_params)
+    model.module.kept = [model.module.first._parameters["weight"]]
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in (model, plain)]
+    second, optimizer = copy.deepcopy((model, optimizers[0]))
+    assert second.module.kept[0] is second.module.first._parameters["weight"]
+    for net, its in ((second, optimizer), (plain, optimizers[1])):
+        batches = batches_of(0)
+        net(batches[rank] if net is second else batches.flatten(0, 1)).square().mean().backward()
+        its.step()
+    assert_same(second, plain)
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_copies_are_refused_while_parameters_are_full(rank, world_size, use_orig_params, wrap):
+    model, plain = make_pair(wrap, use_orig_params=use_orig_params)
+    model.module.spy = lambda: copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"copy.deepcopy\(\) must not run inside the forward"):
+        model(batches_of(0)[rank])
+    model.module.spy = None
+    with FSDP.summon_full_params(model):
+        with pytest.raises(RuntimeError, match="shown in full by summon_full_params; leave its context"):
+            copy.deepcopy(model)
+    train((model, plain), seed=1)
+    assert_same(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_copy_after_a_failed_backward(rank, world_size, use_orig_params):
+    model, plain = make_pair(per_block, use_orig_params=use_orig_params)
+    hook = model.blocks[1].module.down.register_full_backward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batches_of(0)[rank]).sum().backward()
+    hook.remove()
+    second, twin = copy.deepcopy(model), copy.deepcopy(plain)
+    train((second, twin, model, plain), seed=1)
+    assert_same(second, twin)
+    assert_same(model, plain)
+
+
+# Averages.
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "ema_one_by_one": {"avg_fn": get_ema_avg_fn(0.9)},
+    "ema_with_buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+}
+
+
+class Normed(Net):
+    """With statistics that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(11)
+
+    def forward(self, tokens):
+        return self.norm(super().forward(tokens).flatten(0, 1))
+
+
+@each_form
+@pytest.mark.parametrize("how", list(AVERAGES))
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@ranks(2)
+def test_average_of_parameters(rank, world_size, use_orig_params, how, strategy):
+    model, plain = make_pair(per_block, use_orig_params=use_orig_params, **STRATEGIES[strategy])
+    averages = [AveragedModel(module, **AVERAGES[how]) for module in (model, plain)]
+    for step in range(3):
+        train((model, plain), seed=step)
+        with count_collectives() as counts:
+            averages[0].update_parameters(model)
+        assert counts == {}
+        averages[1].update_parameters(plain)
+    assert_same(*averages)
+    assert_same(model, plain)
+    with torch.no_grad():
+        batch = batches_of(9)[0]
+        torch.testing.assert_close(averages[0].eval()(batch), averages[1].eval()(batch))
+    resumed = AveragedModel(model, **AVERAGES[how])
+    resumed.load_state_dict(averages[0].state_dict())
+    assert_same(resumed, averages[1])
+
+
+@each_form
+@ranks(2)
+def test_statistics_of_an_average(rank, world_size, use_orig_params):
+    torch.manual_seed(0)
+    net = Normed().double()
+    plain = copy.deepcopy(net)
+    model = per_block(net, use_orig_params=use_orig_params)
+    averages = [AveragedModel(module, use_buffers=True) for module in (model, plain)]
+    batch = batches_of(0)[0]  # the same on all ranks: statistics are not shared
+    for _ in range(2):
+        for module, average in zip((model, plain), averages):
+            module(batch)
+            average.update_parameters(module)
+    assert_same(*averages)
+    for average in averages:
+        update_bn([batch, batch + 0], average)
+    assert_same(*averages)

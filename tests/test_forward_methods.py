@@ -1,0 +1,234 @@
+"""Methods other than `forward`: they run with full parameters, on the wrapper and on the wrapped module."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bed import ranks
+from bed.references import count_collectives
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, register_fsdp_forward_method
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH, VOCABULARY = 6, 11
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+class Encoder(nn.Module):
+    """A block that is used by another method than forward as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+
+    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        return {"code": torch.tanh(self.inner(x)) * scale}
+
+    def forward(self, x):
+        return x + self.outer(self.encode(x)["code"])
+
+
+class Writer(nn.Module):
+    """Continues sequences as language models do: its `generate` calls the model itself, step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Encoder(), Encoder()])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).cumsum(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, steps: int = 4) -> torch.Tensor:
+        """Greedy."""
+        for _ in range(steps):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens
+
+    def score(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Uses a child's method; its result has a graph."""
+        x = self.blocks[0].encode(self.embed(tokens), scale=0.5)["code"]
+        return [x.square().mean() + self.head.weight.square().mean()]
+
+    def stream(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self(tokens)
+
+    async def later(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self(tokens)
+
+
+def make_pair(use_orig_params: bool, **options: Any) -> tuple[FSDP, Writer]:
+    torch.manual_seed(0)
+    plain = Writer().double()
+    policy = ModuleWrapPolicy({Encoder})
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
+    for name in ("generate", "score"):
+        register_fsdp_forward_method(model, name)
+    register_fsdp_forward_method(model.blocks[0], "encode")
+    return model, plain
+
+
+def tokens_of(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (dist.get_world_size(), 2, 3), generator=generator)
+
+
+def assert_trains_like(model: FSDP, plain: Writer) -> None:
+    """Steps whose loss comes from forward and from `score`, mixed with `generate`."""
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
+    for step in range(3):
+        batches = tokens_of(step)
+        for net, optimizer in zip((model, plain), optimizers):
+            batch = batches[dist.get_rank()] if net is model else batches.flatten(0, 1)
+            optimizer.zero_grad()
+            if step != 1:
+                net(batch).square().mean().backward()
+            if step != 0:
+                net.score(batch)[0].backward()
+            optimizer.step()
+        assert torch.equal(model.generate(batches[0]), plain.generate(batches[0]))
+    found = model.state_dict()
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
+
+
+def assert_sharded(model: FSDP) -> None:
+    for unit in FSDP.fsdp_modules(model):
+        assert unit._handle.state.name == "SHARDED" and not unit._handle.shows_full
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_training_and_generating(rank, world_size, use_orig_params, strategy):
+    model, plain = make_pair(use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+    assert_trains_like(model, plain)
+    assert_sharded(model)
+
+
+@each_form
+@ranks(2)
+def test_called_on_the_wrapped_module(rank, world_size, use_orig_params):
+    model, plain = make_pair(use_orig_params)
+    batch = tokens_of(0)[0]
+    with torch.no_grad():
+        assert torch.equal(model.module.generate(batch, steps=2), plain.generate(batch, steps=2))
+    assert_sharded(model)
+    losses = [net.score(batch)[0] for net in (model.module, plain)]
+    for loss in losses:
+        loss.backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for name, param in model.named_parameters():
+            expected = plain.get_parameter(name).grad
+            if expected is not None:
+                torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
+
+
+@each_form
+@ranks(2)
+def test_root_stays_unsharded_while_generating(rank, world_size, use_orig_params):
+    model, _ = make_pair(use_orig_params)
+    batch = tokens_of(0)[0]
+    with count_collectives() as counts:
+        model.generate(batch, steps=3)
+    gathers = sum(calls for name, (calls, _) in counts.items() if "gather" in name)
+    assert gathers == 1 + 3 * 2  # the root once, each block in every step
+
+
+@each_form
+@ranks(2)
+def test_child_method_alone(rank, world_size, use_orig_params):
+    model, plain = make_pair(use_orig_params)
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    for net in (model, model.module):
+        with torch.no_grad():
+            found = net.blocks[0].encode(x, scale=3.0)["code"]
+        assert torch.equal(found, plain.blocks[0].encode(x, scale=3.0)["code"])
+    assert_sharded(model)
+    assert_trains_like(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_exception_inside_leaves_a_usable_model(rank, world_size, use_orig_params):
+    model, plain = make_pair(use_orig_params)
+    with pytest.raises(TypeError, match="nonsense"):
+        model.generate(tokens_of(0)[0], nonsense=True)
+    with pytest.raises(IndexError):
+        model.generate(tokens_of(0)[0] + VOCABULARY)
+    assert_trains_like(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_copies_have_methods_of_their_own(rank, world_size, use_orig_params):
+    model, plain = make_pair(use_orig_params)
+    second = copy.deepcopy(model)
+    with torch.no_grad():
+        for net in (model, plain):
+            with FSDP.summon_full_params(net):
+                net.head.bias[3] += 100
+    batch = tokens_of(0)[0]
+    assert (model.generate(batch)[:, 3:] == 3).all()
+    with torch.no_grad():
+        assert not (second.generate(batch)[:, 3:] == 3).all()
+    assert_sharded(second)
+    assert_trains_like(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_what_a_registered_method_looks_like(rank, world_size, use_orig_params):
+    model, plain = make_pair(use_orig_params)
+    assert model.generate is model.module.generate
+    assert inspect.signature(model.generate) == inspect.signature(plain.generate)
+    assert model.generate.__name__ == "generate" and model.generate.__doc__ == "Greedy."
+    before = model.generate
+    register_fsdp_forward_method(model, "generate")
+    assert model.generate is before
+    register_fsdp_forward_method(plain, "generate")
+    assert plain.generate.__func__ is Writer.generate  # not wrapped: left as it is
+    assert set(model.state_dict()) == set(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("absent", "Writer has no method 'absent'"),
+        ("head", "Writer has no method 'head'"),
+        ("forward", "'forward' is a method of FullyShardedDataParallel itself.*Writer"),
+        ("state_dict", "'state_dict' is a method of FullyShardedDataParallel itself"),
+        ("stream", "Writer.stream is a generator or coroutine"),
+        ("later", "Writer.later is a generator or coroutine"),
+    ],
+)
+@ranks(2)
+def test_methods_that_cannot_be_registered(rank, world_size, name, said):
+    model, plain = make_pair(True)
+    with pytest.raises(ValueError, match=said):
+        register_fsdp_forward_method(model, name)
+    assert name not in vars(model.module)
+    assert_trains_like(model, plain)
+
+
+@each_form
+@ranks(2)
+def test_refused_inside_summon(rank, world_size, use_orig_params):
+    model, plain = make_pair(use_orig_params)
+    with FSDP.summon_full_params(model):
+        with pytest.raises(RuntimeError, match="shown in full by summon_full_params"):
+            model.generate(tokens_of(0)[0])
+    assert_trains_like(model, plain)
