@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
+from fsdp_wrap import register_fsdp_forward_method
 from launch import client_rank, needs
 
 pytestmark = needs("transformers", "accelerate")
@@ -116,8 +119,8 @@ def test_trainer_equals_its_ddp_run(run, tmp_path, kind, use_orig_params):
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
-def _generate(rank, world_size, port, kind, use_orig_params):
-    """Greedy and by beam search, with a cache, each rank another prompt; returns (plain, wrapped) tokens."""
+def _generate(rank, world_size, port, kind, use_orig_params, way):
+    """Greedy and by beams, each rank with a prompt and a length of its own; (plain, wrapped) tokens."""
     with client_rank(rank, port, True):
         import functools
 
@@ -131,20 +134,25 @@ def _generate(rank, world_size, port, kind, use_orig_params):
         layers = {type(module) for module in model.modules() if type(module).__name__ in names}
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
         wrapped = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-        prompt = torch.full((1, 4), 5 + rank)
+        if way == "registered":
+            register_fsdp_forward_method(wrapped, "generate")
+        summoned = {"summoned": True, "root summoned": False}  # the latter gathers block by block
         results = []
         for options in ({"do_sample": False}, {"num_beams": 2}):
-            options |= {"max_new_tokens": 6 + 3 * rank, "synced_gpus": True}
-            expected = plain.generate(prompt, **options | {"synced_gpus": False})
-            with FSDP.summon_full_params(wrapped, writeback=False):
-                pass
-            results.append((expected.tolist(), wrapped.generate(prompt, **options).tolist()))
+            options |= {"inputs": torch.full((1, 4), 5 + rank), "max_new_tokens": 6 + 3 * rank}
+            expected = plain.generate(**options, synced_gpus=False)
+            with contextlib.ExitStack() as stack:
+                if way in summoned:
+                    stack.enter_context(FSDP.summon_full_params(wrapped, recurse=summoned[way]))
+                found = wrapped.generate(**options, synced_gpus=True)
+            results.append((expected.tolist(), found.tolist()))
         return results
 
 
+@pytest.mark.parametrize("way", ["registered", "summoned", "root summoned"])
 @each_form
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_generate_of_a_wrapped_model(run, kind, use_orig_params):
-    for results in run(_generate, kind, use_orig_params):
+def test_generate_of_a_wrapped_model(run, kind, use_orig_params, way):
+    for results in run(_generate, kind, use_orig_params, way):
         for expected, found in results:
             assert found == expected
