@@ -49,6 +49,10 @@ class ParamHandle:
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
         policy: Dtypes of computation and communication.
+
+    Attributes:
+        state: What is in memory.
+        generation: How often the leaves were made anew; a graph with older ones cannot run backward.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ParamHandle:
         self._contributors = communicator.size * replicas.size
         self.segments = [self._segment(layout) for layout in layouts]
         self.state = HandleState.SHARDED
+        self.generation = 0
         self._gathering: Pending = Finished()
         self._reduction: _Reduction | None = None
         self._reduce_scatter: ReduceScatter | None = None
@@ -173,14 +178,26 @@ class ParamHandle:
                 segment.layout.show_sharded()
 
     def follow_replaced(self) -> None:
-        """Takes over data that the user has put in the place of sharded parameters', also of another dtype.
+        """Takes over data that the user has put in the place of a sharded unit's, also of another dtype.
 
-        A sharded unit only: the leaves are made anew.
+        Raises:
+            RuntimeError: If the dtype is another and gradients accumulated in the old one wait.
+            ValueError: If they do not fit.
         """
         assert self.state is HandleState.SHARDED
         for index, segment in enumerate(self.segments):
-            if segment.layout.follow_replaced():
-                self.segments[index] = self._segment(segment.layout)
+            layout, before = segment.layout, segment.layout.dtype
+            holders = (layout.flat_param, *layout.sources)
+            if segment.accumulates and any(param.dtype != before for param in holders):
+                raise RuntimeError(
+                    f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
+                    "gradients left by no_sync wait for a backward; convert before or after the accumulation"
+                )
+            if layout.follow_replaced() and layout.dtype == before:
+                segment.follow_resident()
+            elif layout.dtype != before:
+                self.segments[index] = self._segment(layout)
+                self.generation += 1
 
     @property
     def flat_param(self) -> nn.Parameter:

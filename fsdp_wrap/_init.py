@@ -22,6 +22,7 @@ from fsdp_wrap._materialize import (
     materialize,
     move,
     own_tensors,
+    refuse_together,
 )
 from fsdp_wrap._mesh import ShardMesh
 from fsdp_wrap._modules import (
@@ -116,7 +117,9 @@ def _iterate(argument: str, value: Any) -> Iterable[Any]:
     return value
 
 
-def check_module(module: nn.Module, ignored: Ignored, values: Values) -> list[tuple[str, torch.Tensor]]:
+def check_module(
+    module: nn.Module, ignored: Ignored, values: Values, mesh: ShardMesh
+) -> list[tuple[str, torch.Tensor]]:
     """Checks all that a module would shard, in units below it as well, before anything changes.
 
     Returns:
@@ -124,13 +127,21 @@ def check_module(module: nn.Module, ignored: Ignored, values: Values) -> list[tu
 
     Raises:
         ValueError: If a tensor is on the meta device and nothing can initialise it, or a parameter has
-            gradient hooks.
+            gradient hooks. Where values come from the first rank, also if another rank refused its module.
         TypeError: If a parameter is of a class whose behaviour leaves could not carry over.
     """
     slots = collect_slots(module, ignored)
-    for slot in slots:
-        _check_param(slot)
-    check_materializable(module, slots, ignored, values)
+    error: Exception | None = None
+    try:
+        for slot in slots:
+            _check_param(slot)
+        check_materializable(module, slots, ignored, values)
+    except (TypeError, ValueError) as found:
+        error = found
+    if values.synchronised:  # what ranks hold may differ, and so may what is wrong with it
+        refuse_together(error, mesh.groups)
+    if error is not None:
+        raise error
     return own_tensors(module, slots, ignored)
 
 

@@ -100,6 +100,21 @@ def check_materializable(
             )
 
 
+def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Lets no rank wait for one that has refused its module.
+
+    Raises:
+        ValueError: Where `error` is None, but another rank has one.
+    """
+    seen = None if error is None else f"on rank {dist.get_rank()}, {error}"
+    for group in groups:
+        of_ranks: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, seen, group=group)
+        seen = next((each for each in of_ranks if each is not None), None)
+    if error is None and seen is not None:
+        raise ValueError(f"nothing was wrapped here, since {seen}")
+
+
 def materialize(
     module: nn.Module,
     slots: Sequence[ParamSlot],

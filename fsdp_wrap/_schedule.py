@@ -231,7 +231,16 @@ class Schedule:
     # backward
 
     def _pre_backward(self, use: Use, inputs: list[Node]) -> None:
-        """Runs when a gradient reaches one of a use's outputs."""
+        """Runs when a gradient reaches one of a use's outputs.
+
+        Raises:
+            RuntimeError: If the unit's parameters have another dtype than in the use's forward.
+        """
+        if use.outdated:
+            raise RuntimeError(
+                f"the parameters of {use.unit.name} were converted to another dtype between forward and "
+                "backward; run the forward again"
+            )
         self._open_backward()
         self._unshard(use.unit, Phase.BACKWARD)
         assert use.unit.handle is not None

@@ -33,9 +33,7 @@ class Segment:
             communicator.buffer(layout.numel, dtypes.param) if resident is None else ResidentBuffer(resident)
         )
         self.leaves = layout.make_leaves(self.full.tensor)
-        # Written through an alias of its own, so that autograd's version counters do not move.
-        self.full_data = self.full.tensor.data
-        self.own_data = communicator.own_part(self.full_data)
+        self._alias_full()
         self.full.free()  # before the other one is allocated
         self.grads = communicator.buffer(layout.numel, dtypes.reduce)
         self._grad_views = layout.views(self.grads.tensor)
@@ -63,11 +61,21 @@ class Segment:
             self.full.free()
             return
         self.full = self._communicator.buffer(self.layout.numel, self.dtypes.param)
+        self._alias_full()
+        self.full.free()
+
+    def follow_resident(self) -> None:
+        """Goes over to where a layout's resident buffer lies now."""
+        if self.layout.resident is not None and self.dtypes.param == self.dtypes.master:
+            self.full = ResidentBuffer(self.layout.resident)
+            self._alias_full()
+
+    def _alias_full(self) -> None:
+        # Written through an alias of its own, so that autograd's version counters do not move.
         self.full_data = self.full.tensor.data
         self.own_data = self._communicator.own_part(self.full_data)
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view
-        self.full.free()
 
     def follow_requires_grad(self) -> bool:
         """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""

@@ -181,6 +181,15 @@ class Use:
         self.task = -1
         """The graph task in which its backward is open."""
         self._awaited = 0
+        self._generation = self._current_generation()
+
+    def _current_generation(self) -> int:
+        return 0 if self.unit.handle is None else self.unit.handle.generation
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the leaves it computed with have been replaced."""
+        return self._generation != self._current_generation()
 
     def open(self, task: int, inputs: list[Node]) -> bool:
         """Begins its backward in a graph task; returns False if it is open there already."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._copies import deepcopy_wrapper
-from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._materialize import MaterializationError, Values
@@ -119,7 +119,7 @@ class FullyShardedDataParallel(nn.Module):
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         spec = UnitSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored, values), device_id, mesh),
+            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy=policy,
@@ -225,9 +225,7 @@ class FullyShardedDataParallel(nn.Module):
         """Runs the wrapped module's forward with its full parameters."""
         return self._run_as_forward(self._fsdp_wrapped_module, args, kwargs)
 
-    def _run_as_forward(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._drop_stale_load()
         return schedule_of(self._unit).run_forward(self._unit, call, args, kwargs)
 
@@ -452,12 +450,16 @@ class FullyShardedDataParallel(nn.Module):
         self._loading = summon(self._unit)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # what would break sharding
+    # conversions and copies
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
-        for unit in units_in(self).values():
-            _refuse_conversion(unit, fn)
+        units = list(units_in(self).values())
+        for unit in units:
+            _check_conversion(unit, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for unit in units:
+            if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
+                unit.handle.follow_replaced()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
@@ -545,15 +547,25 @@ def _check_type(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
 
 
-def _refuse_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuses a conversion that would part the shards from their device, or come while they are in use."""
     for segment in unit.handle.segments if unit.handle is not None else ():
-        before = torch.empty(0, dtype=segment.layout.dtype, device=segment.full.tensor.device)
+        shard = segment.layout.flat_param
+        before = torch.empty(0, dtype=shard.dtype, device=shard.device)
         after = fn(before)
-        if after.dtype != before.dtype or after.device != before.device:
+        if after.device != before.device:
             raise ValueError(
-                f"the sharded parameters of {unit.name} cannot go from {before.dtype} on {before.device} to "
-                f"{after.dtype} on {after.device}; convert or move the module before wrapping it"
+                f"the sharded parameters of {unit.name} cannot go from {before.device} to {after.device}; "
+                "move the module before wrapping it, or pass device_id"
             )
+        if after.dtype != before.dtype:
+            schedule_of(unit).require_idle("a conversion to another dtype")
+            if is_summoned(unit) or segment.accumulates:
+                state = "shown in full" if is_summoned(unit) else "waiting for gradients left by no_sync"
+                raise RuntimeError(
+                    f"the parameters of {unit.name} cannot go from {before.dtype} to {after.dtype} while "
+                    f"they are {state}"
+                )
 
 
 def _state_dict_arguments(

@@ -152,6 +152,50 @@ def test_replaced_data_are_what_counts(rank, world_size, use_orig_params, wrap, 
     assert_equal_state(model, plain, 1e-6)
 
 
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "double": lambda model: model.double(),
+    "to": lambda model: model.to("cpu", torch.float64),
+    "type": lambda model: model.type(torch.float64),
+    "half and double": lambda model: model.half().double(),
+    "bfloat16 and float": lambda model: model.bfloat16().float(),
+}
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("how", list(CONVERSIONS))
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_conversion_to_another_dtype(rank, world_size, use_orig_params, wrap, how, strategy):
+    plain = Net()
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model = wrap(copy.deepcopy(plain), **options)
+    params = list(model.parameters())
+    train_both(model, plain)
+    plain.load_state_dict(model.state_dict())
+    parents = [nn.Sequential(model), nn.Sequential(plain)]
+    for parent in parents:
+        CONVERSIONS[how](parent)
+    assert all(new is old for new, old in zip(model.parameters(), params, strict=True))
+    dtypes = {param.dtype for param in plain.parameters()}
+    assert {param.dtype for param in model.parameters()} == dtypes
+    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == dtypes
+    assert_equal_state(model, plain, 0)
+    train_both(model, plain)
+    assert_equal_state(model, plain, 1e-6 if dtypes == {torch.float32} else 1e-12)
+
+
+@each_form
+@ranks(2)
+def test_wrapped_module_that_is_converted_behind_the_wrapper(rank, world_size, use_orig_params):
+    plain = Net()
+    model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    model.module.double()
+    plain.double()
+    train_both(model, plain)
+    assert_equal_state(model, plain, 1e-12)
+
+
 @pytest.mark.parametrize("kind", ["shape", "dtype"])
 @ranks(2)
 def test_replaced_data_that_do_not_fit(rank, world_size, kind):

@@ -246,6 +246,27 @@ def test_module_without_values(rank, world_size, wrap):
     assert_trains_like(plain, wrap(net))
 
 
+@each_wrapping
+@pytest.mark.parametrize("what", ["meta", "subclass"])
+@ranks(2, 3)
+def test_first_rank_with_nothing_to_send(rank, world_size, wrap, what):
+    """Only it can tell, and no rank waits for it."""
+    net = make_net(OwnScale)
+    if rank == 0 and what == "meta":
+        to_meta(net, "blocks.1.scale")
+    elif rank == 0:
+        net.blocks[1].scale = Special(net.blocks[1].scale.detach())
+    error = TypeError if rank == 0 and what == "subclass" else ValueError
+    words = ["'blocks.1.scale'"] if rank == 0 else ["'blocks.1.scale'", "nothing was wrapped", "rank 0"]
+    with refused(net, error, *words):
+        wrap(net, sync_module_states=True)
+    net, plain = make_net(OwnScale), make_net(OwnScale)
+    states = [net.state_dict()]
+    dist.broadcast_object_list(states)
+    plain.load_state_dict(states[0])
+    assert_trains_like(plain, wrap(net, sync_module_states=True))
+
+
 @pytest.mark.parametrize("function", ["reset", 3], ids=str)
 @ranks(2)
 def test_param_init_fn_that_is_no_function(rank, world_size, function):
@@ -773,26 +794,59 @@ def test_no_sync_on_a_nested_instance(rank, world_size, use_orig_params, forward
 
 # What would break the sharding.
 
-CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "half": lambda model: model.half(),
-    "float": lambda model: model.float(),
-    "bfloat16": lambda model: model.bfloat16(),
-    "to dtype": lambda model: model.to(torch.float32),
-    "to meta": lambda model: model.to("meta"),
-    "type": lambda model: model.type(torch.float32),
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "to": lambda model: model.to("meta"),
+    "to with dtype": lambda model: model.to("meta", torch.float32),
+    "to_empty": lambda model: model.to_empty(device="meta"),
 }
 
 
 @each_form
 @each_wrapping
-@pytest.mark.parametrize("how", list(CONVERSIONS))
+@pytest.mark.parametrize("how", list(MOVES))
 @ranks(2)
-def test_conversion_to_another_dtype_or_device(rank, world_size, use_orig_params, wrap, how):
+def test_move_to_another_device(rank, world_size, use_orig_params, wrap, how):
     net = make_net()
     plain = copy.deepcopy(net)
     model = wrap(net, use_orig_params=use_orig_params)
-    with refused(model, ValueError, "sharded parameters", "torch.float64", "before wrapping"):
-        CONVERSIONS[how](model)
+    with refused(model, ValueError, "sharded parameters", "from cpu to meta", "before wrapping"):
+        MOVES[how](model)
+    assert_trains_like(plain, model)
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_conversion_while_parameters_are_in_use(rank, world_size, use_orig_params, wrap):
+    net = make_net()
+    plain = copy.deepcopy(net)
+    model = wrap(net, use_orig_params=use_orig_params)
+    with FSDP.summon_full_params(model):
+        with refused(model, RuntimeError, "torch.float64 to torch.float16", "shown in full"):
+            model.half()
+    with model.no_sync():
+        model(a_batch()).sum().backward()
+    with refused(model, RuntimeError, "torch.float64 to torch.float32", "no_sync"):
+        model.float()
+    model.zero_grad()
+    assert_trains_like(plain, model)
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_conversion_between_forward_and_backward(rank, world_size, use_orig_params, wrap, strategy):
+    net = make_net()
+    plain = copy.deepcopy(net).float().double()
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model = wrap(net, **options)
+    loss = model(a_batch()).sum()
+    model.float()
+    model(a_batch().float())
+    with pytest.raises(RuntimeError, match="were converted to another dtype between forward and backward"):
+        loss.backward()
+    model.double()
     assert_trains_like(plain, model)
 
 
