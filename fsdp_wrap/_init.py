@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._collectives import make_communicator
+from fsdp_wrap._compile import make_known_to_dynamo
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import (
@@ -30,7 +31,6 @@ from fsdp_wrap._modules import (
     collect_borrowed,
     collect_slots,
     is_owned,
-    mark_managed,
     mark_owned,
     own_modules,
 )
@@ -156,6 +156,7 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     if spec.values.synchronised:
         broadcast(tensors, [replicas, communicator])
     segments = _segments(slots)
+    lenders = _borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
     layouts = [
         FlatLayout(
             segment,
@@ -169,7 +170,6 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
         for number, segment in enumerate(segments)
     ]
     handle = ParamHandle(layouts, communicator, replicas, spec.policy) if layouts else None
-    lenders = _borrow(module, spec.ignored)
     modules = [each for _, each in own_modules(module, spec.ignored.modules)]
     unit = Unit(
         module,
@@ -182,16 +182,19 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     guard_parametrizations(unit, modules)
+    make_known_to_dynamo(modules)
     _taken.update(modules)
-    for each in modules:
-        mark_managed(each, spec.use_orig_params)
+    _note_owners(unit, segments)
+    return unit
+
+
+def _note_owners(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
     for number, segment in enumerate(segments):
         for index, slot in enumerate(segment):
             mark_owned(slot.param)
             _owners[slot.param] = _Ownership(weakref.ref(unit), number, index)
             for place, _ in slot.places:
                 _users.setdefault(place, set()).add(_owners[slot.param])
-    return unit
 
 
 def register_copy(unit: Unit, modules: Iterable[nn.Module]) -> None:

@@ -20,7 +20,6 @@ __all__ = [
     "collect_borrowed",
     "collect_slots",
     "is_owned",
-    "mark_managed",
     "mark_owned",
     "own_modules",
     "replace_tensor",
@@ -216,9 +215,3 @@ def is_owned(param: nn.Parameter) -> bool:
 def mark_owned(param: nn.Parameter) -> None:
     """Notes that a unit has taken the parameter (clients read this attribute, which is torch's)."""
     param._fsdp_flattened = True  # type: ignore[attr-defined]
-
-
-def mark_managed(module: nn.Module, use_orig_params: bool) -> None:
-    """Notes that a module is part of a unit (transformers and torch's compiler read these attributes)."""
-    module.__dict__["_is_fsdp_managed_module"] = True
-    module.__dict__["_fsdp_use_orig_params"] = use_orig_params

@@ -65,9 +65,15 @@ class Schedule:
     ) -> Any:
         """Runs `call` as a forward of the unit, and of those that lend it parameters.
 
+        Without gradients it may run inside `summon_full_params`, and computes with what that shows, in master
+        dtype and without communication: a rank may do so alone.
+
         Raises:
-            RuntimeError: If the parameters are in the user's hands, or the output is a view of one.
+            RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the output
+                is a view of a parameter.
         """
+        if not torch.is_grad_enabled() and _shown_in_full(unit):
+            return call(*args, **kwargs)
         if self._depth == 0 and self._device.type != "cpu":
             args, kwargs = map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
         casts = unit.options.casts
@@ -415,6 +421,12 @@ def schedule_of(unit: Unit) -> Schedule:
     """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
     schedule = unit.schedule
     return schedule if isinstance(schedule, Schedule) else Schedule(unit)
+
+
+def _shown_in_full(unit: Unit) -> bool:
+    """Whether the user holds the full parameters that the unit computes with."""
+    handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
+    return bool(handles) and all(handle.shows_full for handle in handles)
 
 
 def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:

@@ -33,6 +33,7 @@ class FlatParameter(nn.Parameter):
     _fqns: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]
     _numels: tuple[int, ...]
+    _fsdp_flattened = True  # by which clients know sharded parameters
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
         self: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)

@@ -376,6 +376,15 @@ class FullyShardedDataParallel(nn.Module):
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
         return self._cleaned_if_summoned(super().named_buffers(*args, **kwargs))
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes.
+
+        A wrapper and what it wraps then go by one name.
+        """
+        named = super().named_modules(*args, **kwargs)
+        summoned = is_summoned(self._unit)
+        return ((clean_fqn(name) if summoned else name, module) for name, module in named)
+
     def _cleaned_if_summoned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         summoned = any(is_summoned(unit) for unit in units_in(self).values())
         return ((clean_fqn(name) if summoned else name, value) for name, value in named)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._full_values import gather, handles_of, is_first_rank, is_sharded, offloaded, unsharded
-from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
@@ -33,7 +33,7 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, summon
+from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse_hidden, summon
 
 __all__ = [
     "FullLoad",
@@ -157,9 +157,11 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool) -> Iterator
 
 
 def _replaceable(unit: Unit) -> Iterator[ParamHandle]:
-    """Yields the handles of what a unit uses, save those that show something else already."""
+    """Yields the handles, sharded, of what a unit uses, save those that show something else already."""
+    for each in (*unit.lenders, unit):
+        refuse_hidden(each)
     for handle in handles_of((*unit.lenders, unit)):
-        if handle.state not in (HandleState.SUMMONED, HandleState.REPLACED):
+        if handle.settle():
             yield handle
 
 

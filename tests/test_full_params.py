@@ -725,3 +725,40 @@ def test_apply_visits_every_module_once(rank, world_size, wrap, use_orig_params)
     assert set(visited) == set(parent.modules())
     assert len(visited) == len(set(visited))
     twins.check()
+
+
+# Evaluation inside.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("recurse", [True, False])
+@ranks(2)
+def test_evaluation_inside_computes_with_what_is_shown(rank, world_size, wrap, use_orig_params, recurse):
+    """As transformers does for `generate`: by the wrapped module, so that nested wrappers run alone."""
+    twins = Twins(wrap, use_orig_params)
+    batch = torch.randn(3, WIDTH, dtype=torch.float64)
+    with FSDP.summon_full_params(twins.model, recurse=recurse), torch.no_grad():
+        for net in (twins.model.module, twins.plain):
+            net.stem.weight.mul_(0.5)
+        torch.testing.assert_close(twins.model.module(batch), twins.plain(batch), rtol=0, atol=1e-12)
+        if recurse:
+            torch.testing.assert_close(twins.model(batch), twins.plain(batch), rtol=0, atol=1e-12)
+            with torch.enable_grad(), pytest.raises(RuntimeError, match="leave its context"):
+                twins.model(batch)
+    twins.check()
+
+
+@each_form
+@each_wrapping
+@ranks(2)
+def test_the_first_rank_evaluates_alone(rank, world_size, wrap, use_orig_params):
+    twins = Twins(wrap, use_orig_params)
+    batch = torch.randn(3, WIDTH, dtype=torch.float64)
+    with FSDP.summon_full_params(twins.model, writeback=False, rank0_only=True), torch.no_grad():
+        if rank == 0:
+            torch.testing.assert_close(twins.model(batch), twins.plain(batch), rtol=0, atol=1e-12)
+        else:
+            with pytest.raises(RuntimeError, match="leave its context"):
+                twins.model(batch)
+    twins.check()

@@ -1,0 +1,82 @@
+"""Rank processes for clients: as torchrun starts them, and kept over the tests of one client."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bed.crew import Crew
+from bed.pool import make_job
+from bed.report import RankFailure
+from fsdp_wrap import compat
+
+WORLD_SIZE = 2
+TIMEOUT = 120.0
+GRACE = 5.0
+
+
+def needs(*packages: str) -> list[pytest.MarkDecorator]:
+    """The marks of a client's tests."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    reason = f"needs the extra 'clients': {', '.join(absent)} not installed"
+    return [pytest.mark.slow, pytest.mark.skipif(bool(absent), reason=reason)]
+
+
+class Ranks:
+    """Two processes that import a client once; they are started anew where one does not pass."""
+
+    def __init__(self) -> None:
+        self._crew = Crew()
+
+    def __call__(self, body: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `body(rank, world_size, port, *args)` on all ranks; returns their results."""
+        job = make_job(body, (_free_port(), *args), {}, WORLD_SIZE, TIMEOUT, None)
+        outcomes = self._crew.run(job, GRACE)
+        if {outcome.kind for outcome in outcomes} != {"passed"}:
+            pytest.fail(str(RankFailure(outcomes)), pytrace=False)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        self._crew.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def client_rank(rank: int, port: int, wrapped: bool, *clients: str) -> Iterator[None]:
+    """Stands for torchrun, and for `fsdp_wrap.compat` if the client shall use our wrapper."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(WORLD_SIZE),
+        LOCAL_WORLD_SIZE=str(WORLD_SIZE),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    with compat.install(cpu=clients) if wrapped else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            _forget_accelerate()
+
+
+def _forget_accelerate() -> None:
+    """Clears the state that accelerate shares in a process, so that the next test starts afresh."""
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

@@ -1,0 +1,158 @@
+"""transformers' `Trainer` and `generate`, unmodified, on our wrapper: DDP's and the plain model's results."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from fsdp_wrap import register_fsdp_forward_method
+from launch import client_rank, needs
+
+pytestmark = needs("transformers", "accelerate")
+
+VOCABULARY, LENGTH, STEPS = 64, 12, 6
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)  # its embedding is tied to encoder, decoder and head
+
+
+MODELS = {"llama": (_llama, ["LlamaDecoderLayer"]), "t5": (_t5, ["T5Block"])}
+
+
+def _examples():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, VOCABULARY, (64, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def _arguments(folder, wrapped, layers, use_orig_params, **options):
+    from transformers import TrainingArguments
+
+    fsdp = {
+        "version": 1,
+        "transformer_layer_cls_to_wrap": layers,
+        "use_orig_params": use_orig_params,
+        "sync_module_states": False,
+        "backward_prefetch": "backward_pre",
+        "state_dict_type": options.pop("state_dict_type", "FULL_STATE_DICT"),
+    }
+    return TrainingArguments(
+        output_dir=folder,
+        use_cpu=not wrapped,
+        fsdp=wrapped,
+        fsdp_config=fsdp if wrapped else None,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        max_steps=STEPS,
+        logging_steps=1,
+        seed=0,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **{"save_strategy": "no", **options},
+    )
+
+
+def _train(rank, world_size, port, wrapped, kind, use_orig_params, folder, resume=None, options=None):
+    """Trains by the `Trainer`; returns the logged losses and gradient norms, and the evaluation's loss."""
+    with client_rank(rank, port, wrapped, "accelerate"):
+        from transformers import Trainer
+
+        make, layers = MODELS[kind]
+        arguments = _arguments(folder, wrapped, layers, use_orig_params, **(options or {}))
+        data = _examples()
+        trainer = Trainer(model=make(), args=arguments, train_dataset=data, eval_dataset=data[:8])
+        trainer.train(resume_from_checkpoint=resume)
+        evaluated = trainer.evaluate()["eval_loss"]
+        log = trainer.state.log_history
+        steps = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+        return steps, evaluated
+
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+@each_form
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_trainer_equals_its_ddp_run(run, tmp_path, kind, use_orig_params):
+    expected = run(_train, False, kind, None, str(tmp_path))
+    found = run(_train, True, kind, use_orig_params, str(tmp_path))
+    assert len(expected[0][0]) == STEPS
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def _generate(rank, world_size, port, kind, use_orig_params, way):
+    """Greedy and by beams, each rank with a prompt and a length of its own; (plain, wrapped) tokens."""
+    with client_rank(rank, port, True):
+        import functools
+
+        import torch.distributed as dist
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+        dist.init_process_group("gloo")
+        make, names = MODELS[kind]
+        plain, model = make().eval(), make().eval()
+        layers = {type(module) for module in model.modules() if type(module).__name__ in names}
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+        wrapped = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        if way == "registered":
+            register_fsdp_forward_method(wrapped, "generate")
+        summoned = {"summoned": True, "root summoned": False}  # the latter gathers block by block
+        results = []
+        for options in ({"do_sample": False}, {"num_beams": 2}):
+            options |= {"inputs": torch.full((1, 4), 5 + rank), "max_new_tokens": 6 + 3 * rank}
+            expected = plain.generate(**options, synced_gpus=False)
+            with contextlib.ExitStack() as stack:
+                if way in summoned:
+                    stack.enter_context(FSDP.summon_full_params(wrapped, recurse=summoned[way]))
+                found = wrapped.generate(**options, synced_gpus=True)
+            results.append((expected.tolist(), found.tolist()))
+        return results
+
+
+@pytest.mark.parametrize("way", ["registered", "summoned", "root summoned"])
+@each_form
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_generate_of_a_wrapped_model(run, kind, use_orig_params, way):
+    for results in run(_generate, kind, use_orig_params, way):
+        for expected, found in results:
+            assert found == expected

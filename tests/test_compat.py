@@ -1,0 +1,165 @@
+"""Programs that name torch's wrapper get ours: by rebinding names in place, and only for as long as asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as ImportedBefore
+from torch.distributed.fsdp import wrap as torch_wrap
+
+import fsdp_wrap
+from bed import ranks
+from fsdp_wrap import compat
+from models import Block, Transformer, tokens
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    yield
+    compat.uninstall()
+
+
+def _names(prefix: str) -> dict[tuple[str, str], object]:
+    """All that torch's modules of a prefix hold."""
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(prefix)}
+    modules = {name: module for name, module in modules.items() if isinstance(module, ModuleType)}
+    return {(name, key): value for name, module in modules.items() for key, value in vars(module).items()}
+
+
+def test_what_we_have_of_torchs_wrapper():
+    assert compat.missing() == set()
+    assert set(torch_fsdp.__all__) - compat.replacements().keys() == set(torch_fsdp._fully_shard.__all__)
+
+
+def test_names_resolve_to_ours_and_back(clean):
+    before = _names("torch.distributed")
+    compat.install()
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, api
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as ByItsPath
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    assert FullyShardedDataParallel is ByItsPath is fsdp_wrap.FullyShardedDataParallel
+    assert ShardingStrategy is api.ShardingStrategy is fsdp_wrap.ShardingStrategy
+    assert ModuleWrapPolicy is fsdp_wrap.wrap.ModuleWrapPolicy
+    assert fsdp_wrap.ShardingStrategy.HYBRID_SHARD in torch_state_dict.HYBRID_SHARDING_STRATEGIES
+    assert torch_state_dict.FSDP is fsdp_wrap.FullyShardedDataParallel
+    compat.uninstall()
+    after = _names("torch.distributed")
+    assert {key for key in before if after[key] is not before[key]} == set()
+
+
+def test_what_was_imported_before_is_rebound_too(clean):
+    before = ImportedBefore
+    compat.install()
+    assert ImportedBefore is fsdp_wrap.FullyShardedDataParallel
+    compat.uninstall()
+    assert ImportedBefore is before
+
+
+def test_fsdp2_and_torchs_runtime_stay(clean):
+    before = _names("torch.distributed.fsdp._")
+    public = {name: getattr(torch_fsdp, name) for name in torch_fsdp._fully_shard.__all__}
+    compat.install()
+    after = _names("torch.distributed.fsdp._")
+    assert before and {key for key in before if after[key] is not before[key]} == set()
+    assert public == {name: getattr(torch_fsdp, name) for name in public}
+
+
+def test_installing_twice_changes_nothing_more(clean):
+    compat.install()
+    first = _names("torch.distributed.fsdp")
+    with compat.install():
+        assert _names("torch.distributed.fsdp") == first
+    assert torch_fsdp.FullyShardedDataParallel is fsdp_wrap.FullyShardedDataParallel, "the first one holds"
+    compat.uninstall()
+    compat.uninstall()
+    assert torch_fsdp.FullyShardedDataParallel is not fsdp_wrap.FullyShardedDataParallel
+
+
+def test_as_a_context_manager_it_ends_after_an_error_too():
+    with pytest.raises(KeyError), compat.install():
+        assert torch_fsdp.FullyShardedDataParallel is fsdp_wrap.FullyShardedDataParallel
+        raise KeyError
+    assert torch_fsdp.FullyShardedDataParallel is not fsdp_wrap.FullyShardedDataParallel
+
+
+def test_unknown_client_is_refused_before_anything_changes():
+    with pytest.raises(ValueError, match="accelerate, lightning, pytorch_lightning, not acelerate"):
+        compat.install(cpu=["acelerate"])
+    assert torch_fsdp.FullyShardedDataParallel is not fsdp_wrap.FullyShardedDataParallel
+
+
+@ranks(2)
+def test_torchs_helpers_take_our_modules_and_policies(rank, world_size):
+    """Those that ask for the wrapper's class, or call a policy, as clients do after installing."""
+    with compat.install():
+        policy = torch_wrap.ModuleWrapPolicy({Block})
+        model = torch_fsdp.FullyShardedDataParallel(Transformer(), auto_wrap_policy=policy)
+        assert type(model) is torch_fsdp.FullyShardedDataParallel
+        assert isinstance(model.blocks[0], torch_fsdp.FullyShardedDataParallel)
+        apply_activation_checkpointing(model, auto_wrap_policy=policy)
+        assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 3
+        with torch_wrap.enable_wrap(wrapper_cls=torch_fsdp.FullyShardedDataParallel):
+            assert isinstance(torch_wrap.wrap(nn.Linear(2, 2)), fsdp_wrap.FullyShardedDataParallel)
+        model(tokens(rank, 0)).sum().backward()
+        model.clip_grad_norm_(1.0)
+    assert all(param.grad is not None for param in model.parameters() if param.numel())
+
+
+SCRIPT = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+    import helper  # next to the script
+
+    dist.init_process_group("gloo")
+    model = FSDP(helper.model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    model(torch.ones(2, 8)).sum().backward()
+    norm = model.clip_grad_norm_(1.0).item()
+    if dist.get_rank() == 0:
+        print(__name__, sys.argv[1:], type(model).__module__, f"{norm:.3f}")
+    dist.destroy_process_group()
+"""
+
+
+def test_a_script_from_the_command_line(tmp_path):
+    (tmp_path / "helper.py").write_text("import torch\n\ndef model():\n    return torch.nn.Linear(8, 8)\n")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*launch, "-m", "fsdp_wrap.compat", str(script), "--cpu", "x"],
+        env={**os.environ, "PYTHONPATH": str(Path(fsdp_wrap.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        f"__main__ ['--cpu', 'x'] fsdp_wrap.fully_sharded_data_parallel {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"
+    )
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@ranks(2)
+def test_sharded_parameters_are_marked_as_torch_marks_them(rank, world_size, use_orig_params):
+    """By this attribute Lightning knows whether an optimizer was made of a wrapped module's parameters."""
+    model = fsdp_wrap.FullyShardedDataParallel(Transformer(), use_orig_params=use_orig_params)
+    assert all(param._fsdp_flattened for param in model.parameters())
+    assert not any(hasattr(param, "_fsdp_flattened") for param in Transformer().parameters())

@@ -1,0 +1,187 @@
+"""`torch.compile` inside and outside of wrapped blocks: eager's numbers, few breaks, no recompilation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from bed import ranks
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy
+from models import Block, Transformer, tokens, train
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+class Unrolled(Transformer):
+    """A transformer without a loop: dynamo gives a frame up that breaks inside of one."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(tokens)) * 2.0
+        x = self.blocks[1](x) * 0.5
+        return self.head(self.norm(self.blocks[2](x)))
+
+
+WRAPPED_BLOCK = "_fsdp_wrapped_module.blocks.1._fsdp_wrapped_module"
+
+Compiled = tuple[FSDP, nn.Module]
+"""The wrapped model, and what to call."""
+
+
+def _blocks_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FSDP(torch.compile(block, backend=backend), **options)
+    wrapped = FSDP(model, **options)
+    return wrapped, wrapped
+
+
+def _blocks_in_place(model: nn.Module, backend: str, **options) -> Compiled:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
+    return wrapped, wrapped
+
+
+def _wrapped_blocks(model: nn.Module, backend: str, **options) -> Compiled:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(FSDP(block, **options), backend=backend)
+    wrapped = FSDP(model, **options)
+    return wrapped, wrapped
+
+
+def _whole_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
+    wrapped = FSDP(torch.compile(model, backend=backend), auto_wrap_policy=_is_block, **options)
+    return wrapped, wrapped
+
+
+def _wrapped_whole(model: nn.Module, backend: str, **options) -> Compiled:
+    wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
+    return wrapped, torch.compile(wrapped, backend=backend)
+
+
+def _is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or isinstance(module, Block)
+
+
+WAYS: dict[str, Callable[..., Compiled]] = {
+    "blocks-then-wrapped": _blocks_then_wrapped,
+    "blocks-in-place": _blocks_in_place,
+    "wrapped-blocks": _wrapped_blocks,
+    "whole-then-wrapped": _whole_then_wrapped,
+    "wrapped-whole": _wrapped_whole,
+}
+each_way = pytest.mark.parametrize("way", list(WAYS))
+
+
+def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:
+    """Trains compiled and, by DDP, in eager mode; nothing is compiled after the second step."""
+    _forget()
+    torch.manual_seed(0)
+    plain = Unrolled().double()  # in fp32 AdamW makes rounding errors of small gradients large
+    wrapped, called = WAYS[way](copy.deepcopy(plain), backend, **options)
+    ddp = DDP(plain)
+    reference = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    for step in range(4):
+        if step == 2:
+            compiled = _compiled()
+            assert compiled > 0
+        found = train(called, optimizer, rank, range(step, step + 1))
+        expected = train(ddp, reference, rank, range(step, step + 1))
+        assert found == pytest.approx(expected, rel=0, abs=1e-5)
+    assert _compiled() == compiled, "a later step compiled again"
+    state = {name.replace("_orig_mod.", ""): value for name, value in wrapped.state_dict().items()}
+    for name, param in plain.named_parameters():
+        if not name.endswith("attention.in_proj_bias"):  # AdamW blows up its gradient of nearly zero
+            torch.testing.assert_close(state[name], param.detach(), rtol=0, atol=1e-5)
+
+
+def _forget() -> None:
+    dynamo.reset()
+    counters.clear()
+
+
+def _compiled() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _breaks() -> int:
+    return sum(counters["graph_break"].values())
+
+
+@each_form
+@each_way
+@ranks(2)
+def test_compiled_training_equals_eager(rank, world_size, way, use_orig_params):
+    _check_against_eager(way, "aot_eager", rank, use_orig_params=use_orig_params)
+
+
+@pytest.mark.slow
+@each_form
+@each_way
+@ranks(2, timeout=300)
+def test_training_with_inductor_equals_eager(rank, world_size, way, use_orig_params):
+    _check_against_eager(way, "inductor", rank, use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_compiled_training_in_other_strategies(rank, world_size, strategy):
+    options = {"sharding_strategy": ShardingStrategy[strategy], "forward_prefetch": True}
+    _check_against_eager("wrapped-whole", "aot_eager", rank, **options)
+
+
+@each_form
+@ranks(2)
+def test_one_graph_break_per_unit(rank, world_size, use_orig_params):
+    """All blocks run the same graph, which no break cuts; the root's module is cut into four."""
+    for way, breaks, graphs in (("blocks-in-place", 0, 1), ("wrapped-whole", 4, 1 + 4)):
+        _forget()
+        wrapped, called = WAYS[way](Unrolled(), "aot_eager", use_orig_params=use_orig_params)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+        train(called, optimizer, rank, range(3))
+        assert (_breaks(), _compiled()) == (breaks, graphs), counters["graph_break"]
+
+
+@each_form
+@ranks(2)
+def test_graphs_follow_what_trains_and_evaluation(rank, world_size, use_orig_params):
+    """Both compile anew, but once."""
+    _forget()
+    torch.manual_seed(0)
+    plain = Unrolled()
+    wrapped, called = _wrapped_whole(copy.deepcopy(plain), "aot_eager", use_orig_params=use_orig_params)
+    for trains in (True, False, True):
+        for model in (plain, wrapped):
+            model.get_submodule("blocks.1" if model is plain else WRAPPED_BLOCK).requires_grad_(trains)
+        ddp = DDP(plain)  # asks only now what trains
+        reference, optimizer = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, wrapped))
+        for step in range(2):
+            found = train(called, optimizer, rank, range(step, step + 1))
+            assert found == pytest.approx(train(ddp, reference, rank, range(step, step + 1)), abs=1e-5)
+            with torch.no_grad():
+                torch.testing.assert_close(called(tokens(rank, 9)), ddp(tokens(rank, 9)), rtol=0, atol=1e-5)
+            if step == 0:
+                compiled = _compiled()
+        assert _compiled() == compiled
+
+
+@each_form
+@ranks(2)
+def test_parameters_are_no_constants_of_the_graph(rank, world_size, use_orig_params):
+    """Values come from the leaves of the running step, also after a load."""
+    _forget()
+    wrapped, called = _wrapped_whole(Unrolled(), "aot_eager", use_orig_params=use_orig_params)
+    batch = tokens(rank, 0)
+    before = called(batch)
+    wrapped.load_state_dict({name: 2 * value for name, value in wrapped.state_dict().items()})
+    after = called(batch)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, wrapped(batch), rtol=0, atol=1e-5)
