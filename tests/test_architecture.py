@@ -36,7 +36,13 @@ LAYERS = [
         "sharded_grad_scaler.py",
         "comm_hooks.py",
     ],
-    ["fully_sharded_data_parallel.py", "fully_shard.py", "checkpoint.py", "compat.py"],
+    [
+        "fully_sharded_data_parallel.py",
+        "distributed_state_dict.py",
+        "fully_shard.py",
+        "checkpoint.py",
+        "compat.py",
+    ],
     ["__init__.py"],
 ]
 """A file imports from lower layers, and from files before it in its own layer's list. Not all exist yet."""
