@@ -260,6 +260,25 @@ def test_groups_of_flat_parameters(rank, world_size):
     assert_close(other.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("form", [(False, True), (True, False)])
+@ranks(2)
+def test_state_of_parameters_without_dimensions(rank, world_size, form):
+    """A count and an average look the same in a full state dict."""
+    plain = Net().double()
+    for name, param in plain.named_parameters():
+        param.requires_grad_(name.endswith("gain"))
+    model = per_block(copy.deepcopy(plain), use_orig_params=form[0])
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    assert_same(state, by_name(theirs, plain))
+    other = per_block(copy.deepcopy(plain), use_orig_params=form[1])
+    fresh = adamw(other)
+    resume(other, fresh, state)
+    train_side_by_side(2, other, fresh, plain, theirs)
+    assert_close(other.state_dict(), plain.state_dict())
+
+
 class Partial(Net):
     """A frozen block, and a parameter that is never used."""
 
