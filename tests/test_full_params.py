@@ -532,6 +532,23 @@ def test_state_dict_of_the_first_rank_alone(rank, world_size, wrap, use_orig_par
 
 
 @each_form
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@ranks(2)
+def test_without_recording_gradients(rank, world_size, use_orig_params, mode):
+    twins = with_sgd(Twins(per_block, use_orig_params))
+    twins.backward(twins.forward())
+    with mode():
+        for options in ({}, {"rank0_only": True}, {"offload_to_cpu": True}):
+            with FSDP.summon_full_params(twins.model, with_grads=True, **options):
+                if rank == 0 or "rank0_only" not in options:
+                    half_and_double(twins.model)
+    for _ in range(3):
+        half_and_double(twins.plain)
+    twins.update()
+    twins.check()
+
+
+@each_form
 @pytest.mark.parametrize("rank0_only", [False, True])
 @ranks(2)
 def test_units_that_lend_to_each_other(rank, world_size, use_orig_params, rank0_only):
