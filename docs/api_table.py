@@ -137,6 +137,12 @@ def _members(name: str, cls: type) -> Iterator[Entry]:
             yield Entry(f"{name}.{member}", arguments_of(found) if callable(found) else None)
 
 
+def _inherited(name: str, cls: Any) -> Entry | None:
+    """Returns a member that a class has from one of another package."""
+    found = getattr(cls, name.rpartition(".")[2], None)
+    return None if found is None else Entry(name, arguments_of(found) if callable(found) else None)
+
+
 def public(module: ModuleType) -> list[str]:
     """Returns a module's public names: what it exports, or else defines."""
     exported = getattr(module, "__all__", None)
@@ -190,7 +196,7 @@ class Table:
         mine = {entry.name: entry for entry in entries_of(name, ours)}
         listed = list(entries_of(name, theirs))
         for entry in listed:
-            self._compare_entry(entry, mine.pop(entry.name, None))
+            self._compare_entry(entry, mine.pop(entry.name, None) or _inherited(entry.name, ours))
         if mine:
             self._row(name, "", "", f"and also {', '.join(f'`{each.removeprefix(name)}`' for each in mine)}")
 
