@@ -40,29 +40,6 @@ REASONS = {
 }
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed."""
 
-_STATE = "state dict types and optimizer state dicts are not available yet"
-
-_NOT_YET = {
-    _STATE: """
-        FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig LocalStateDictConfig
-        OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig
-        StateDictConfig StateDictSettings StateDictType
-        FullyShardedDataParallel.flatten_sharded_optim_state_dict
-        FullyShardedDataParallel.full_optim_state_dict FullyShardedDataParallel.get_state_dict_type
-        FullyShardedDataParallel.optim_state_dict FullyShardedDataParallel.optim_state_dict_to_load
-        FullyShardedDataParallel.rekey_optim_state_dict
-        FullyShardedDataParallel.scatter_full_optim_state_dict
-        FullyShardedDataParallel.set_state_dict_type
-        FullyShardedDataParallel.shard_full_optim_state_dict
-        FullyShardedDataParallel.sharded_optim_state_dict FullyShardedDataParallel.state_dict_type
-    """,
-    "communication hooks are not available yet": "FullyShardedDataParallel.register_comm_hook",
-    "not available yet": "ShardedGradScaler",
-}
-
-NOT_YET = {name: reason for reason, names in _NOT_YET.items() for name in names.split()}
-"""The same for what is being built; an entry whose name has come meanwhile does no harm."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -218,11 +195,10 @@ class Table:
         name = key.partition("(")[0]
         candidates = [key, name, name.rpartition(".")[0]]
         where = "missing" if found is None else f"here `{found}`"
-        for reasons in (REASONS, NOT_YET):
-            for each in candidates:
-                if each in reasons:
-                    self.used.add(each)
-                    return f"{where}: {reasons[each]}"
+        for each in candidates:
+            if each in REASONS:
+                self.used.add(each)
+                return f"{where}: {REASONS[each]}"
         self.unexplained.append(f"{key} ({where})")
         return where
 
