@@ -226,14 +226,11 @@ def _kinds(names: Originals, known: Mapping[str, State]) -> list[_Kind]:
     found: dict[tuple[int, str, torch.dtype], _Kind] = {}
     for fqn, entry in known.items():
         original = names.by_name[fqn]
+        handle, segment = original.handle, original.segment
         for key, dtype in sorted(entry.items(), key=lambda item: item[0]):
-            if (
-                isinstance(dtype, torch.dtype)
-                and original.handle is not None
-                and original.segment is not None
-            ):
-                kind = _Kind(original.handle, original.segment, [], key, dtype)
-                found.setdefault((id(original.segment), key, dtype), kind).originals.append(original)
+            if isinstance(dtype, torch.dtype) and handle is not None and segment is not None:
+                kind = _Kind(handle, segment, [], key, dtype)
+                found.setdefault((id(segment), key, dtype), kind).originals.append(original)
     return list(found.values())
 
 
