@@ -218,7 +218,12 @@ def mark_owned(param: nn.Parameter) -> None:
     param._fsdp_flattened = True  # type: ignore[attr-defined]
 
 
-def mark_managed(module: nn.Module, use_orig_params: bool) -> None:
-    """Notes that a module is part of a unit (transformers and torch's compiler read these attributes)."""
+def mark_managed(module: nn.Module) -> None:
+    """Notes that a module is part of a unit, in attributes that transformers and torch's compiler read.
+
+    The compiler then takes parameters as inputs of its graphs, not as constants or static addresses: leaves
+    have memory only while their unit is unsharded. It asks whether modules compute with original parameters,
+    as leaves are whatever the optimizer sees.
+    """
     module.__dict__["_is_fsdp_managed_module"] = True
-    module.__dict__["_fsdp_use_orig_params"] = use_orig_params
+    module.__dict__["_fsdp_use_orig_params"] = True
