@@ -1,7 +1,24 @@
 """Fully sharded data parallel training with the wrapper API that people know."""
 
 from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
-from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap._interval_tensor import IntervalTensor
+from fsdp_wrap.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -12,10 +29,22 @@ __all__ = [
     "Event",
     "EventKind",
     "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "IntervalTensor",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "Phase",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "observe_events",
     "record_events",
     "register_fsdp_forward_method",

@@ -159,6 +159,14 @@ class Communicator(ABC):
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         """Fills `own` with this rank's part of `full`, which the first rank alone passes; blocks."""
 
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every rank's small picklable value, by rank; blocks."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns the small picklable value of the group's first rank; blocks."""
+
 
 class SoloCommunicator(Communicator):
     """One rank alone: nothing travels."""
@@ -190,6 +198,12 @@ class SoloCommunicator(Communicator):
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         assert full is not None
         own.copy_(full)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
 
 
 class GroupCommunicator(Communicator):
@@ -265,6 +279,16 @@ class GroupCommunicator(Communicator):
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(_as_transport(full).chunk(self.size))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]
 
 
 def _without_work(do: Callable[[], object]) -> Callable[[bool], None]:

@@ -33,12 +33,14 @@ class HandleState(Enum):
         UNSHARDING: Unsharded buffers are allocated and being filled.
         UNSHARDED: Unsharded buffers are filled; leaves may be used.
         SUMMONED: As UNSHARDED, but the parameters are in the user's hands: no forward, no backward.
+        REPLACED: As SHARDED, but the modules show what a state dict is to contain or to load into.
     """
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
     SUMMONED = "summoned"
+    REPLACED = "replaced"
 
 
 class ParamHandle:
@@ -106,7 +108,8 @@ class ParamHandle:
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
         shards = any(segment.layout.resident is None for segment in self.segments)
-        return shards and not self._shows_leaves and not self.shows_full
+        in_full = self.shows_full or self.state is HandleState.REPLACED
+        return shards and not self._shows_leaves and not in_full
 
     @property
     def shows_full(self) -> bool:
@@ -154,7 +157,7 @@ class ParamHandle:
 
     def reshard(self) -> bool:
         """Frees the full parameters; returns False if the unit was sharded already."""
-        if self.state in (HandleState.SHARDED, HandleState.SUMMONED):
+        if self.state not in (HandleState.UNSHARDING, HandleState.UNSHARDED):
             return False
         self.wait()  # a gather in flight still writes
         self.show_sharded()
@@ -243,6 +246,19 @@ class ParamHandle:
         if writeback:
             for each in summoned:
                 each.write_back()
+
+    def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Lets the modules show other parameters, given by segment, in place of the sharded ones."""
+        self.reshard()
+        for segment, shown in zip(self.segments, params):
+            segment.layout.show_full(shown, copies=True)
+        self.state = HandleState.REPLACED
+
+    def end_replacement(self) -> None:
+        """Lets the modules show the sharded parameters again."""
+        for segment in self.segments:
+            segment.layout.hide_full()
+        self.state = HandleState.SHARDED
 
     # gradients
 

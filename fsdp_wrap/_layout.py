@@ -23,18 +23,32 @@ class Interval:
         shape: Its shape.
         start: Index of the piece's first element in the flattened parameter.
         data: The piece, 1-D, in master dtype; writing into it changes the sharded parameter.
+        source: The sharded parameter that holds it.
+        offset: Index of the piece's first element in the flattened `source`.
     """
 
     fqn: str
     shape: torch.Size
     start: int
     data: torch.Tensor
+    source: nn.Parameter
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """Index after the piece's last element in the flattened parameter."""
+        return self.start + self.data.numel()
+
+    def within(self, like_source: torch.Tensor) -> torch.Tensor:
+        """Returns the part of something of `source`'s shape (optimizer state, say) that belongs here."""
+        return like_source.reshape(-1).narrow(0, self.offset, self.data.numel())
 
 
 class Layout(Protocol):
     """How the parameters of one segment lie in an unsharded 1-D buffer, and what is shown of them.
 
     Attributes:
+        name: Name of the segment within its unit.
         dtype: Master dtype.
         numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
         shard_numel: Elements of this rank's part.
@@ -52,6 +66,9 @@ class Layout(Protocol):
 
     @property
     def flat_param(self) -> nn.Parameter: ...
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def resident(self) -> torch.Tensor | None: ...
@@ -187,5 +204,9 @@ class Layout(Protocol):
         ...
 
     def intervals(self) -> list[Interval]:
-        """What this rank holds, for everything that saves, loads, clips or inspects."""
+        """What this rank holds of each original parameter, perhaps nothing, for all that saves."""
+        ...
+
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts something of the shard's size into this rank's pieces of the original parameters, as views."""
         ...

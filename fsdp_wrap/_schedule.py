@@ -343,6 +343,11 @@ class Schedule:
     def _unshard(self, unit: Unit, phase: Phase) -> None:
         handle = unit.handle
         assert handle is not None
+        if handle.state is HandleState.REPLACED:
+            raise RuntimeError(
+                f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
+                "backward after that"
+            )
         if handle.state is HandleState.SUMMONED:
             raise RuntimeError(
                 f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
 
 
 class ShardingStrategy(Enum):
@@ -94,3 +110,113 @@ class CPUOffload:
     """Whether sharded parameters and gradients live in host memory."""
 
     offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """What `state_dict()` returns and `load_state_dict()` takes.
+
+    Attributes:
+        FULL_STATE_DICT: Full tensors, the same on every rank; collective.
+        LOCAL_STATE_DICT: This rank's flat shards, which fit only the same ranks and wrapping.
+        SHARDED_STATE_DICT: This rank's pieces as tensors of the full shape (`IntervalTensor`), for
+            `torch.distributed.checkpoint`, which fits them to any ranks and wrapping.
+    """
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(Enum):
+    """By what an optimizer state dict names parameters.
+
+    Attributes:
+        PARAM_NAME: By the names of the unwrapped module.
+        PARAM_ID: By their position in the optimizer, as `torch.optim` does.
+    """
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """How a model's state dict is made.
+
+    Attributes:
+        offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
+            model's own memory.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Of full tensors.
+
+    Attributes:
+        rank0_only: The first rank alone gets them; the others get nothing. Loading takes them on every rank.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Of flat shards."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Of this rank's pieces; `_use_dtensor` must be False, as pieces convert by `to_dtensor()`."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig:
+    """How an optimizer's state dict is made.
+
+    Attributes:
+        offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
+            optimizer's own memory.
+    """
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Of full tensors.
+
+    Attributes:
+        rank0_only: The first rank alone gets them, and gives them to the others when they are loaded.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Beside a model's flat shards; the same as of pieces."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Of this rank's pieces; `_use_dtensor` must be False, as pieces convert by `to_dtensor()`."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """The state dicts that a wrapped module makes now."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig

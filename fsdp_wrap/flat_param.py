@@ -127,6 +127,10 @@ class FlatLayout:
         self._marks: dict[nn.Parameter, _Mark] = {}
 
     @property
+    def name(self) -> str:
+        return self._name
+
+    @property
     def resident(self) -> torch.Tensor | None:
         return self.flat_param.data if self._resides else None
 
@@ -255,11 +259,12 @@ class FlatLayout:
 
     def intervals(self) -> list[Interval]:
         result = []
-        for extent in self.extents:
+        for extent, source in zip(self.extents, self.sources):
             start, stop = extent.within(self._first, self.shard_numel)
-            if stop > start:
-                data = self.flat_param.data[start:stop]
-                result.append(Interval(extent.fqn, extent.shape, self._first + start - extent.start, data))
+            first = self._first + start - extent.start if stop > start else 0
+            offset = start if source is self.flat_param else 0
+            data = self.flat_param.data[start:stop]
+            result.append(Interval(extent.fqn, extent.shape, first, data, source, offset))
         return result
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,24 +20,71 @@ from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
+from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._precision import FullPrecision, InputCasts
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
-from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
 from fsdp_wrap.comm_hooks import register_comm_hook
-from fsdp_wrap.full_params import dismiss, full_units, is_summoned, summon, summon_full_params
+from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
+from fsdp_wrap.optim_state_dict import (
+    full_optim_state_dict,
+    rekey_optim_state_dict,
+    sharded_optim_state_dict,
+)
 from fsdp_wrap.state_dict import (
+    FullLoad,
+    ShardedLoad,
     add_wrapped_metadata,
     add_wrapped_prefix,
+    begin_load,
     check_fits,
     clean_keys,
-    separate,
+    default_settings,
+    expand_local,
+    resolve_settings,
+    take_state_dict,
+    unshard_values,
+    wants_result,
     with_wrapped_metadata,
 )
 from fsdp_wrap.wrap import plan_wrapping
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -62,7 +109,8 @@ class FullyShardedDataParallel(nn.Module):
         param_init_fn: Materialises and initialises what a module holds directly on the meta device; called
             for the modules of a unit that hold such tensors, or whose children do, children first. Without
             it, the modules' `reset_parameters` are called. What has values keeps them.
-        device_id: Where to compute; by default where the module's tensors are.
+        device_id: Where to compute; by default where the module's tensors are, and if all are on the meta
+            device, on the current accelerator, if any.
         sync_module_states: Start from the first rank's parameters and buffers on all ranks, where they may
             then be on the meta device.
         forward_prefetch: Gather the unit that came next in the last iteration while the running one computes.
@@ -77,6 +125,7 @@ class FullyShardedDataParallel(nn.Module):
         TypeError: If an argument is of the wrong type.
         ValueError: If the process group is missing or does not contain this rank, the module is wrapped
             already, or a parameter cannot be sharded.
+        RuntimeError: If `param_init_fn` leaves something on the meta device.
 
     The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
     (Rajbhandari et al., 2020, arXiv:1910.02054).
@@ -147,7 +196,8 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.module = self
-        self._loading: list[Unit] = []
+        self._state_dict_settings = default_settings()
+        self._loading: FullLoad | ShardedLoad | None = None
         self._load_errors: list[str] = []
         self._defers_load = False
         self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
@@ -350,38 +400,103 @@ class FullyShardedDataParallel(nn.Module):
 
     # state dicts
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns full tensors under the unwrapped module's names; collective, the same on every rank.
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Chooses the kind of state dicts of all instances at and below `module`.
 
-        The tensors are copies, so later training does not change them.
+        Args:
+            module: Any module.
+            state_dict_type: The kind for model and optimizer.
+            state_dict_config: Of the type that belongs to the kind, as the next; None for the defaults.
+            optim_state_dict_config: For optimizer state dicts.
+
+        Returns:
+            The settings until now.
+
+        Raises:
+            TypeError: If a configuration does not belong to the kind.
+            ValueError: If the instances have different settings now.
+        """
+        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        previous = FullyShardedDataParallel.get_state_dict_type(module)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._state_dict_settings = settings
+        return previous
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Returns the settings of all instances at and below `module`; the defaults where there is none.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        settings = wrappers[0]._state_dict_settings if wrappers else default_settings()
+        for wrapper in wrappers:
+            if wrapper._state_dict_settings != settings:
+                raise ValueError(
+                    f"{wrapper._unit.name} makes state dicts by {wrapper._state_dict_settings}, and "
+                    f"{wrappers[0]._unit.name} by {settings}; choose one kind with set_state_dict_type()"
+                )
+        return settings
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None]:
+        """`set_state_dict_type` while the context is open."""
+        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        previous = [wrapper._state_dict_settings for wrapper in wrappers]
+        for wrapper in wrappers:
+            wrapper._state_dict_settings = settings
+        try:
+            yield
+        finally:
+            for wrapper, before in zip(wrappers, previous):
+                wrapper._state_dict_settings = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
+
+        By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
+        training does not change them.
         """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         schedule_of(self._unit).require_idle("state_dict()")
         self._drop_stale_load()
         for pre_hook in self._state_dict_pre_hooks.values():
             pre_hook(self, prefix, keep_vars)
-        shown = is_summoned(self._unit)
-        with full_units([self._unit], writeback=False, copies=True):
-            aliased = [*self.buffers(), *(self.parameters() if shown else ())]
-            destination = self._fsdp_wrapped_module.state_dict(
-                destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
-        if not keep_vars:
-            separate(destination, prefix, aliased)
+        settings, earlier = self._state_dict_settings, set(destination or ())
+        wanted = wants_result(self, settings.state_dict_config)
+        destination = take_state_dict(
+            self._unit, settings, wanted=wanted, destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
         add_wrapped_metadata(destination._metadata, prefix)
         for hook in self._state_dict_hooks.values():
             changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
             if changed is not None and not getattr(hook, "_from_public_api", False):
                 destination = changed
+        for key in () if wanted else set(destination) - earlier:
+            del destination[key]
         return destination
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads full tensors, on every rank the same; collective.
+        """Loads a state dict of the kind chosen by `state_dict_type`; collective.
 
         Args:
-            state_dict: Names as the unwrapped module's.
+            state_dict: Names as the unwrapped module's. Full tensors must be the same on every rank.
             strict: Whether names must match exactly.
             assign: Must be False: sharded parameters cannot be replaced by full ones.
 
@@ -406,9 +521,14 @@ class FullyShardedDataParallel(nn.Module):
             wrapper._drop_stale_load()
         if load_parts(self, state_dict):
             return _IncompatibleKeys([], [])
-        known_to_fit = check_fits(self, state_dict, strict)
+        copied = with_wrapped_metadata(self, state_dict)
+        problems = expand_local(self, copied)
+        if problems:
+            raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
+        kind = self._state_dict_settings.state_dict_type
+        known_to_fit = check_fits(self, copied, strict, kind)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
-            return super().load_state_dict(with_wrapped_metadata(self, state_dict), strict)
+            return super().load_state_dict(copied, strict)
 
     @contextmanager
     def _loads_all_or_nothing(self, deferred: bool) -> Iterator[None]:
@@ -432,23 +552,155 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             for wrapper in wrappers:
                 wrapper._defers_load = False
-                units, wrapper._loading = wrapper._loading, []
-                dismiss(units, writeback=succeeded)
+                wrapper._finish_load(succeeded)
             for buffer, value in () if succeeded else buffers:
                 buffer.copy_(value)
 
     def _drop_stale_load(self) -> None:
         """Ends a load of a plain module above that failed half-way."""
-        units, self._loading = self._loading, []
-        dismiss(units, writeback=False)
+        self._finish_load(keep=False)
+
+    def _finish_load(self, keep: bool) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.end(keep)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
-        add_wrapped_prefix(state_dict, prefix)
         self._drop_stale_load()
         self._load_errors = args[-1]
-        self._loading = summon(self._unit)
+        self._load_errors += expand_local(self, state_dict, prefix)
+        unshard_values(self._unit, self, state_dict, prefix)
+        add_wrapped_prefix(state_dict, prefix)
+        self._loading = begin_load(self._unit, self._state_dict_settings.state_dict_type)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # optimizer state dicts
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Returns an optimizer's state under the names of the unwrapped module's parameters.
+
+        Of the kind chosen by `state_dict_type`: full (the default), or for both others this rank's pieces.
+
+        Args:
+            model: The wrapped module, or one that contains it.
+            optim: Made from its parameters.
+            optim_state_dict: The optimizer's own state dict; None to take it now.
+            group: Not needed: every unit knows its ranks.
+
+        Returns:
+            `state` by name and `param_groups` with names; see `fsdp_wrap.optim_state_dict`.
+
+        Raises:
+            ValueError: If the optimizer has parameters that are not the model's, or other than elementwise
+                state.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        to_host = config.offload_to_cpu
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            return sharded_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
+        wanted = wants_result(model, config)
+        return full_optim_state_dict(model, optim, optim_state_dict, to_host=to_host, wanted=wanted)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Cuts what `optim_state_dict` returned, or the like of it, to what `optim.load_state_dict` takes.
+
+        Values may be full tensors, pieces of this rank, `DTensor`s or `ShardedTensor`s. With `rank0_only` in
+        the configuration only the first rank's dict counts.
+
+        Args:
+            model: The wrapped module, or one that contains it.
+            optim: Made from its parameters.
+            optim_state_dict: State by name.
+            is_named_optimizer: Not needed: the optimizer's own keys tell.
+            load_directly: Also load the result.
+            group: Not needed: every unit knows its ranks.
+
+        Raises:
+            TypeError: If it is no optimizer state dict.
+            ValueError: If it does not fit; nothing is loaded then.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        result = load_optim_state_dict(model, optim, optim_state_dict, from_first_rank=rank0_only)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of full tensors, on the host; `optim_input` and `group` are not needed."""
+        wanted = wants_result(model, FullOptimStateDictConfig(rank0_only=rank0_only))
+        return full_optim_state_dict(model, optim, None, to_host=True, wanted=wanted)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of this rank's pieces, on the host; `group` is not needed."""
+        return sharded_optim_state_dict(model, optim, None, to_host=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
+        return load_optim_state_dict(model, optim, full_optim_state_dict, optim_input=optim_input)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
+        return load_optim_state_dict(
+            model, optim, full_optim_state_dict, optim_input=optim_input, from_first_rank=True
+        )
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of pieces."""
+        return load_optim_state_dict(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Renames parameters from names to positions or back; see `fsdp_wrap.optim_state_dict`."""
+        return rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
     # conversions and copies
 
@@ -579,7 +831,6 @@ def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(module, FullyShardedDataParallel)
     module._load_errors[:] = [clean_fqn(message) for message in module._load_errors]
     if not module._defers_load:
-        units, module._loading = module._loading, []
-        dismiss(units, writeback=True)
+        module._finish_load(keep=True)
     clean_keys(incompatible_keys.missing_keys)
     clean_keys(incompatible_keys.unexpected_keys)

@@ -23,7 +23,7 @@ PACKAGE = Path(fsdp_wrap.__file__).parent
 LAYERS = [
     ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py", "_compile.py", "_precision.py"],
     ["_mesh.py", "_device.py", "_positions.py", "_watch.py", "_collectives.py"],
-    ["_layout.py", "flat_param.py", "_dtensor_layout.py"],
+    ["_layout.py", "_interval_tensor.py", "flat_param.py", "_dtensor_layout.py"],
     ["_segment.py", "_summon.py", "_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
@@ -31,8 +31,11 @@ LAYERS = [
         "_init.py",
         "full_params.py",
         "_copies.py",
+        "_full_values.py",
         "state_dict.py",
         "_load_parts.py",
+        "_originals.py",
+        "_optim_load.py",
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
@@ -308,7 +311,25 @@ def comparable(default: object) -> object:
 
 @pytest.mark.parametrize(
     "name",
-    ["__init__", "summon_full_params", "fsdp_modules", "clip_grad_norm_", "no_sync", "register_comm_hook"],
+    [
+        "__init__",
+        "clip_grad_norm_",
+        "flatten_sharded_optim_state_dict",
+        "fsdp_modules",
+        "full_optim_state_dict",
+        "get_state_dict_type",
+        "no_sync",
+        "register_comm_hook",
+        "optim_state_dict",
+        "optim_state_dict_to_load",
+        "rekey_optim_state_dict",
+        "scatter_full_optim_state_dict",
+        "set_state_dict_type",
+        "shard_full_optim_state_dict",
+        "sharded_optim_state_dict",
+        "state_dict_type",
+        "summon_full_params",
+    ],
 )
 def test_signatures_equal_those_of_torch(name):
     ours = getattr(FullyShardedDataParallel, name)

@@ -1,0 +1,286 @@
+"""Optimizer state dicts by name, cut to what this rank's optimizer takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._full_values import FirstRank, handles_of, unsharded
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._interval_tensor import IntervalTensor
+from fsdp_wrap._originals import Original, Originals, originals_of, params_by_key
+from fsdp_wrap._unit import units_in
+
+__all__ = ["load_optim_state_dict", "options_of"]
+
+State = dict[str, Any]
+
+_NEVER_ELEMENTWISE = frozenset({"step"})
+"""Names of state that torch's optimizers count with, for parameters without dimensions."""
+
+
+def load_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    optim_input: Any = None,
+    from_first_rank: bool = False,
+) -> dict[str, Any]:
+    """Cuts an optimizer state dict by names to what this rank's optimizer takes.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        optim: Made from its parameters; None to go by `optim_input`.
+        state_dict: Values may be full tensors, `IntervalTensor`s of this rank, or torch's own kinds of
+            sharded tensors (then this is collective).
+        optim_input: What an optimizer would be made from; None for `model.parameters()`.
+        from_first_rank: Whether the first rank alone has a state dict; then this is collective.
+
+    Returns:
+        What `optim.load_state_dict` takes, in memory of its own.
+
+    Raises:
+        ValueError: If it names parameters that the model does not have, does not name them at all, or what it
+            holds does not fit.
+        TypeError: If it is no optimizer state dict.
+    """
+    names = originals_of(model, optim, "optim_state_dict_to_load()")
+    given = _Given(names, state_dict, FirstRank(_handles(model)) if from_first_rank else None)
+    counted = given.counted()
+    pieces = {
+        name: {key: _cut(names.by_name[name], key, value, counted) for key, value in given.entry(name)}
+        for name in given.state
+    }
+    targets = _targets(names, optim, optim_input)
+    state = {
+        key: built
+        for target in targets
+        for key, originals in zip(target.keys, target.originals)
+        if (built := _source_state(originals, pieces))
+    }
+    groups = [_filled_group(target, given.groups) for target in targets]
+    return {"state": {**state, **given.others}, "param_groups": groups}
+
+
+def _handles(model: nn.Module) -> list[ParamHandle]:
+    return handles_of(units_in(model).values())
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Describes a tensor, where that is enough or the tensor travels by itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Given:
+    """The state dict to load, on every rank alike, wherever it came from.
+
+    Attributes:
+        state: By name of parameter; tensors with dimensions, and pieces, are only described.
+        others: What belongs to no parameter.
+        groups: The parameter groups.
+    """
+
+    def __init__(
+        self, names: Originals, state_dict: Mapping[str, Any] | None, first: FirstRank | None
+    ) -> None:
+        self._names, self._first = names, first
+        self._values: Mapping[Any, State] = {}
+        described: Any = None
+        if first is None or first.is_here:
+            try:
+                self._values, described = _described(names, state_dict)
+            except (TypeError, ValueError) as error:
+                described = error
+        if first is not None:
+            described = first.object(described)  # an error as well: no rank waits for tensors in vain
+        if isinstance(described, Exception):
+            raise described
+        self.state: dict[str, State]
+        self.others: State
+        self.groups: list[dict[str, Any]]
+        self.state, self.others, self.groups = described
+
+    def counted(self) -> frozenset[str]:
+        """Returns the kinds of state that have no dimensions though their parameters have."""
+        found = {
+            key
+            for name, entry in self.state.items()
+            if self._names.by_name[name].shape
+            for key, value in entry.items()
+            if not isinstance(value, _Tensor)
+        }
+        return _NEVER_ELEMENTWISE | found
+
+    def entry(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Yields one parameter's (key, value) pairs; every rank must take all, since tensors may travel."""
+        for key, value in self.state[name].items():
+            if not isinstance(value, _Tensor):
+                yield key, value
+            elif self._first is None:
+                yield key, self._values[name][key]
+            else:
+                own = self._values[name][key] if self._first.is_here else None
+                yield key, self._first.tensor(own, value.shape, value.dtype)
+
+
+def _described(names: Originals, state_dict: Any) -> tuple[Mapping[Any, State], Any]:
+    """Returns the states, and (described states, other states, groups), or refuses what is no state dict."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise TypeError(f"an optimizer state dict has the entries 'state' and 'param_groups'; found {found}")
+    values, groups = state_dict["state"], state_dict["param_groups"]
+    declared = [name for group in groups for name in group.get("params", ())]
+    if any(isinstance(name, int) for name in (*declared, *values)):
+        raise ValueError(
+            "the optimizer state dict goes by parameter ids, which do not say which parameters they mean: "
+            "rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, ...) names them"
+        )
+    unknown = [str(name) for name in declared if name not in names.by_name]
+    if unknown:
+        raise ValueError(
+            f"the optimizer state dict is of parameters that the model does not have: {', '.join(unknown)}"
+        )
+    state = {
+        name: {key: _description(value) for key, value in values[name].items()}
+        for name in values
+        if name in names.by_name
+    }
+    others = {name: value for name, value in values.items() if name not in names.by_name}
+    return values, (state, others, [dict(group) for group in groups])
+
+
+def _description(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and (value.dim() > 0 or isinstance(value, IntervalTensor)):
+        return _Tensor(value.shape, value.dtype)
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _cut(original: Original, key: str, value: Any, counted: frozenset[str]) -> Any:
+    """Returns this rank's piece of a value, or the value where it is not elementwise."""
+    interval, value = original.interval, unsharded(value)
+    if isinstance(value, IntervalTensor):
+        if (value.shape, value.start, value.stop) != (interval.shape, interval.start, interval.stop):
+            raise ValueError(
+                f"optimizer state '{key}' of parameter '{original.fqn}' holds elements {value.start} to "
+                f"{value.stop} of shape {tuple(value.shape)}, this rank elements {interval.start} to "
+                f"{interval.stop} of shape {tuple(original.shape)}: load by torch.distributed.checkpoint, "
+                "which fits it to other ranks and wrappings"
+            )
+        return value
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.shape == original.shape and (value.dim() > 0 or key not in counted):
+        piece = value.reshape(-1)[interval.start : interval.stop]
+        return IntervalTensor(original.shape, interval.start, piece.clone())
+    if not original.uncut:
+        original.refuse_cut(key, value)
+    return value
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A parameter group to load into.
+
+    Attributes:
+        keys: Under what the optimizer's state dict has its parameters.
+        originals: For each, what it stands for.
+        options: The group's options as they are now.
+    """
+
+    keys: list[Any]
+    originals: list[list[Original]]
+    options: dict[str, Any]
+
+
+def _targets(names: Originals, optim: torch.optim.Optimizer | None, optim_input: Any) -> list[_Target]:
+    if optim is not None:
+        now = optim.state_dict()
+        return [
+            _Target(keys, [names.of(param) for param in params], options_of(saved))
+            for saved, (keys, params) in zip(now["param_groups"], params_by_key(optim, now))
+        ]
+    targets, count = [], 0
+    for group in names.groups(optim_input):
+        sources = list({id(original.source): original.source for original in group}.values())
+        keys: list[Any] = list(range(count, count + len(sources)))
+        count += len(sources)
+        targets.append(_Target(keys, [names.of(source) for source in sources], {}))
+    return targets
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a parameter group has beside its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _source_state(originals: Sequence[Original], pieces: Mapping[str, State]) -> State:
+    """Puts the state of one sharded parameter together from that of what it stands for."""
+    found = [(each, pieces[each.fqn]) for each in originals if pieces.get(each.fqn)]
+    found = [(each, entry) for each, entry in found if not _never_stepped(entry)]
+    source = originals[0].source
+    if originals[0].left_out:
+        return {}
+    keys = {key: None for _, entry in found for key in entry}
+    return {
+        key: _source_value(source, key, [(each, entry[key]) for each, entry in found if key in entry])
+        for key in keys
+    }
+
+
+def _source_value(source: torch.Tensor, key: str, values: Sequence[tuple[Original, Any]]) -> Any:
+    first, value = values[0]
+    if isinstance(value, IntervalTensor):
+        full = torch.zeros(source.shape, dtype=value.dtype, device=source.device)
+        for original, piece in values:
+            original.interval.within(full).copy_(piece.piece)
+        return full
+    for original, other in values[1:]:
+        if not _same(value, other):
+            raise ValueError(
+                f"optimizer state '{key}' is {value!r} for parameter '{first.fqn}' and {other!r} for "
+                f"'{original.fqn}', but both are part of one FlatParameter, which has one such value: wrap "
+                "the module with use_orig_params=True, or wrap the two apart"
+            )
+    return copy.deepcopy(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return bool(one == other)
+
+
+def _filled_group(target: _Target, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a group with the options of the saved group that has the same parameters."""
+    place = {name: index for index, group in enumerate(groups) for name in group.get("params", ())}
+    options, origin = target.options, ""
+    for name in (original.fqn for originals in target.originals for original in originals):
+        if name not in place:
+            continue
+        saved = options_of(groups[place[name]])
+        saved.pop("param_names", None)
+        if origin and not _same_options(options, saved):
+            raise ValueError(
+                f"parameters '{origin}' and '{name}' are in one group of the optimizer, but were saved in "
+                f"groups with other options: {options} and {saved}; make groups as they were"
+            )
+        options, origin = saved, origin or name
+    kept = {key: value for key, value in target.options.items() if key == "param_names"}
+    return {**copy.deepcopy(dict(options)), **kept, "params": target.keys}
+
+
+def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+
+
+def _never_stepped(state: Mapping[str, Any]) -> bool:
+    step = state.get("step")
+    return step is not None and float(step) == 0

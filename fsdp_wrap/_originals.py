@@ -1,0 +1,187 @@
+"""Original parameters by name: what the sharded parameters in an optimizer stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp_wrap._full_values import handles_of
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._layout import Interval
+from fsdp_wrap._modules import Place, clean_fqn
+from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._segment import Segment
+from fsdp_wrap._unit import Unit, units_in
+
+__all__ = ["Original", "Originals", "originals_of", "params_by_key"]
+
+
+@dataclass(frozen=True)
+class Original:
+    """One parameter of the unwrapped module.
+
+    Attributes:
+        fqn: Name in the unwrapped module; of several, the first in order.
+        order: Position among that module's parameters.
+        interval: What this rank holds of it.
+        handle: Owner of its storage; None where no unit owns it.
+        segment: The segment in which it lies.
+        index: Its position in there.
+    """
+
+    fqn: str
+    order: int
+    interval: Interval
+    handle: ParamHandle | None = None
+    segment: Segment | None = None
+    index: int = 0
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full parameter."""
+        return self.interval.shape
+
+    @property
+    def source(self) -> nn.Parameter:
+        """What the optimizer holds for it."""
+        return self.interval.source
+
+    @property
+    def uncut(self) -> bool:
+        """Whether the optimizer of every rank holds it alone, whole and in its shape."""
+        return self.source.shape == self.shape and (self.segment is None or not self.segment.layout.sharded)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
+        return self.source.numel() == 0 and self.shape.numel() > 0
+
+    def refuse_cut(self, key: str, value: Any) -> None:
+        """Refuses optimizer state that cannot be cut like the parameter.
+
+        Raises:
+            ValueError: If it has dimensions, and so is not elementwise.
+        """
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                raise ValueError(
+                    f"optimizer state '{key}' of parameter '{self.fqn}' has shape {tuple(leaf.shape)}, the "
+                    f"parameter {tuple(self.shape)} and what the optimizer has of it here "
+                    f"{tuple(self.source.shape)}: only state that is elementwise or without dimensions can "
+                    "be sharded; use another optimizer, or NO_SHARD with use_orig_params=True"
+                )
+
+
+class Originals:
+    """The parameters of the unwrapped module, in its order, whichever way the module is wrapped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.by_name = {original.fqn: original for original in _walk(module)}
+        self._by_source: dict[int, list[Original]] = {}
+        for original in self.by_name.values():
+            self._by_source.setdefault(id(original.source), []).append(original)
+
+    def of(self, param: torch.Tensor) -> list[Original]:
+        """Returns what a parameter of an optimizer stands for.
+
+        Raises:
+            ValueError: If it is none of the module's.
+        """
+        found = self._by_source.get(id(param))
+        if found is None:
+            raise ValueError(
+                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the "
+                "model's: pass the model whose parameters() it was made from, after wrapping"
+            )
+        return found
+
+    def in_group(self, params: Iterable[torch.Tensor]) -> list[Original]:
+        """Returns what the parameters of a group stand for, as a plain optimizer's group has them.
+
+        Where a sharded parameter stands for several, the order is that of the unwrapped module.
+        """
+        found = [self.of(param) for param in params]
+        flat = [original for originals in found for original in originals]
+        if any(len(originals) > 1 for originals in found):
+            flat.sort(key=lambda original: original.order)
+        return flat
+
+    def groups(self, params: Any) -> list[list[Original]]:
+        """Reads what users give optimizers: parameters, or groups of them; None for all of the module."""
+        if params is None:
+            return [list(self.by_name.values())]
+        given = list(params)
+        if given and isinstance(given[0], dict):
+            return [self.in_group(_listed(group["params"])) for group in given]
+        return [self.in_group(given)]
+
+
+def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
+    """Checks that now is the time for `doing`, and returns the model's parameters.
+
+    Raises:
+        RuntimeError: Inside a forward or backward.
+        TypeError: If `optim` is neither an optimizer nor None.
+    """
+    if optim is not None and not isinstance(optim, torch.optim.Optimizer):
+        raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
+    for unit in units_in(model).values():
+        schedule_of(unit).require_idle(doing)
+    return Originals(model)
+
+
+def params_by_key(
+    optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[list[Any], list[nn.Parameter]]]:
+    """Yields, for each group, its parameters' keys in the optimizer's state dict, and the parameters."""
+    for saved, group in zip(state_dict["param_groups"], optim.param_groups):
+        yield saved["params"], group["params"]
+
+
+def _listed(params: Any) -> list[torch.Tensor]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _walk(module: nn.Module) -> Iterator[Original]:
+    owned, sources = _owned(module)
+    seen: set[object] = set()
+    for prefix, child in module.named_modules():
+        for name, param in child._parameters.items():
+            fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
+            owner = owned.get((child, name))
+            if owner is None and (param is None or id(param) in sources):
+                continue  # nothing, or a `FlatParameter`
+            key = id(param) if owner is None else (id(owner[1]), owner[2])
+            if key in seen:
+                continue
+            order = len(seen)
+            seen.add(key)
+            if owner is not None:
+                handle, segment, index, interval = owner
+                yield Original(fqn, order, interval, handle, segment, index)
+            elif param is not None:
+                whole = Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0)
+                yield Original(fqn, order, whole)
+
+
+def _owned(
+    module: nn.Module,
+) -> tuple[dict[Place, tuple[ParamHandle, Segment, int, Interval]], set[int]]:
+    units: list[Unit] = []
+    for unit in units_in(module).values():
+        units += [unit, *unit.lenders]
+    owned: dict[Place, tuple[ParamHandle, Segment, int, Interval]] = {}
+    sources: set[int] = set()
+    for handle in handles_of(units):
+        for segment in handle.segments:
+            intervals = segment.layout.intervals()
+            sources.update(id(interval.source) for interval in intervals)
+            for index, places in enumerate(segment.layout.places):
+                for place in places:
+                    owned[place] = (handle, segment, index, intervals[index])
+    return owned, sources

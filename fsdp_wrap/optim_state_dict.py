@@ -1,0 +1,326 @@
+"""Optimizer state dicts, full and sharded, under the names of the unwrapped module's parameters.
+
+State is kept per sharded parameter; whatever has a sharded parameter's shape is cut like it, elementwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._full_values import gather, offloaded
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._interval_tensor import IntervalTensor
+from fsdp_wrap._optim_load import options_of
+from fsdp_wrap._originals import Original, Originals, originals_of, params_by_key
+from fsdp_wrap._segment import Segment
+from fsdp_wrap.api import OptimStateKeyType
+
+__all__ = ["full_optim_state_dict", "rekey_optim_state_dict", "sharded_optim_state_dict"]
+
+State = dict[str, Any]
+
+# saving
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, *, to_host: bool
+) -> dict[str, Any]:
+    """Returns this rank's pieces of the optimizer state; nothing is communicated.
+
+    An optimizer that was never stepped gets the state it would begin with, with a step count of zero, so
+    that `torch.distributed.checkpoint` finds where to load to; loading such state leaves it never stepped.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        optim: Made from its parameters.
+        state_dict: The optimizer's own state dict; None to take it now.
+        to_host: Copy to host memory; otherwise the pieces are the optimizer's own memory.
+
+    Returns:
+        `state` by name, with `IntervalTensor`s, and `param_groups`.
+
+    Raises:
+        ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
+    """
+    names, saved = originals_of(model, optim, "optim_state_dict()"), state_dict or optim.state_dict()
+    if not saved["state"]:
+        saved = {**saved, "state": _initial_state(optim, saved)}
+    pieces, others = _pieces(names, optim, saved)
+    state: State = {
+        fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()
+    }
+    return {"state": {**state, **others}, "param_groups": _named_groups(names, optim, saved)}
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    to_host: bool,
+    wanted: bool,
+) -> dict[str, Any]:
+    """Gathers the optimizer state, one segment and kind of state at a time; collective.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        optim: Made from its parameters.
+        state_dict: The optimizer's own state dict; None to take it now.
+        to_host: Copy to host memory.
+        wanted: Whether this rank gets the result; otherwise it gets an empty dict.
+
+    Returns:
+        `state` by name, every tensor in memory of its own, and `param_groups`.
+
+    Raises:
+        ValueError: As `sharded_optim_state_dict`.
+    """
+    names, saved = originals_of(model, optim, "optim_state_dict()"), state_dict or optim.state_dict()
+    pieces: dict[str, State] = {}
+    others: State = {}
+    error: ValueError | None = None
+    try:
+        pieces, others = _pieces(names, optim, saved)
+    except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
+        error = refusal
+    known = _merged(names, pieces, error)
+    state: State = {}
+    for fqn, entry in known.items():
+        values = ((key, value) for key, value in entry.items() if not isinstance(value, torch.dtype))
+        state[fqn] = {key: _copied(value, to_host) for key, value in values}
+    for handle, segment, members in _by_segment(names, known):
+        for key, dtype in _elementwise_keys(members, known):
+            views = gather(handle, segment, dtype, _writer(segment, members, pieces, key))
+            for original in members if wanted else ():
+                if known[original.fqn].get(key) is dtype:
+                    state[original.fqn][key] = offloaded(views[original.index], to_host)
+    if not wanted:
+        return {}
+    ordered = {fqn: {key: state[fqn][key] for key in entry} for fqn, entry in known.items()}
+    return {"state": {**ordered, **others}, "param_groups": _named_groups(names, optim, saved)}
+
+
+def _pieces(
+    names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]
+) -> tuple[dict[str, State], State]:
+    """Returns this rank's state by name, and what belongs to no parameter."""
+    params = {key: param for pairs in params_by_key(optim, saved) for key, param in zip(*pairs)}
+    pieces: dict[str, State] = {}
+    for key, param in params.items():
+        for original in names.of(param) if saved["state"].get(key) else ():
+            if not original.left_out:
+                entry = saved["state"][key].items()
+                pieces[original.fqn] = {name: _piece(original, name, value) for name, value in entry}
+    ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
+    return ordered, {key: value for key, value in saved["state"].items() if key not in params}
+
+
+def _piece(original: Original, key: str, value: Any) -> Any:
+    if original.uncut:
+        return value
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == original.source.shape:
+        return IntervalTensor(original.shape, original.interval.start, original.interval.within(value))
+    original.refuse_cut(key, value)
+    return value
+
+
+def _kept(value: Any, to_host: bool) -> Any:
+    if isinstance(value, IntervalTensor) or (isinstance(value, torch.Tensor) and value.dim() > 0):
+        return offloaded(value, True) if to_host else value
+    return _copied(value, to_host)  # one count may stand for many parameters
+
+
+def _copied(value: Any, to_host: bool) -> Any:
+    return offloaded(value, to_host) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _named_groups(
+    names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    groups = []
+    for saved_group, group in zip(saved["param_groups"], optim.param_groups):
+        fqns = [original.fqn for original in names.in_group(group["params"])]
+        named = {key: copy.deepcopy(value) for key, value in saved_group.items() if key != "params"}
+        if "param_names" in named:
+            named["param_names"] = list(fqns)
+        groups.append({**named, "params": fqns})
+    return groups
+
+
+def _merged(names: Originals, pieces: Mapping[str, State], error: ValueError | None) -> dict[str, State]:
+    """Returns, for every parameter with state on any rank, the dtype of what is cut, the value of all else.
+
+    A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on all.
+    """
+    mine = {
+        fqn: {key: v.dtype if isinstance(v, IntervalTensor) else v for key, v in entry.items()}
+        for fqn, entry in pieces.items()
+    }
+    by_group: dict[Communicator, dict[str, State]] = {}
+    for fqn, original in names.by_name.items():
+        if original.handle is not None and not original.uncut:
+            of_group = by_group.setdefault(original.handle.communicator, {})
+            if fqn in mine:
+                of_group[fqn] = mine[fqn]
+    merged, errors = dict(mine), [error]
+    for communicator, of_group in by_group.items():
+        for of_rank, of_its in communicator.all_gather_object((of_group, error)):
+            errors.append(of_its)
+            for fqn, entry in of_rank.items():
+                merged.setdefault(fqn, entry)
+    for each in errors:
+        if each is not None:
+            raise each
+    return {fqn: merged[fqn] for fqn in names.by_name if fqn in merged}
+
+
+def _by_segment(
+    names: Originals, known: Mapping[str, State]
+) -> Iterator[tuple[ParamHandle, Segment, list[Original]]]:
+    found: dict[int, tuple[ParamHandle, Segment, list[Original]]] = {}
+    for fqn in known:
+        original = names.by_name[fqn]
+        if original.handle is not None and original.segment is not None and not original.uncut:
+            entry = found.setdefault(id(original.segment), (original.handle, original.segment, []))
+            entry[2].append(original)
+    yield from found.values()
+
+
+def _elementwise_keys(
+    members: Sequence[Original], known: Mapping[str, State]
+) -> list[tuple[str, torch.dtype]]:
+    found = {
+        (key, value)
+        for original in members
+        for key, value in known[original.fqn].items()
+        if isinstance(value, torch.dtype)
+    }
+    return sorted(found, key=str)  # on every rank the same
+
+
+def _writer(
+    segment: Segment, members: Sequence[Original], pieces: Mapping[str, State], key: str
+) -> Callable[[torch.Tensor], None]:
+    def write(own: torch.Tensor) -> None:
+        own.zero_()
+        places = segment.layout.pieces(own)
+        for original in members:
+            value = pieces.get(original.fqn, {}).get(key)
+            if isinstance(value, IntervalTensor) and value.dtype == own.dtype:
+                places[original.index].view(-1).copy_(value.piece)
+
+    return write
+
+
+def _initial_state(optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
+    """Returns the state that a first step would make, by the keys of `saved`, without taking that step.
+
+    A copy of the optimizer steps parameters of zeros by gradients of zeros.
+    """
+    inner: Any = optim
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
+        inner = inner.optimizer
+    double = object.__new__(type(inner))
+    double.__dict__.update(inner.__dict__)
+    double.state = defaultdict(dict)
+    double.param_groups = [{**group, "params": _zeros(group["params"])} for group in inner.param_groups]
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(inner).step)(double)  # without hooks and the schedulers' counting
+    except Exception as error:
+        warnings.warn(
+            f"{type(inner).__name__} was never stepped, and what state it will have could not be found out "
+            f"({error}): step it before its state is loaded by torch.distributed.checkpoint",
+            stacklevel=2,
+        )
+        return {}
+    return {
+        key: {name: _uncounted(name, value) for name, value in double.state[param].items()}
+        for pairs in params_by_key(double, saved)
+        for key, param in zip(*pairs)
+        if double.state.get(param)
+    }
+
+
+def _zeros(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    zeros = []
+    for param in params:
+        zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        zero.requires_grad_(param.requires_grad)
+        if param.requires_grad and param.numel() > 0:
+            zero.grad = torch.zeros_like(zero)
+        zeros.append(zero)
+    return zeros
+
+
+def _uncounted(key: str, value: Any) -> Any:
+    if key != "step":
+        return value
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)
+
+
+# keys
+
+
+def rekey_optim_state_dict(
+    state_dict: Mapping[str, Any],
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any,
+    optim: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
+    """Renames parameters from names to positions in an optimizer, or back.
+
+    Args:
+        state_dict: With one or the other, and full or sharded values.
+        key_type: Which one to return.
+        model: The module, wrapped or not.
+        optim_input: What the optimizer was made from; None for `model.parameters()`.
+        optim: The optimizer, if there is one; then the former must be None.
+
+    Returns:
+        A new dict with the same values.
+
+    Raises:
+        TypeError: If `key_type` is no `OptimStateKeyType`.
+        ValueError: If both `optim` and `optim_input` are given, or the optimizer has no such parameters.
+    """
+    if not isinstance(key_type, OptimStateKeyType):
+        raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {key_type!r}")
+    if optim is not None and optim_input is not None:
+        raise ValueError("optim and optim_input exclude each other: pass one of them")
+    names = Originals(model)
+    given = optim.param_groups if optim is not None else optim_input
+    ordered = [original.fqn for group in names.groups(given) for original in group]
+    declared = [key for group in state_dict["param_groups"] for key in group["params"]]
+    if key_type is OptimStateKeyType.PARAM_NAME:
+        renamed: dict[Any, Any] = dict(enumerate(ordered))
+        position: Callable[[Any], Any] = int
+        done = all(isinstance(key, str) for key in declared)
+    else:
+        renamed = {name: index for index, name in enumerate(ordered)}
+        position = renamed.__getitem__
+        done = all(isinstance(key, int) for key in declared)
+    if done:
+        return dict(state_dict)
+    missing = [str(key) for key in declared if key not in renamed]
+    if missing:
+        raise ValueError(f"the optimizer of {len(ordered)} parameters does not have {', '.join(missing)}")
+    groups = [
+        {
+            **copy.deepcopy(options_of(group)),
+            "params": [renamed[key] for key in sorted(group["params"], key=position)],
+        }
+        for group in state_dict["param_groups"]
+    ]
+    state = {renamed.get(key, key): value for key, value in state_dict["state"].items()}
+    return {"state": state, "param_groups": groups}

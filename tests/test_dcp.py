@@ -1,0 +1,388 @@
+"""Sharded state dicts through torch.distributed.checkpoint: resuming elsewhere, and to and from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType as TorchStateDictType
+from torch.distributed.fsdp import fully_shard
+
+from bed import ranks
+from bed.references import count_collectives
+from fsdp_wrap import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from scenario import name_of, pairwise
+from test_optim_state_dict import assert_same, by_name, grouped
+from test_state_dict import Buffered, Tied, adamw, assert_close, assert_equal, each_form, per_block, whole
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+WIDTH, ROWS = 6, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.rand(1, 2, 3))
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x * self.scale.view(-1))))
+
+
+class Net(nn.Module):
+    """Without scalars, which torch's own wrappers refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int, steps: range) -> None:
+    """Each rank takes its rows of a batch, of which there are equally many for 1, 2, 3 and 4 ranks."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(batch[rank * ROWS // size : (rank + 1) * ROWS // size]).square().mean().backward()
+        optimizer.step()
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A plain model that saw whole batches."""
+    plain = net()
+    optimizer = adamw(plain)
+    train(plain, optimizer, 0, 1, range(steps))
+    return plain, optimizer
+
+
+# Resuming elsewhere.
+
+_ONE = {
+    "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"],
+    "orig": [False, True],
+    "ranks": [1, 2, 3, 4],
+    "wrap": ["whole", "block"],
+}
+RESUMES = {f"{side}_{name}": values for side in ("from", "to") for name, values in _ONE.items()}
+RESUMES["kind"] = ["full", "sharded"]
+
+
+class Run:
+    """A model and optimizer on the first few ranks."""
+
+    def __init__(self, scenario: dict[str, Any], side: str, groups: dict[int, Any]) -> None:
+        strategy = scenario[f"{side}_strategy"]
+        self.size = 4 if strategy == "HYBRID_SHARD" else scenario[f"{side}_ranks"]
+        self.rank = dist.get_rank()
+        self.group = groups[self.size]
+        self.takes_part = self.rank < self.size
+        if not self.takes_part:
+            return
+        options: dict[str, Any] = {"process_group": self.group}
+        if strategy == "HYBRID_SHARD":
+            options = {"device_mesh": init_device_mesh("cpu", (2, 2))}
+        self.model = FSDP(
+            net(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}) if scenario[f"{side}_wrap"] == "block" else None,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=scenario[f"{side}_orig"],
+            **options,
+        )
+        self.optimizer = adamw(self.model)
+
+    def train(self, steps: range) -> None:
+        if self.takes_part:
+            train(self.model, self.optimizer, self.rank, self.size, steps)
+
+    def save(self, path: Path, kind: str) -> None:
+        if not self.takes_part:
+            return
+        if kind == "sharded":
+            with sharded(self.model):
+                dcp.save(self._state(), checkpoint_id=path, process_group=self.group)
+            return
+        model_config, optim_config = FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True)
+        with FSDP.state_dict_type(self.model, FULL, model_config, optim_config):
+            state = self._state()
+        if self.rank == 0:
+            torch.save(state, path / "full")
+
+    def _state(self) -> dict[str, Any]:
+        optim = FSDP.optim_state_dict(self.model, self.optimizer)
+        return {"model": self.model.state_dict(), "optimizer": optim}
+
+    def load(self, path: Path, kind: str) -> None:
+        if not self.takes_part:
+            return
+        if kind == "full":
+            state = torch.load(path / "full", weights_only=True)
+            self._take(state)
+            return
+        with sharded(self.model):
+            state = self._state()
+            dcp.load(state, checkpoint_id=path, process_group=self.group)
+            self._take(state)
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        cut = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state["optimizer"])
+        self.optimizer.load_state_dict(cut)
+
+
+def sharded(model: nn.Module, offload: bool = False) -> Any:
+    return FSDP.state_dict_type(
+        model,
+        SHARDED,
+        ShardedStateDictConfig(offload_to_cpu=offload),
+        ShardedOptimStateDictConfig(offload_to_cpu=offload),
+    )
+
+
+@pytest.mark.parametrize("scenario", pairwise(RESUMES, seed=5), ids=name_of)
+@ranks(4)
+def test_resuming_elsewhere_equals_a_plain_model_that_went_on(rank, world_size, scenario, tmp_path):
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
+    before, after = (Run(scenario, side, groups) for side in ("from", "to"))
+    before.train(range(3))
+    before.save(tmp_path, scenario["kind"])
+    dist.barrier()
+    after.load(tmp_path, scenario["kind"])
+    after.train(range(3, 6))
+    if after.takes_part:
+        plain, optimizer = trained(6)
+        state = after.model.state_dict()
+        expected = plain.state_dict()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-10)
+        assert_same(FSDP.optim_state_dict(after.model, after.optimizer), by_name(optimizer, plain))
+
+
+@each_form
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@ranks(3)
+def test_resuming_in_the_same_way_is_exact(rank, world_size, kind, use_orig_params, tmp_path):
+    same = {"strategy": "FULL_SHARD", "orig": use_orig_params, "ranks": 3, "wrap": "block"}
+    scenario = {f"{side}_{name}": value for side in ("from", "to") for name, value in same.items()}
+    before, after = (Run(scenario, side, {3: dist.group.WORLD}) for side in ("from", "to"))
+    before.train(range(3))
+    before.save(tmp_path, kind)
+    dist.barrier()
+    after.load(tmp_path, kind)
+    for run in (before, after):
+        run.train(range(3, 6))
+    assert_equal(after.model.state_dict(), before.model.state_dict())
+
+
+@each_form
+@ranks(2, 3)
+def test_optimizer_state_found_by_the_metadata(rank, world_size, use_orig_params, tmp_path):
+    """As Lightning loads it: by a function of torch that makes `ShardedTensor`s."""
+    model = per_block_of(net(), use_orig_params=use_orig_params)
+    ours = adamw(model)
+    train(model, ours, rank, world_size, range(3))
+    with sharded(model, offload=True):
+        state = {"model": model.state_dict(), "optimizer_0": FSDP.optim_state_dict(model, ours)}
+        dcp.save(state, checkpoint_id=tmp_path)
+    other = whole_of(net(), use_orig_params=not use_orig_params)
+    fresh = adamw(other)
+    with sharded(other, offload=True):
+        weights = {"model": other.state_dict()}
+        dcp.load(weights, checkpoint_id=tmp_path)
+        other.load_state_dict(weights["model"])
+        found = load_sharded_optimizer_state_dict(
+            model_state_dict=weights["model"],
+            optimizer_key="optimizer_0",
+            storage_reader=dcp.FileSystemReader(tmp_path),
+        )
+        cut = FSDP.optim_state_dict_to_load(optim_state_dict=found["optimizer_0"], model=other, optim=fresh)
+        fresh.load_state_dict(cut)
+    train(other, fresh, rank, world_size, range(3, 6))
+    assert_close(other.state_dict(), trained(6)[0].state_dict())
+
+
+def per_block_of(module: nn.Module, **options: Any) -> FSDP:
+    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def whole_of(module: nn.Module, **options: Any) -> FSDP:
+    return FSDP(module, **options)
+
+
+# To and from plain models and torch's own wrappers.
+
+
+def save_pieces(path: Path, rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = per_block_of(net(), use_orig_params=use_orig_params)
+    optimizer = adamw(model)
+    train(model, optimizer, rank, world_size, range(3))
+    with sharded(model):
+        dcp.save(
+            {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)},
+            checkpoint_id=path,
+        )
+
+
+@each_form
+@ranks(3)
+def test_a_plain_model_loads_pieces(rank, world_size, use_orig_params, tmp_path):
+    save_pieces(tmp_path, rank, world_size, use_orig_params)
+    plain, optimizer = trained(3)
+    fresh, other = trained(1)
+    state = {"model": fresh.state_dict(), "optimizer": by_name(other, fresh)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert_close(state["model"], plain.state_dict())
+    assert_same(state["optimizer"], by_name(optimizer, plain))
+    if rank == 0:
+        dcp_to_torch_save(tmp_path, tmp_path / "merged")
+        merged = torch.load(tmp_path / "merged", weights_only=False)
+        assert_close(dict(sorted(merged["model"].items())), dict(sorted(plain.state_dict().items())))
+
+
+def load_pieces(path: Path, use_orig_params: bool) -> FSDP:
+    model = per_block_of(net(), use_orig_params=use_orig_params)
+    with sharded(model):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+    return model
+
+
+@each_form
+@ranks(3)
+def test_pieces_are_loaded_from_a_plain_models_checkpoint(rank, world_size, use_orig_params, tmp_path):
+    plain, theirs = trained(3)
+    dcp.save({"model": plain.state_dict(), "optimizer": by_name(theirs, plain)}, checkpoint_id=tmp_path)
+    model = per_block_of(net(), use_orig_params=use_orig_params)
+    ours = adamw(model)
+    with sharded(model):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, ours)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        model.load_state_dict(state["model"])
+        ours.load_state_dict(FSDP.optim_state_dict_to_load(model, ours, state["optimizer"]))
+    train(model, ours, rank, world_size, range(3, 6))
+    assert_close(model.state_dict(), trained(6)[0].state_dict())
+
+
+@each_form
+@ranks(3)
+def test_to_and_from_fully_shard(rank, world_size, use_orig_params, tmp_path):
+    plain = trained(3)[0]
+    theirs = net()
+    for module in (*theirs.blocks, theirs):
+        fully_shard(module, mesh=init_device_mesh("cpu", (3,)))
+    save_pieces(tmp_path / "ours", rank, world_size, use_orig_params)
+    state = {"model": theirs.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "ours")
+    assert_close({name: value.full_tensor() for name, value in state["model"].items()}, plain.state_dict())
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    assert_close(load_pieces(tmp_path / "theirs", use_orig_params).state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_to_and_from_torchs_wrapper(rank, world_size, use_orig_params, tmp_path):
+    plain = trained(3)[0]
+    theirs = TorchFSDP(net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    save_pieces(tmp_path / "ours", rank, world_size, use_orig_params)
+    with TorchFSDP.state_dict_type(theirs, TorchStateDictType.SHARDED_STATE_DICT):
+        state = {"model": theirs.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "ours")
+        theirs.load_state_dict(state["model"])
+        dcp.save({"model": theirs.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    assert_close(theirs.state_dict(), plain.state_dict())
+    assert_close(load_pieces(tmp_path / "theirs", use_orig_params).state_dict(), plain.state_dict())
+
+
+# What is written.
+
+
+@each_form
+@ranks(3)
+def test_only_metadata_travels_and_everything_is_written_once(rank, world_size, use_orig_params, tmp_path):
+    module = nn.Sequential(nn.Linear(700, 500), nn.Linear(500, 3))
+    model = FSDP(module, use_orig_params=use_orig_params)
+    with sharded(model), count_collectives() as counts:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    assert sum(traffic.bytes for traffic in counts.values()) < 100_000
+    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    payload = sum(parameter.numel() for parameter in module.parameters())  # this rank's
+    total = torch.tensor(payload * 4)
+    dist.all_reduce(total)
+    assert total - 100 < written < total + 60_000
+
+
+@each_form
+@ranks(2)
+def test_saving_in_the_background(rank, world_size, use_orig_params, tmp_path):
+    model = per_block_of(net(), use_orig_params=use_orig_params)
+    expected = model.state_dict()
+    group = dist.new_group(backend="gloo")
+    with sharded(model):
+        state = {"model": model.state_dict()}
+    future = dcp.async_save(state, checkpoint_id=tmp_path, process_group=group)
+    train(model, adamw(model), rank, world_size, range(2))  # what is saved was copied before
+    future.result()
+    assert_equal(load_pieces(tmp_path, use_orig_params).state_dict(), expected)
+
+
+@each_form
+@pytest.mark.parametrize("make", [Tied, Buffered])
+@ranks(2)
+def test_ties_and_buffers(rank, world_size, make: Callable[[], nn.Module], use_orig_params, tmp_path):
+    source = per_block(make().double(), use_orig_params=use_orig_params)
+    target = whole(make().double(), use_orig_params=not use_orig_params)
+    with sharded(source):
+        dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
+    with sharded(target):
+        state = {"model": target.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        target.load_state_dict(state["model"])
+    assert_equal(target.state_dict(), source.state_dict())
+
+
+@ranks(2)
+def test_groups_and_options(rank, world_size, tmp_path):
+    model = per_block_of(net(), use_orig_params=True)
+    ours = grouped(model, lambda name: name.endswith("bias"))
+    train(model, ours, rank, world_size, range(2))
+    ours.param_groups[0]["lr"] = 0.123
+    with sharded(model):
+        dcp.save({"optimizer": FSDP.optim_state_dict(model, ours)}, checkpoint_id=tmp_path)
+        fresh = grouped(model, lambda name: name.endswith("bias"))
+        state = {"optimizer": FSDP.optim_state_dict(model, fresh)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, state["optimizer"]))
+    assert fresh.param_groups[0]["lr"] == 0.123
+    assert_same(FSDP.optim_state_dict(model, fresh), FSDP.optim_state_dict(model, ours))

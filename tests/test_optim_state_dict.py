@@ -1,0 +1,534 @@
+"""Optimizer state dicts against those of a plain optimizer of a plain module."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bed import ranks
+from bed.references import count_collectives
+from fsdp_wrap import (
+    FullOptimStateDictConfig,
+    IntervalTensor,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from test_state_dict import (
+    Net,
+    Tied,
+    adamw,
+    assert_close,
+    below_plain,
+    by_hand,
+    each_form,
+    new_batches,
+    per_block,
+    train_side_by_side,
+    whole,
+    wrapped_and_plain,
+)
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
+
+
+def amsgrad(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=1e-2, amsgrad=True)
+
+
+def nadam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(module.parameters(), lr=1e-2)
+
+
+def adagrad(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(module.parameters(), lr=1e-2)
+
+
+def by_name(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    """A plain optimizer's state dict with names in place of numbers."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    numbered = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    state = copy.deepcopy(optimizer.state_dict())
+    groups = [{**group, "params": [numbered[n] for n in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbered[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], check_dtype: bool = True) -> None:
+    assert sorted(found["state"]) == sorted(expected["state"])
+    for name, entry in expected["state"].items():
+        assert list(found["state"][name]) == list(entry), name
+        for key, value in entry.items():
+            other = found["state"][name][key]
+            if not isinstance(value, torch.Tensor):
+                assert other == value, (name, key)
+                continue
+            other = other.full_tensor() if isinstance(other, IntervalTensor) else other
+            assert other.shape == value.shape, (name, key)
+            torch.testing.assert_close(other, value, rtol=0, atol=1e-12, check_dtype=check_dtype)
+    assert len(found["param_groups"]) == len(expected["param_groups"])
+    for group, other in zip(found["param_groups"], expected["param_groups"]):
+        assert sorted(group["params"]) == sorted(other["params"])
+        assert {**group, "params": 0} == {**other, "params": 0}
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+
+
+# Full.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("make", [adamw, sgd, amsgrad, nadam, adagrad])
+@ranks(3)
+def test_full_state_equals_that_of_a_plain_optimizer(rank, world_size, make, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    ours, theirs = make(model), make(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    assert_same(state, by_name(theirs, plain))
+    assert list(state["state"]) == [name for name, _ in plain.named_parameters()]
+
+
+@each_form
+@ranks(2)
+def test_every_tensor_has_memory_of_its_own(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    optimizer = adamw(model)
+    train_side_by_side(2, model, optimizer, plain, adamw(plain))
+    for offload in (True, False):
+        with FSDP.state_dict_type(model, FULL, None, FullOptimStateDictConfig(offload_to_cpu=offload)):
+            state = FSDP.optim_state_dict(model, optimizer)["state"]
+        values = [value for entry in state.values() for value in entry.values()]
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
+        assert len({value.data_ptr() for value in values}) == len(values)
+        assert not torch.equal(state["stem.weight"]["exp_avg"], state["stem.weight"]["exp_avg_sq"])
+        before = copy.deepcopy(values)
+        train_side_by_side(1, model, optimizer, plain, adamw(plain))
+        assert all(torch.equal(one, other) for one, other in zip(values, before))
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("way", ["rank0_only", "scatter"])
+@ranks(4)
+def test_the_first_rank_saves_and_gives_to_all(rank, world_size, way, strategy, use_orig_params):
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    _, plain = wrapped_and_plain(Net, whole, use_orig_params)
+    model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params, **options)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    config = FullOptimStateDictConfig(rank0_only=True)
+    fresh = adamw(model)
+    with FSDP.state_dict_type(model, FULL, None, config):
+        state = FSDP.optim_state_dict(model, ours)
+        assert (state == {}) == (rank != 0)
+        if rank == 0:
+            assert_same(state, by_name(theirs, plain))
+        given = state if rank == 0 else None
+        if way == "rank0_only":
+            resume(model, fresh, given)
+        else:
+            fresh.load_state_dict(FSDP.scatter_full_optim_state_dict(given, model, optim=fresh))
+    assert_same(FSDP.optim_state_dict(model, fresh), by_name(theirs, plain))
+    train_side_by_side(2, model, fresh, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("make", [adamw, sgd, nadam])
+@ranks(2)
+def test_state_goes_to_a_plain_optimizer_and_back(rank, world_size, make, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    ours, theirs = make(model), make(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    numbered = FSDP.rekey_optim_state_dict(
+        FSDP.optim_state_dict(model, ours), OptimStateKeyType.PARAM_ID, plain, optim=theirs
+    )
+    expected = by_name(theirs, plain)
+    fresh = make(plain)
+    fresh.load_state_dict(numbered)
+    assert_same(by_name(fresh, plain), expected, check_dtype=False)
+    named = FSDP.rekey_optim_state_dict(fresh.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=fresh)
+    assert_same(named, expected, check_dtype=False)  # torch has cast NAdam's products
+    back = make(model)
+    resume(model, back, named)
+    train_side_by_side(2, model, back, plain, fresh)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.permutations([whole, per_block, by_hand], 2)])
+@pytest.mark.parametrize("form", [(False, True), (True, False), (True, True)])
+@ranks(2)
+def test_state_goes_to_another_wrapping(rank, world_size, source, target, form):
+    model, plain = wrapped_and_plain(Net, source, form[0])
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    other = target(copy.deepcopy(plain), use_orig_params=form[1])
+    optimizer = adamw(other)
+    FSDP.optim_state_dict_to_load(other, optimizer, FSDP.optim_state_dict(model, ours), load_directly=True)
+    other.load_state_dict(model.state_dict())
+    train_side_by_side(2, other, optimizer, plain, theirs)
+    assert_close(other.state_dict(), plain.state_dict())
+
+
+@each_form
+@pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
+@ranks(2)
+def test_tied_parameters_are_named_as_a_plain_optimizer_has_them(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Tied, wrap, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    assert_same(state, by_name(theirs, plain))
+    fresh = adamw(model)
+    resume(model, fresh, state)
+    assert_same(FSDP.optim_state_dict(model, fresh), by_name(theirs, plain))
+
+
+@each_form
+@ranks(1)
+def test_parameters_that_no_instance_wraps(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, below_plain, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    fresh = adamw(model)
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            state = FSDP.optim_state_dict(model, ours)
+            assert_same(state, by_name(theirs, plain))
+            resume(model, fresh, state)
+            assert_same(FSDP.optim_state_dict(model, fresh), by_name(theirs, plain))
+
+
+# Groups, frozen and unused parameters.
+
+
+def grouped(module: nn.Module, split: Callable[[str], bool]) -> torch.optim.Optimizer:
+    named = list(module.named_parameters())
+    first = [param for name, param in named if split(name)]
+    rest = [param for name, param in named if not split(name)]
+    return torch.optim.AdamW([{"params": rest, "lr": 1e-3}, {"params": first, "weight_decay": 0.5}], lr=1e-2)
+
+
+@pytest.mark.parametrize("wrap", [whole, per_block])
+@ranks(2)
+def test_groups_keep_their_options(rank, world_size, wrap):
+    model, plain = wrapped_and_plain(Net, wrap, True)
+    ours, theirs = (grouped(module, lambda name: name.endswith("bias")) for module in (model, plain))
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    assert_same(state, by_name(theirs, plain))
+    swapped = grouped(model, lambda name: not name.endswith("bias"))
+    resume(model, swapped, state)
+    assert [group["lr"] for group in swapped.param_groups] == [1e-2, 1e-3]
+    with pytest.raises(ValueError, match=r"'shift' and 'stem.bias' are in one group"):
+        resume(model, adamw(model), state)
+    train_side_by_side(2, model, swapped, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@ranks(2)
+def test_groups_of_flat_parameters(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, False)
+    ours, theirs = (grouped(module, lambda name: "blocks" in name) for module in (model, plain))
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    assert_same(state, by_name(theirs, plain))
+    other = per_block(copy.deepcopy(plain), use_orig_params=True)
+    fresh = grouped(other, lambda name: "blocks" in name)
+    resume(other, fresh, state)
+    train_side_by_side(2, other, fresh, plain, theirs)
+    assert_close(other.state_dict(), plain.state_dict())
+
+
+class Partial(Net):
+    """A frozen block, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.unused = nn.Parameter(torch.randn(5))
+
+
+@each_form
+@pytest.mark.parametrize("wrap", [whole, per_block])
+@ranks(2)
+def test_frozen_and_unused_parameters(rank, world_size, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Partial, wrap, use_orig_params)
+    ours, theirs = sgd(model), sgd(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    state, expected = FSDP.optim_state_dict(model, ours), by_name(theirs, plain)
+    if not use_orig_params:  # its part of the FlatParameter is stepped as well
+        assert not state["state"].pop("unused")["momentum_buffer"].any()
+    assert_same(state, expected)
+    fresh = sgd(model)
+    resume(model, fresh, state)
+    train_side_by_side(2, model, fresh, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@ranks(2)
+def test_an_optimizer_that_was_never_stepped(rank, world_size, kind, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    with FSDP.state_dict_type(model, kind):
+        state = FSDP.optim_state_dict(model, ours)
+        if kind is FULL:
+            assert state["state"] == {}
+        else:
+            assert all(entry["step"] == 0 for entry in state["state"].values())
+        assert ours.state == {}
+        fresh = adamw(model)
+        resume(model, fresh, state)
+    assert fresh.state == {}
+    train_side_by_side(2, model, fresh, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+# Pieces.
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("make", [adamw, sgd])
+@ranks(3)
+def test_pieces_are_saved_and_loaded_without_communication(rank, world_size, make, wrap, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    ours, theirs = make(model), make(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    fresh = make(model)
+    with FSDP.state_dict_type(model, SHARDED), count_collectives() as counts:
+        state = FSDP.optim_state_dict(model, ours)
+        resume(model, fresh, state)
+    assert counts == {}
+    expected = by_name(theirs, plain)
+    for name, entry in expected["state"].items():  # a rank may have nothing of a parameter
+        for key, value in entry.items() if name in state["state"] else ():
+            piece = state["state"][name][key]
+            if isinstance(piece, IntervalTensor):
+                assert piece.shape == value.shape
+                expected_piece = value.flatten()[piece.start : piece.stop]
+                torch.testing.assert_close(piece.piece, expected_piece, rtol=0, atol=1e-12)
+            else:
+                torch.testing.assert_close(piece, value, rtol=0, atol=1e-12)
+    train_side_by_side(2, model, fresh, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_pieces_alias_the_state_unless_offloaded(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    optimizer = adamw(model)
+    train_side_by_side(1, model, optimizer, plain, adamw(plain))
+    for offload in (True, False):
+        config = ShardedOptimStateDictConfig(offload_to_cpu=offload)
+        with FSDP.state_dict_type(model, SHARDED, None, config):
+            state = FSDP.optim_state_dict(model, optimizer)["state"]
+        for entry in state.values():
+            entry["exp_avg"].zero_()
+            entry["step"].zero_()
+        assert any(bool(entry["exp_avg"].any()) for entry in optimizer.state.values()) == offload
+        assert all(entry["step"] == 1 for entry in optimizer.state.values())
+
+
+@each_form
+@ranks(2)
+def test_functions_of_former_versions(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    expected = by_name(theirs, plain)
+    on_first = FSDP.full_optim_state_dict(model, ours)
+    assert bool(on_first) == (rank == 0)
+    state = FSDP.full_optim_state_dict(model, ours, None, False)
+    assert_same(state, expected)
+    pieces = FSDP.sharded_optim_state_dict(model, ours)
+    loadable = [
+        FSDP.shard_full_optim_state_dict(state, model, optim=ours),
+        FSDP.shard_full_optim_state_dict(state, model),
+        FSDP.shard_full_optim_state_dict(state, model, model.parameters()),
+        FSDP.shard_full_optim_state_dict(state, model, [{"params": model.parameters(), "lr": 7}]),
+        FSDP.scatter_full_optim_state_dict(on_first or None, model, model.parameters()),
+        FSDP.flatten_sharded_optim_state_dict(pieces, model, ours),
+    ]
+    for given in loadable:
+        fresh = adamw(model)
+        fresh.load_state_dict(given)
+        assert_same(FSDP.optim_state_dict(model, fresh), expected)
+
+
+# Keys.
+
+
+@each_form
+@ranks(2)
+def test_keys_of_an_optimizer_with_names(rank, world_size, use_orig_params):
+    """As optimizers do that name their parameters: keys are names of the wrapped module's parameters."""
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    named = by_name(ours, model)
+    named["state"]["of_the_user"] = {"anything": 3}
+    state = FSDP.optim_state_dict(model, ours, named)
+    assert state["state"].pop("of_the_user") == {"anything": 3}
+    assert_same(state, by_name(theirs, plain))
+
+
+@each_form
+@ranks(2)
+def test_state_that_belongs_to_no_parameter_is_kept(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours = adamw(model)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    ours.state["of_the_user"] = {"anything": torch.arange(3)}
+    fresh = adamw(model)
+    resume(model, fresh, FSDP.optim_state_dict(model, ours))
+    assert torch.equal(fresh.state["of_the_user"]["anything"], torch.arange(3))
+
+
+@each_form
+@ranks(2)
+def test_rekeying(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(1, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model)
+    names = [name for name, _ in plain.named_parameters()]
+    assert numbered["param_groups"][0]["params"] == list(range(len(names)))
+    for number, name in enumerate(names):
+        assert numbered["state"][number] is state["state"][name]
+    again = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_ID, model)
+    assert again["state"].keys() == numbered["state"].keys()
+    back = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, model, optim=ours)
+    assert_same(back, state)
+    with pytest.raises(TypeError, match="OptimStateKeyType"):
+        FSDP.rekey_optim_state_dict(state, "names", model)
+    with pytest.raises(ValueError, match="exclude each other"):
+        FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, [], ours)
+    with pytest.raises(ValueError, match=r"of 2 parameters does not have shift"):
+        FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, plain.stem.parameters())
+
+
+# What does not fit.
+
+
+@ranks(2)
+def test_state_that_is_not_elementwise(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    ours = adamw(model)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    expected = FSDP.optim_state_dict(model, ours)
+    param = next(param for name, param in model.named_parameters() if name.endswith("stem.weight"))
+    ours.state[param]["factor"] = torch.ones(6)
+    with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):  # on all ranks
+        FSDP.optim_state_dict(model, ours)
+    if param.numel() > 0:
+        with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):
+            FSDP.sharded_optim_state_dict(model, ours)
+    state = copy.deepcopy(expected)
+    state["state"]["stem.weight"]["factor"] = torch.ones(6)
+    with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):
+        resume(model, adamw(model), state)
+
+
+@ranks(2)
+def test_whole_parameters_take_state_of_any_shape(rank, world_size):
+    model, plain = wrapped_and_plain(Net, whole, True)
+    model = whole(copy.deepcopy(plain), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
+    ours, theirs = (torch.optim.Adafactor(module.parameters()) for module in (model, plain))
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    assert_same(state, by_name(theirs, plain))
+    fresh = torch.optim.Adafactor(model.parameters())
+    resume(model, fresh, state)
+    train_side_by_side(2, model, fresh, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_state_dicts_that_do_not_fit(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours = adamw(model)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    state = FSDP.optim_state_dict(model, ours)
+    fresh = adamw(model)
+
+    def refused(error: type[Exception], message: str, given: Any) -> None:
+        with pytest.raises(error, match=message):
+            FSDP.optim_state_dict_to_load(model, fresh, given, load_directly=True)
+        # The first rank's mistake is every rank's.
+        with pytest.raises(error, match=message):
+            FSDP.scatter_full_optim_state_dict(given if rank == 0 else None, model, optim=fresh)
+        assert fresh.state == {}
+
+    refused(TypeError, "has the entries 'state' and 'param_groups'; found NoneType", None)
+    refused(TypeError, "found \\['model'\\]", {"model": 1})
+    refused(ValueError, "goes by parameter ids", adamw(plain).state_dict())
+    unknown = copy.deepcopy(state)
+    unknown["param_groups"][0]["params"].append("nowhere.weight")
+    refused(ValueError, "model does not have: nowhere.weight", unknown)
+    other_shape = copy.deepcopy(state)
+    other_shape["state"]["head.weight"]["exp_avg"] = torch.zeros(2, 2)
+    refused(ValueError, "'exp_avg' of parameter 'head.weight' has shape \\(2, 2\\)", other_shape)
+    with pytest.raises(ValueError, match="not one of the model's"):
+        FSDP.optim_state_dict(model, adamw(plain))
+    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
+        FSDP.optim_state_dict(model, "adam")
+
+
+@ranks(2)
+def test_counts_that_a_flat_parameter_cannot_have(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, False)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(1, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    state["state"]["head.weight"]["step"] += 1
+    with pytest.raises(ValueError, match=r"'step' is .* for parameter 'shift' and .* for 'head.weight'"):
+        resume(model, adamw(model), state)
+    other = per_block(copy.deepcopy(plain), use_orig_params=True)
+    resume(other, adamw(other), state)
+
+
+@ranks(2)
+def test_pieces_of_another_wrapping(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, False)
+    ours = adamw(model)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    pieces = FSDP.sharded_optim_state_dict(model, ours)
+    other = whole(copy.deepcopy(plain))
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter '.*' holds elements .*checkpoint"):
+        FSDP.flatten_sharded_optim_state_dict(pieces, other, adamw(other))
+
+
+@each_form
+@ranks(2)
+def test_not_in_the_middle_of_a_forward(rank, world_size, use_orig_params):
+    model, _ = wrapped_and_plain(Net, whole, use_orig_params)
+    ours = adamw(model)
+    model.module.head.register_forward_hook(lambda *_: FSDP.optim_state_dict(model, ours))
+    with pytest.raises(RuntimeError, match=r"optim_state_dict\(\) must not run inside the forward"):
+        model(new_batches()[rank])
