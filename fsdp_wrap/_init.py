@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._collectives import make_communicator
-from fsdp_wrap._compile import make_known_to_dynamo
+from fsdp_wrap._compile import skip_runtime_frames
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import (
@@ -31,6 +31,7 @@ from fsdp_wrap._modules import (
     collect_borrowed,
     collect_slots,
     is_owned,
+    mark_managed,
     mark_owned,
     own_modules,
 )
@@ -182,8 +183,10 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     guard_parametrizations(unit, modules)
-    make_known_to_dynamo(modules)
+    skip_runtime_frames()
     _taken.update(modules)
+    for each in modules:
+        mark_managed(each)
     _note_owners(unit, segments)
     return unit
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import is_tensor_like
 
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
@@ -40,11 +41,17 @@ class _Target:
 
     def takes(self, value: Any) -> bool:
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-        return plain and value.shape == self.shape and not value.is_meta and not self.data.is_meta
+        has_values = (plain and not value.is_meta) or _reads_when_asked(value)
+        return has_values and value.shape == self.shape and not self.data.is_meta
 
-    def load(self, value: torch.Tensor) -> None:
-        part = value.detach().reshape(-1)[self.start : self.start + self.data.numel()]
+    def load(self, value: Any) -> None:
+        part = torch.detach(value).reshape(-1)[self.start : self.start + self.data.numel()]
         self.data.copy_(part.view_as(self.data))
+
+
+def _reads_when_asked(value: Any) -> bool:
+    """Whether a value is no tensor, but becomes one in any torch function, as those of Lightning do."""
+    return not isinstance(value, torch.Tensor) and is_tensor_like(value)  # type: ignore[no-untyped-call]
 
 
 def load_parts(module: nn.Module, state_dict: Mapping[str, Any]) -> bool:

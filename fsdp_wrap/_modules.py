@@ -20,6 +20,7 @@ __all__ = [
     "collect_borrowed",
     "collect_slots",
     "is_owned",
+    "mark_managed",
     "mark_owned",
     "own_modules",
     "replace_tensor",
@@ -215,3 +216,14 @@ def is_owned(param: nn.Parameter) -> bool:
 def mark_owned(param: nn.Parameter) -> None:
     """Notes that a unit has taken the parameter (clients read this attribute, which is torch's)."""
     param._fsdp_flattened = True  # type: ignore[attr-defined]
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Notes that a module is part of a unit, in attributes that transformers and torch's compiler read.
+
+    The compiler then takes parameters as inputs of its graphs, not as constants or static addresses: leaves
+    have memory only while their unit is unsharded. It asks whether modules compute with original parameters,
+    as leaves are whatever the optimizer sees.
+    """
+    module.__dict__["_is_fsdp_managed_module"] = True
+    module.__dict__["_fsdp_use_orig_params"] = True

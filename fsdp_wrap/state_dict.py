@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import is_tensor_like
 
 from fsdp_wrap._full_values import gather, handles_of, is_first_rank, is_sharded, offloaded, unsharded
 from fsdp_wrap._handle import ParamHandle
@@ -408,7 +409,7 @@ def _quoted(keys: list[str]) -> str:
 def _other_shapes(expected: Mapping[str, torch.Size | None], given: Mapping[str, Any]) -> Iterator[str]:
     for key, shape in expected.items():
         value = given.get(key)
-        if shape is not None and key in given and not isinstance(value, torch.Tensor):
+        if shape is not None and key in given and not is_tensor_like(value):  # type: ignore[no-untyped-call]
             yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
         found = getattr(value, "shape", None)
         scalar_as_vector = shape == torch.Size([]) and found == torch.Size([1])  # as torch 0.3 saved them

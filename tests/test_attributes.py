@@ -238,7 +238,7 @@ def test_private_names_of_torch_that_clients_read(rank, world_size, use_orig_par
     model(torch.ones(1, WIDTH))
     assert (model._is_root, model[1]._is_root) == (True, False)
     for module in net.modules():
-        assert module._is_fsdp_managed_module and module._fsdp_use_orig_params  # dynamo asks
+        assert module._is_fsdp_managed_module and module._fsdp_use_orig_params
     ignoring = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     FSDP(ignoring, ignored_states=[ignoring[1]])
     assert not hasattr(ignoring[1], "_is_fsdp_managed_module")

@@ -40,7 +40,7 @@ def _names(prefix: str) -> dict[tuple[str, str], object]:
     return {(name, key): value for name, module in modules.items() for key, value in vars(module).items()}
 
 
-def test_what_we_have_of_torchs_wrapper():
+def test_every_name_of_torchs_wrapper_is_ours():
     assert compat.missing() == set()
     assert set(torch_fsdp.__all__) - compat.replacements().keys() == set(torch_fsdp._fully_shard.__all__)
 

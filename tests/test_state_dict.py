@@ -639,3 +639,37 @@ def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap,
     plain.load_state_dict(state)
     torch.testing.assert_close(model(batch), plain(batch), rtol=0, atol=1e-12)
     assert_equal(model.state_dict(), plain.state_dict())
+
+
+class Lazy:
+    """No tensor, but one in any torch function; such things stand in the checkpoints that Lightning reads."""
+
+    reads = 0
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value, self.shape = value, value.shape
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.reads += 1
+        given = [arg._value if isinstance(arg, Lazy) else arg for arg in args]
+        return function(*given, **(kwargs or {}))
+
+
+@each_form
+@pytest.mark.parametrize("own_way", [False, True])
+@ranks(2)
+def test_values_that_are_read_when_asked(rank, world_size, use_orig_params, own_way):
+    """Once each where every rank takes its part, and in torch's walk, which load hooks call for."""
+    source = Net()
+    model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+    if own_way:
+        model.head.register_load_state_dict_pre_hook(lambda *_: None)
+    Lazy.reads = 0
+    model.load_state_dict({name: Lazy(value) for name, value in source.state_dict().items()})
+    assert Lazy.reads >= len(source.state_dict()) if own_way else Lazy.reads == len(source.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, source.state_dict()[name]), name
+    unfit = {name: Lazy(value[:1]) for name, value in source.state_dict().items() if value.dim()}
+    with pytest.raises(RuntimeError, match="size mismatch for stem.weight"):
+        model.load_state_dict(unfit, strict=False)

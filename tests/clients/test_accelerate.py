@@ -79,3 +79,38 @@ def test_training_in_bf16_is_close_to_ddp_under_autocast(run, use_orig_params):
     expected = run(_train, False, {}, 1, "bf16")
     found = run(_train, True, {"use_orig_params": use_orig_params}, 1, "bf16")
     torch.testing.assert_close(found, expected, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@each_form
+def test_saving_and_resuming(run, tmp_path, use_orig_params, kind):
+    """Interrupted half-way and resumed by other objects, training goes on as it would have."""
+    options = {"use_orig_params": use_orig_params, "state_dict_type": kind}
+    whole = run(_train, True, options)
+    first = run(_train_and_save, options, str(tmp_path))
+    rest = run(_load_and_train, options, str(tmp_path))
+    assert [a + b for a, b in zip(first, rest)] == whole
+
+
+def _train_and_save(rank, world_size, port, options, folder):
+    with client_rank(rank, port, True, "accelerate"):
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(fsdp_plugin=_plugin(**options))
+        model, optimizer, batches = _prepare(accelerator)
+        losses = [_step(accelerator, model, optimizer, batch) for batch in list(batches)[: STEPS // 2]]
+        accelerator.save_state(folder)
+        return losses
+
+
+def _load_and_train(rank, world_size, port, options, folder):
+    with client_rank(rank, port, True, "accelerate"):
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(fsdp_plugin=_plugin(**options))
+        model, optimizer, batches = _prepare(accelerator)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        accelerator.load_state(folder)
+        return [_step(accelerator, model, optimizer, batch) for batch in list(batches)[STEPS // 2 :]]

@@ -13,7 +13,7 @@ pytestmark = needs("lightning")
 STEPS = 4
 
 
-def _fit(rank, world_size, port, wrapped, folder, options=None, steps=STEPS, resume=None):
+def _fit(rank, world_size, port, wrapped, folder, options=None, resume=None):
     """Fits as a user of Lightning does, with evaluations in between; returns the losses of both."""
     with client_rank(rank, port, wrapped, "lightning"):
         import lightning.pytorch as lightning
@@ -24,15 +24,12 @@ def _fit(rank, world_size, port, wrapped, folder, options=None, steps=STEPS, res
             accelerator="cpu",
             devices=world_size,
             strategy=FSDPStrategy(auto_wrap_policy={Block}, **(options or {})) if wrapped else "ddp",
-            max_steps=steps,
+            max_steps=STEPS,
             val_check_interval=2,
             limit_val_batches=2,
             num_sanity_val_steps=0,
             default_root_dir=folder,
-            callbacks=[ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)]
-            if "state_dict_type" in (options or {})
-            else [],
-            enable_checkpointing="state_dict_type" in (options or {}),
+            callbacks=[ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)],
             enable_progress_bar=False,
             enable_model_summary=False,
             logger=False,
@@ -80,3 +77,28 @@ def test_fitting_equals_lightnings_ddp(run, tmp_path, use_orig_params):
     found = run(_fit, True, str(tmp_path), {"use_orig_params": use_orig_params})
     assert len(expected[0][0]) == STEPS
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@each_form
+def test_resuming_equals_lightnings_ddp(run, tmp_path, use_orig_params, kind):
+    """The loader starts anew in the middle of an epoch, in Lightning's DDP as well."""
+    options = {"use_orig_params": use_orig_params, "state_dict_type": kind}
+    run(_fit, False, str(tmp_path / "ddp"))
+    expected = run(_fit, False, str(tmp_path), {}, str(tmp_path / "ddp" / "step=2.ckpt"))
+    run(_fit, True, str(tmp_path / kind), options)
+    found = run(_fit, True, str(tmp_path), options, str(tmp_path / kind / "step=2.ckpt"))
+    assert [len(losses) for losses, _ in found] == [STEPS - 2] * 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@each_form
+def test_ddp_reads_our_full_checkpoint_and_we_read_ddps(run, tmp_path, use_orig_params):
+    """Model and optimizer."""
+    options = {"use_orig_params": use_orig_params}
+    results = []
+    for saved_by, resumed_by in ((False, True), (True, False)):
+        folder = tmp_path / str(saved_by)
+        run(_fit, saved_by, str(folder), options)
+        results.append(run(_fit, resumed_by, str(tmp_path), options, str(folder / "step=2.ckpt")))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)

@@ -97,11 +97,15 @@ def _train(rank, world_size, port, wrapped, kind, use_orig_params, folder, resum
         from transformers import Trainer
 
         make, layers = MODELS[kind]
-        arguments = _arguments(folder, wrapped, layers, use_orig_params, **(options or {}))
+        options = dict(options or {})
+        save_at_end = options.pop("save_at_end", False)
+        arguments = _arguments(folder, wrapped, layers, use_orig_params, **options)
         data = _examples()
         trainer = Trainer(model=make(), args=arguments, train_dataset=data, eval_dataset=data[:8])
         trainer.train(resume_from_checkpoint=resume)
         evaluated = trainer.evaluate()["eval_loss"]
+        if save_at_end:
+            trainer.save_model(f"{folder}/final")
         log = trainer.state.log_history
         steps = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
         return steps, evaluated
@@ -156,3 +160,25 @@ def test_generate_of_a_wrapped_model(run, kind, use_orig_params, way):
     for results in run(_generate, kind, use_orig_params, way):
         for expected, found in results:
             assert found == expected
+
+
+@pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("kind, use_orig_params", [("llama", False), ("llama", True), ("t5", False)])
+def test_trainer_resumes_where_it_was(run, tmp_path, kind, use_orig_params, state_dict):
+    options = {"save_strategy": "steps", "save_steps": STEPS // 2, "state_dict_type": state_dict}
+    whole = run(_train, True, kind, use_orig_params, str(tmp_path / "whole"), None, options)
+    checkpoint = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
+    resumed = run(_train, True, kind, use_orig_params, str(tmp_path / "resumed"), checkpoint, options)
+    assert resumed == whole
+
+
+def test_trainer_saves_a_model_that_transformers_loads(run, tmp_path):
+    """Whose loss is that of the last evaluation."""
+    from transformers import AutoModelForCausalLM
+
+    (_, evaluated), _ = run(_train, True, "llama", True, str(tmp_path), None, {"save_at_end": True})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    examples = _examples()[:8]
+    inputs = torch.stack([example["input_ids"] for example in examples])
+    with torch.no_grad():
+        assert loaded(input_ids=inputs, labels=inputs).loss.item() == pytest.approx(evaluated, abs=1e-5)
