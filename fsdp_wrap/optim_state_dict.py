@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._full_values import gather, offloaded
+from fsdp_wrap._full_values import gathered, offloaded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._optim_load import options_of
@@ -94,14 +94,14 @@ def full_optim_state_dict(
     except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
         error = refusal
     known = _merged(names, pieces, error)
-    gathered: dict[tuple[str, str], torch.Tensor] = {}
+    copies: dict[tuple[str, str], torch.Tensor] = {}
     for kind in _kinds(names, known):
-        gathered |= kind.gathered(pieces, wanted, to_host)
+        copies |= kind.copies(pieces, wanted, to_host)
     if not wanted:
         return {}
     state: State = {
         fqn: {
-            key: gathered[fqn, key] if isinstance(value, torch.dtype) else _copied(value, to_host)
+            key: copies[fqn, key] if isinstance(value, torch.dtype) else _copied(value, to_host)
             for key, value in entry.items()
         }
         for fqn, entry in known.items()
@@ -201,7 +201,7 @@ class _Kind:
     key: str
     dtype: torch.dtype
 
-    def gathered(
+    def copies(
         self, pieces: Mapping[str, State], wanted: bool, to_host: bool
     ) -> dict[tuple[str, str], torch.Tensor]:
         """Gathers it; returns copies by (name, key), if they are wanted."""
@@ -214,11 +214,11 @@ class _Kind:
                 if isinstance(value, IntervalTensor):
                     places[original.index].view(-1).copy_(value.piece)
 
-        views = gather(self.handle, self.segment, self.dtype, write)
-        return {
-            (original.fqn, self.key): offloaded(views[original.index], to_host)
-            for original in (self.originals if wanted else ())
-        }
+        with gathered(self.handle, self.segment, self.dtype, write) as views:
+            return {
+                (original.fqn, self.key): offloaded(views[original.index], to_host)
+                for original in (self.originals if wanted else ())
+            }
 
 
 def _kinds(names: Originals, known: Mapping[str, State]) -> list[_Kind]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import is_tensor_like
 
-from fsdp_wrap._full_values import gather, handles_of, is_first_rank, is_sharded, offloaded, unsharded
+from fsdp_wrap._full_values import gathered, handles_of, is_first_rank, is_sharded, offloaded, unsharded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
@@ -168,13 +168,14 @@ def _replaceable(unit: Unit) -> Iterator[ParamHandle]:
 
 def _full_params(handle: ParamHandle, segment: Segment, offload: bool, wanted: bool) -> list[nn.Parameter]:
     layout = segment.layout
-    return [
-        nn.Parameter(
-            offloaded(view, offload) if wanted else torch.empty_like(view, device="meta"),
-            requires_grad=source.requires_grad,
-        )
-        for view, source in zip(gather(handle, segment, layout.dtype, layout.write_shard), layout.sources)
-    ]
+    with gathered(handle, segment, layout.dtype, layout.write_shard) as views:
+        return [
+            nn.Parameter(
+                offloaded(view, offload) if wanted else torch.empty_like(view, device="meta"),
+                requires_grad=source.requires_grad,
+            )
+            for view, source in zip(views, layout.sources)
+        ]
 
 
 def _interval_params(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -138,17 +139,18 @@ def test_memory_of_full_state_is_the_result_and_one_gather(rank, world_size, ran
     optimizer.step()
     optimizer.zero_grad()
     peaks: list[int] = []
-    gather = optim_state_dict.gather
+    gathered = optim_state_dict.gathered
 
+    @contextmanager
     def watched(*args: Any) -> Any:
-        views = gather(*args)
-        peaks.append(live_bytes())
-        return views
+        with gathered(*args) as views:
+            yield views
+            peaks.append(live_bytes())
 
-    optim_state_dict.gather = watched
+    optim_state_dict.gathered = watched
     before = live_bytes()
     state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
-    optim_state_dict.gather = gather
+    optim_state_dict.gathered = gathered
     one = width * width * 4
     result = 0 if rank0_only and rank else 2 * depth * one
     assert len(peaks) == 2 * depth and bool(state) == bool(result)
