@@ -40,29 +40,6 @@ REASONS = {
 }
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed."""
 
-_STATE = "state dict types and optimizer state dicts are not available yet"
-
-_NOT_YET = {
-    _STATE: """
-        FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig LocalStateDictConfig
-        OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig
-        StateDictConfig StateDictSettings StateDictType
-        FullyShardedDataParallel.flatten_sharded_optim_state_dict
-        FullyShardedDataParallel.full_optim_state_dict FullyShardedDataParallel.get_state_dict_type
-        FullyShardedDataParallel.optim_state_dict FullyShardedDataParallel.optim_state_dict_to_load
-        FullyShardedDataParallel.rekey_optim_state_dict
-        FullyShardedDataParallel.scatter_full_optim_state_dict
-        FullyShardedDataParallel.set_state_dict_type
-        FullyShardedDataParallel.shard_full_optim_state_dict
-        FullyShardedDataParallel.sharded_optim_state_dict FullyShardedDataParallel.state_dict_type
-    """,
-    "communication hooks are not available yet": "FullyShardedDataParallel.register_comm_hook",
-    "not available yet": "ShardedGradScaler",
-}
-
-NOT_YET = {name: reason for reason, names in _NOT_YET.items() for name in names.split()}
-"""The same for what is being built; an entry whose name has come meanwhile does no harm."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -137,6 +114,12 @@ def _members(name: str, cls: type) -> Iterator[Entry]:
             yield Entry(f"{name}.{member}", arguments_of(found) if callable(found) else None)
 
 
+def _inherited(name: str, cls: Any) -> Entry | None:
+    """Returns a member that a class has from one of another package."""
+    found = getattr(cls, name.rpartition(".")[2], None)
+    return None if found is None else Entry(name, arguments_of(found) if callable(found) else None)
+
+
 def public(module: ModuleType) -> list[str]:
     """Returns a module's public names: what it exports, or else defines."""
     exported = getattr(module, "__all__", None)
@@ -190,7 +173,7 @@ class Table:
         mine = {entry.name: entry for entry in entries_of(name, ours)}
         listed = list(entries_of(name, theirs))
         for entry in listed:
-            self._compare_entry(entry, mine.pop(entry.name, None))
+            self._compare_entry(entry, mine.pop(entry.name, None) or _inherited(entry.name, ours))
         if mine:
             self._row(name, "", "", f"and also {', '.join(f'`{each.removeprefix(name)}`' for each in mine)}")
 
@@ -212,11 +195,10 @@ class Table:
         name = key.partition("(")[0]
         candidates = [key, name, name.rpartition(".")[0]]
         where = "missing" if found is None else f"here `{found}`"
-        for reasons in (REASONS, NOT_YET):
-            for each in candidates:
-                if each in reasons:
-                    self.used.add(each)
-                    return f"{where}: {reasons[each]}"
+        for each in candidates:
+            if each in REASONS:
+                self.used.add(each)
+                return f"{where}: {REASONS[each]}"
         self.unexplained.append(f"{key} ({where})")
         return where
 

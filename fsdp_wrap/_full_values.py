@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fsdp_wrap._interval_tensor import assemble
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit
 
-__all__ = ["FirstRank", "gather", "handles_of", "is_first_rank", "is_sharded", "offloaded", "unsharded"]
+__all__ = ["FirstRank", "gathered", "handles_of", "is_first_rank", "is_sharded", "offloaded", "unsharded"]
 
 
 def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
@@ -24,10 +25,11 @@ def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
     return [unit.handle for unit in units if unit.handle is not None]
 
 
-def gather(
+@contextmanager
+def gathered(
     handle: ParamHandle, segment: Segment, dtype: torch.dtype, write: Callable[[torch.Tensor], None]
-) -> list[torch.Tensor]:
-    """Gathers something of one segment's size.
+) -> Iterator[list[torch.Tensor]]:
+    """Gathers something of one segment's size, for as long as the context is open.
 
     Args:
         handle: Owner of the segment.
@@ -35,13 +37,14 @@ def gather(
         dtype: Of what is gathered.
         write: Writes this rank's part, of the shard's size.
 
-    Returns:
-        Views of one buffer, one per original parameter, in its shape.
+    Yields:
+        Views of one buffer, one per original parameter, in its shape; they must not be used afterwards.
     """
-    full = handle.communicator.empty(segment.layout.numel, dtype)
-    own = handle.communicator.own_part(full)
-    handle.communicator.all_gather([full], lambda: write(own)).wait()
-    return segment.layout.views(full)
+    buffer = handle.communicator.buffer(segment.layout.numel, dtype)
+    own = handle.communicator.own_part(buffer.tensor)
+    handle.communicator.all_gather([buffer.tensor], lambda: write(own)).wait()
+    yield segment.layout.views(buffer.tensor)
+    buffer.free()  # not left to whoever still holds the tensor, such as a backend's thread
 
 
 def offloaded(tensor: torch.Tensor, to_host: bool) -> torch.Tensor:

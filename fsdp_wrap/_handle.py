@@ -218,10 +218,17 @@ class ParamHandle:
         if self.state is HandleState.SHARDED:
             self.follow_replaced()
 
+    def settle(self) -> bool:
+        """Reshards, and takes over replaced data; returns False if the modules show something else."""
+        self.reshard()
+        if self.state is not HandleState.SHARDED:
+            return False
+        self.follow_replaced()
+        return True
+
     def summon(self, how: Summoning) -> None:
         """Puts the full parameters, in master dtype, into the user's hands; collective."""
-        self.reshard()
-        self.follow_replaced()
+        self.settle()
         self._summoned = [
             SummonedSegment(segment.layout, self.communicator, self.replicas, how)
             for segment in self.segments
@@ -248,8 +255,7 @@ class ParamHandle:
                 each.write_back()
 
     def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Lets the modules show other parameters, given by segment, in place of the sharded ones."""
-        self.reshard()
+        """Lets a settled unit's modules show other parameters, given by segment."""
         for segment, shown in zip(self.segments, params):
             segment.layout.show_full(shown, copies=True)
         self.state = HandleState.REPLACED

@@ -187,13 +187,17 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
     _taken.update(modules)
     for each in modules:
         mark_managed(each)
+    _note_owners(unit, segments)
+    return unit
+
+
+def _note_owners(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
     for number, segment in enumerate(segments):
         for index, slot in enumerate(segment):
             mark_owned(slot.param)
             _owners[slot.param] = _Ownership(weakref.ref(unit), number, index)
             for place, _ in slot.places:
                 _users.setdefault(place, set()).add(_owners[slot.param])
-    return unit
 
 
 def register_copy(unit: Unit, modules: Iterable[nn.Module]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
 
-from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
 from fsdp_wrap._unit import units_in
@@ -84,8 +84,7 @@ def _targets(module: nn.Module) -> dict[str, _Target] | None:
     """Returns where every value goes, in the order of `state_dict`; None if torch's walk is to decide."""
     sharded: dict[Place, _Target] = {}
     for handle in _handles(module):
-        handle.reshard()
-        if handle.state is not HandleState.SHARDED:
+        if not handle.settle():
             return None
         for segment in handle.segments:
             sharded.update(_sharded_targets(segment.layout))

@@ -32,6 +32,7 @@ class Original:
         handle: Owner of its storage; None where no unit owns it.
         segment: The segment in which it lies.
         index: Its position in there.
+        places: What shows it.
     """
 
     fqn: str
@@ -40,6 +41,7 @@ class Original:
     handle: ParamHandle | None = None
     segment: Segment | None = None
     index: int = 0
+    places: tuple[Place, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -163,10 +165,11 @@ def _walk(module: nn.Module) -> Iterator[Original]:
             seen.add(key)
             if owner is not None:
                 handle, segment, index, interval = owner
-                yield Original(fqn, order, interval, handle, segment, index)
+                places = tuple(segment.layout.places[index])
+                yield Original(fqn, order, interval, handle, segment, index, places)
             elif param is not None:
                 whole = Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0)
-                yield Original(fqn, order, whole)
+                yield Original(fqn, order, whole, places=((child, name),))
 
 
 def _owned(

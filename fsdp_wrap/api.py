@@ -156,7 +156,8 @@ class FullStateDictConfig(StateDictConfig):
     """Of full tensors.
 
     Attributes:
-        rank0_only: The first rank alone gets them; the others get nothing. Loading takes them on every rank.
+        rank0_only: The first rank alone gets them; the others get nothing, and their state-dict hooks see
+            tensors without memory (on the meta device). Loading takes full tensors on every rank.
     """
 
     rank0_only: bool = False

@@ -14,7 +14,15 @@ from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._summon import Summoning
 from fsdp_wrap._unit import Unit, units_in
 
-__all__ = ["dismiss", "full_units", "is_summoned", "original_buffers", "summon", "summon_full_params"]
+__all__ = [
+    "dismiss",
+    "full_units",
+    "is_summoned",
+    "original_buffers",
+    "refuse_hidden",
+    "summon",
+    "summon_full_params",
+]
 
 
 @contextmanager
@@ -142,12 +150,22 @@ def _summon(unit: Unit, how: Summoning) -> list[Unit]:
                 each.handle.summon(how)
             each.buffers.hold_original()
             summoned.append(each)
-        elif not (how.rank0_only or (each.handle is not None and each.handle.shows_full)):
-            raise RuntimeError(
-                f"the full parameters of {each.name} are on the first rank only: this call must come after "
-                f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
-            )
+        elif not how.rank0_only:
+            refuse_hidden(each)
     return summoned
+
+
+def refuse_hidden(unit: Unit) -> None:
+    """Refuses to use full parameters that only the first rank has.
+
+    Raises:
+        RuntimeError: If the unit is summoned by `rank0_only` and this rank does not show it.
+    """
+    if is_summoned(unit) and unit.handle is not None and not unit.handle.shows_full:
+        raise RuntimeError(
+            f"the full parameters of {unit.name} are on the first rank only: this call must come after "
+            f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
+        )
 
 
 def dismiss(units: Iterable[Unit], writeback: bool) -> None:

@@ -9,14 +9,15 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._full_values import gather, offloaded
+from fsdp_wrap._full_values import gathered, offloaded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._optim_load import options_of
@@ -93,20 +94,19 @@ def full_optim_state_dict(
     except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
         error = refusal
     known = _merged(names, pieces, error)
-    state: State = {}
-    for fqn, entry in known.items():
-        values = ((key, value) for key, value in entry.items() if not isinstance(value, torch.dtype))
-        state[fqn] = {key: _copied(value, to_host) for key, value in values}
-    for handle, segment, members in _by_segment(names, known):
-        for key, dtype in _elementwise_keys(members, known):
-            views = gather(handle, segment, dtype, _writer(segment, members, pieces, key))
-            for original in members if wanted else ():
-                if known[original.fqn].get(key) is dtype:
-                    state[original.fqn][key] = offloaded(views[original.index], to_host)
+    copies: dict[tuple[str, str], torch.Tensor] = {}
+    for kind in _kinds(names, known):
+        copies |= kind.copies(pieces, wanted, to_host)
     if not wanted:
         return {}
-    ordered = {fqn: {key: state[fqn][key] for key in entry} for fqn, entry in known.items()}
-    return {"state": {**ordered, **others}, "param_groups": _named_groups(names, optim, saved)}
+    state: State = {
+        fqn: {
+            key: copies[fqn, key] if isinstance(value, torch.dtype) else _copied(value, to_host)
+            for key, value in entry.items()
+        }
+        for fqn, entry in known.items()
+    }
+    return {"state": {**state, **others}, "param_groups": _named_groups(names, optim, saved)}
 
 
 def _pieces(
@@ -183,42 +183,55 @@ def _merged(names: Originals, pieces: Mapping[str, State], error: ValueError | N
     return {fqn: merged[fqn] for fqn in names.by_name if fqn in merged}
 
 
-def _by_segment(
-    names: Originals, known: Mapping[str, State]
-) -> Iterator[tuple[ParamHandle, Segment, list[Original]]]:
-    found: dict[int, tuple[ParamHandle, Segment, list[Original]]] = {}
-    for fqn in known:
+@dataclass(frozen=True)
+class _Kind:
+    """One kind of elementwise state of one segment.
+
+    Attributes:
+        handle: Owner of the segment.
+        segment: The segment.
+        originals: Its parameters that have such state.
+        key: The state's name.
+        dtype: Its dtype.
+    """
+
+    handle: ParamHandle
+    segment: Segment
+    originals: list[Original]
+    key: str
+    dtype: torch.dtype
+
+    def copies(
+        self, pieces: Mapping[str, State], wanted: bool, to_host: bool
+    ) -> dict[tuple[str, str], torch.Tensor]:
+        """Gathers it; returns copies by (name, key), if they are wanted."""
+
+        def write(own: torch.Tensor) -> None:
+            own.zero_()
+            places = self.segment.layout.pieces(own)
+            for original in self.originals:
+                value = pieces.get(original.fqn, {}).get(self.key)
+                if isinstance(value, IntervalTensor):
+                    places[original.index].view(-1).copy_(value.piece)
+
+        with gathered(self.handle, self.segment, self.dtype, write) as views:
+            return {
+                (original.fqn, self.key): offloaded(views[original.index], to_host)
+                for original in (self.originals if wanted else ())
+            }
+
+
+def _kinds(names: Originals, known: Mapping[str, State]) -> list[_Kind]:
+    """Returns what is to be gathered, on every rank in the same order."""
+    found: dict[tuple[int, str, torch.dtype], _Kind] = {}
+    for fqn, entry in known.items():
         original = names.by_name[fqn]
-        if original.handle is not None and original.segment is not None and not original.uncut:
-            entry = found.setdefault(id(original.segment), (original.handle, original.segment, []))
-            entry[2].append(original)
-    yield from found.values()
-
-
-def _elementwise_keys(
-    members: Sequence[Original], known: Mapping[str, State]
-) -> list[tuple[str, torch.dtype]]:
-    found = {
-        (key, value)
-        for original in members
-        for key, value in known[original.fqn].items()
-        if isinstance(value, torch.dtype)
-    }
-    return sorted(found, key=str)  # on every rank the same
-
-
-def _writer(
-    segment: Segment, members: Sequence[Original], pieces: Mapping[str, State], key: str
-) -> Callable[[torch.Tensor], None]:
-    def write(own: torch.Tensor) -> None:
-        own.zero_()
-        places = segment.layout.pieces(own)
-        for original in members:
-            value = pieces.get(original.fqn, {}).get(key)
-            if isinstance(value, IntervalTensor) and value.dtype == own.dtype:
-                places[original.index].view(-1).copy_(value.piece)
-
-    return write
+        handle, segment = original.handle, original.segment
+        for key, dtype in sorted(entry.items(), key=lambda item: item[0]):
+            if isinstance(dtype, torch.dtype) and handle is not None and segment is not None:
+                kind = _Kind(handle, segment, [], key, dtype)
+                found.setdefault((id(segment), key, dtype), kind).originals.append(original)
+    return list(found.values())
 
 
 def _initial_state(optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import is_tensor_like
 
-from fsdp_wrap._full_values import gather, handles_of, is_first_rank, is_sharded, offloaded, unsharded
-from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._full_values import gathered, handles_of, is_first_rank, is_sharded, offloaded, unsharded
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
@@ -34,7 +34,7 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, summon
+from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse_hidden, summon
 
 __all__ = [
     "FullLoad",
@@ -158,21 +158,24 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool) -> Iterator
 
 
 def _replaceable(unit: Unit) -> Iterator[ParamHandle]:
-    """Yields the handles of what a unit uses, save those that show something else already."""
+    """Yields the handles, sharded, of what a unit uses, save those that show something else already."""
+    for each in (*unit.lenders, unit):
+        refuse_hidden(each)
     for handle in handles_of((*unit.lenders, unit)):
-        if handle.state not in (HandleState.SUMMONED, HandleState.REPLACED):
+        if handle.settle():
             yield handle
 
 
 def _full_params(handle: ParamHandle, segment: Segment, offload: bool, wanted: bool) -> list[nn.Parameter]:
     layout = segment.layout
-    return [
-        nn.Parameter(
-            offloaded(view, offload) if wanted else torch.empty_like(view, device="meta"),
-            requires_grad=source.requires_grad,
-        )
-        for view, source in zip(gather(handle, segment, layout.dtype, layout.write_shard), layout.sources)
-    ]
+    with gathered(handle, segment, layout.dtype, layout.write_shard) as views:
+        return [
+            nn.Parameter(
+                offloaded(view, offload) if wanted else torch.empty_like(view, device="meta"),
+                requires_grad=source.requires_grad,
+            )
+            for view, source in zip(views, layout.sources)
+        ]
 
 
 def _interval_params(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "api_table.py"
 
@@ -132,6 +133,20 @@ def test_differences_of_a_class_are_found(make, faults):
     assert len(found) == len(faults)
     assert all(one.startswith(fault) for one, fault in zip(found, faults)), found
     assert lines[-1] == "| `Name` |  |  | and also `.more` |"
+
+
+def test_inherited_methods_count():
+    class Scaler(torch.amp.GradScaler):
+        pass
+
+    class Theirs(torch.amp.GradScaler):
+        def update(self, new_scale: Any = None) -> None: ...
+
+        def step(self, optimizer: Any) -> None: ...
+
+    lines, faults = compare(Theirs, Scaler)
+    assert "| `Name.update` | `new_scale` | `None` | same |" in lines
+    assert faults == []
 
 
 def test_differences_of_other_kinds_are_found():

@@ -44,6 +44,7 @@ LAYERS = [
     [
         "fully_sharded_data_parallel.py",
         "forward_methods.py",
+        "distributed_state_dict.py",
         "fully_shard.py",
         "checkpoint.py",
         "compat.py",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations
 
 from bed import ranks
 from bed.memory import live_bytes
@@ -528,6 +529,64 @@ def test_state_dict_of_the_first_rank_alone(rank, world_size, wrap, use_orig_par
                 with pytest.raises(RuntimeError, match="first rank only.*not on rank 1"):
                     call()
     twins.check()
+
+
+@each_form
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@ranks(2)
+def test_without_recording_gradients(rank, world_size, use_orig_params, mode):
+    twins = with_sgd(Twins(per_block, use_orig_params))
+    twins.backward(twins.forward())
+    with mode():
+        for options in ({}, {"rank0_only": True}, {"offload_to_cpu": True}):
+            with FSDP.summon_full_params(twins.model, with_grads=True, **options):
+                if rank == 0 or "rank0_only" not in options:
+                    half_and_double(twins.model)
+    for _ in range(3):
+        half_and_double(twins.plain)
+    twins.update()
+    twins.check()
+
+
+@each_form
+@pytest.mark.parametrize("rank0_only", [False, True])
+@ranks(2)
+def test_units_that_lend_to_each_other(rank, world_size, use_orig_params, rank0_only):
+    plain = Net().double()
+    plain.head.weight = plain.stem.weight
+    plain.head.bias.requires_grad_(False)
+    net = copy.deepcopy(plain)
+    net.head = FSDP(net.head, use_orig_params=use_orig_params)
+    net.blocks[0] = FSDP(net.blocks[0], use_orig_params=use_orig_params)
+    twins = Twins(whole, use_orig_params, optimizer=False)
+    twins.plain, twins.model = plain, FSDP(net, use_orig_params=use_orig_params)
+    with_sgd(twins)
+    for target in (twins.model, twins.model.module.head):  # the lender alone as well
+        twins.backward(twins.forward())
+        part = twins.plain if target is twins.model else twins.plain.head
+        with FSDP.summon_full_params(target, rank0_only=rank0_only, with_grads=True):
+            if rank == 0 or not rank0_only:
+                assert_full(gradients(target), gradients(part))
+                assert target is not twins.model or target.head.weight is target.stem.weight
+                torch._foreach_mul_([param.data for param in target.parameters()], 0.5)
+                torch._foreach_mul_(list(gradients(target).values()), 2.0)
+        torch._foreach_mul_([param.data for param in part.parameters()], 0.5)
+        torch._foreach_mul_(list(gradients(part).values()), 2.0)
+        twins.update()
+        assert_full(twins.model.state_dict(), twins.plain.state_dict())
+    twins.check()
+
+
+@each_form
+@ranks(2)
+def test_computed_tensors_are_read_on_the_first_rank_only(rank, world_size, use_orig_params):
+    model = FSDP(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), use_orig_params=use_orig_params)
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+        if rank == 0:
+            assert model.module.weight.shape == (WIDTH, WIDTH)
+        else:
+            with pytest.raises(RuntimeError, match="parametrised tensor.*sharded now"):
+                model.module.weight  # noqa: B018
 
 
 # Beside training.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
+from bed.memory import live_bytes
 from bed.references import count_collectives
 from fsdp_wrap import (
     FullOptimStateDictConfig,
@@ -21,8 +23,10 @@ from fsdp_wrap import (
     ShardedOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    optim_state_dict,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
 from test_state_dict import (
     Net,
     Tied,
@@ -121,6 +125,36 @@ def test_every_tensor_has_memory_of_its_own(rank, world_size, use_orig_params):
         before = copy.deepcopy(values)
         train_side_by_side(1, model, optimizer, plain, adamw(plain))
         assert all(torch.equal(one, other) for one, other in zip(values, before))
+
+
+@each_form
+@pytest.mark.parametrize("rank0_only", [False, True])
+@ranks(2)
+def test_memory_of_full_state_is_the_result_and_one_gather(rank, world_size, rank0_only, use_orig_params):
+    width, depth = 100, 4
+    net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    optimizer = adamw(model)
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    peaks: list[int] = []
+    gathered = optim_state_dict.gathered
+
+    @contextmanager
+    def watched(*args: Any) -> Any:
+        with gathered(*args) as views:
+            yield views
+            peaks.append(live_bytes())
+
+    optim_state_dict.gathered = watched
+    before = live_bytes()
+    state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+    optim_state_dict.gathered = gathered
+    one = width * width * 4
+    result = 0 if rank0_only and rank else 2 * depth * one
+    assert len(peaks) == 2 * depth and bool(state) == bool(result)
+    assert max(peaks) - before <= result + 1.05 * one
 
 
 @each_form
@@ -255,6 +289,25 @@ def test_groups_of_flat_parameters(rank, world_size):
     assert_same(state, by_name(theirs, plain))
     other = per_block(copy.deepcopy(plain), use_orig_params=True)
     fresh = grouped(other, lambda name: "blocks" in name)
+    resume(other, fresh, state)
+    train_side_by_side(2, other, fresh, plain, theirs)
+    assert_close(other.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("form", [(False, True), (True, False)])
+@ranks(2)
+def test_state_of_parameters_without_dimensions(rank, world_size, form):
+    """A count and an average look the same in a full state dict."""
+    plain = Net().double()
+    for name, param in plain.named_parameters():
+        param.requires_grad_(name.endswith("gain"))
+    model = per_block(copy.deepcopy(plain), use_orig_params=form[0])
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    assert_same(state, by_name(theirs, plain))
+    other = per_block(copy.deepcopy(plain), use_orig_params=form[1])
+    fresh = adamw(other)
     resume(other, fresh, state)
     train_side_by_side(2, other, fresh, plain, theirs)
     assert_close(other.state_dict(), plain.state_dict())

@@ -336,6 +336,34 @@ def after_summoning(situation: Situation) -> None:
     situation.walk()
 
 
+def after_summoning_on_the_first_rank(situation: Situation) -> None:
+    situation.step()
+    with FSDP.summon_full_params(situation.model, rank0_only=True, offload_to_cpu=True, with_grads=True):
+        shown = Walk()
+        for path, module in list(situation.model.named_modules()):
+            shown.module(path, module)
+    situation.walk()
+
+
+def after_copying(situation: Situation) -> None:
+    situation.step()
+    second = copy.deepcopy(situation.model)
+    optimizer = torch.optim.AdamW(second.parameters())
+    loss_of(second, tokens()[0]).backward()
+    optimizer.step()
+    walk(second, optimizer)
+    call_methods(second)
+    situation.walk()
+
+
+def after_conversions(situation: Situation) -> None:
+    situation.step()
+    for module in (situation.model, situation.plain):
+        module.zero_grad()
+        module.half().double()
+    situation.walk()
+
+
 def after_accumulation_without_communication(situation: Situation) -> None:
     with situation.model.no_sync():
         batches = tokens()
@@ -356,6 +384,9 @@ SITUATIONS = {
         after_a_failed_backward,
         after_a_derivative_with_a_graph,
         after_summoning,
+        after_summoning_on_the_first_rank,
+        after_copying,
+        after_conversions,
         after_accumulation_without_communication,
     )
 }

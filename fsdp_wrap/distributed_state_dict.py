@@ -1,0 +1,293 @@
+"""The functions of `torch.distributed.checkpoint.state_dict`, for models wrapped by this library.
+
+Torch's own look for its own wrapper. These take the same arguments and options; models without any of our
+instances go to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp_wrap._full_values import FirstRank, handles_of
+from fsdp_wrap._interval_tensor import IntervalTensor
+from fsdp_wrap._modules import clean_fqn
+from fsdp_wrap._optim_load import load_optim_state_dict
+from fsdp_wrap._originals import Originals
+from fsdp_wrap._unit import units_in
+from fsdp_wrap.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Returns the model's state dict: pieces, or full tensors with `options.full_state_dict`.
+
+    Args:
+        model: Wrapped, or with wrapped modules in it.
+        submodules: Only what is in these.
+        options: With `cpu_offload` on the host, and full tensors then on the first rank only; with
+            `ignore_frozen_params` without parameters that need no gradient.
+    """
+    if not FSDP.fsdp_modules(model):
+        return theirs.get_model_state_dict(model, submodules=submodules, options=options)
+    options = _checked(options)
+    with _kind(model, options):
+        state: dict[str, Any] = model.state_dict()
+    if options.ignore_frozen_params:
+        for name in _frozen_names(model):
+            state.pop(name, None)
+    return state if submodules is None else _selected(state, _prefixes(model, submodules), options)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """Returns the state of all optimizers as one, by names of parameters.
+
+    Args:
+        model: Wrapped, or with wrapped modules in it.
+        optimizers: Made from its parameters.
+        submodules: Only state of parameters in these.
+        options: As in `get_model_state_dict`; with `flatten_optimizer_state_dict` the result has one level.
+    """
+    if not FSDP.fsdp_modules(model):
+        return theirs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    options = _checked(options)
+    with _kind(model, options):
+        parts = [FSDP.optim_state_dict(model, optimizer) for optimizer in _listed(optimizers)]
+    parts = [part for part in parts if part]
+    if not parts:
+        return {}
+    state = {name: entry for part in parts for name, entry in part["state"].items()}
+    groups = [group for part in parts for group in part["param_groups"]]
+    if submodules is not None:
+        within = tuple(_prefixes(model, submodules))
+        state = {name: entry for name, entry in state.items() if name.startswith(within)}
+        for group in groups:
+            group["params"] = [name for name in group["params"] if name.startswith(within)]
+    whole = {"state": state, "param_groups": groups}
+    return _flattened(whole) if options.flatten_optimizer_state_dict else whole
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns `get_model_state_dict` and `get_optimizer_state_dict`."""
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Loads a model's state dict of full tensors, pieces, or torch's own kinds of sharded tensors.
+
+    Args:
+        model: Wrapped, or with wrapped modules in it.
+        model_state_dict: By names of the unwrapped module.
+        options: With `broadcast_from_rank0` only the first rank's counts, and travels tensor by tensor.
+
+    Returns:
+        Missing and unexpected keys.
+    """
+    if not FSDP.fsdp_modules(model):
+        return theirs.set_model_state_dict(model, model_state_dict, options=options)
+    options = _checked(options)
+    if options.broadcast_from_rank0:
+        model_state_dict = _from_first_rank(model, model_state_dict)
+    elif not model_state_dict:
+        return _IncompatibleKeys([], [])
+    # Pieces take their part of full tensors without communication.
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return model.load_state_dict(model_state_dict, strict=options.strict)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: dict[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Loads what `get_optimizer_state_dict` returned, of one level or not.
+
+    Args:
+        model: Wrapped, or with wrapped modules in it.
+        optimizers: Made from its parameters.
+        optim_state_dict: By names of parameters.
+        options: With `broadcast_from_rank0`, or full tensors and `cpu_offload`, only the first rank's counts.
+    """
+    if not FSDP.fsdp_modules(model):
+        theirs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        return
+    options = _checked(options)
+    if optim_state_dict and "state" not in optim_state_dict and "param_groups" not in optim_state_dict:
+        optim_state_dict = _unflattened(model, optim_state_dict)
+    first = options.broadcast_from_rank0 or (options.full_state_dict and options.cpu_offload)
+    for optimizer in _listed(optimizers):
+        optimizer.load_state_dict(
+            load_optim_state_dict(model, optimizer, optim_state_dict, from_first_rank=first)
+        )
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Does `set_model_state_dict` and `set_optimizer_state_dict`; returns missing and unexpected keys."""
+    keys = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return keys
+
+
+def _checked(options: StateDictOptions | None) -> StateDictOptions:
+    options = options or StateDictOptions()
+    if options.broadcast_from_rank0 and not options.full_state_dict:
+        raise ValueError("broadcast_from_rank0 sends full tensors: set full_state_dict=True with it")
+    return options
+
+
+def _kind(model: nn.Module, options: StateDictOptions) -> Any:
+    offload = options.cpu_offload
+    if options.full_state_dict:
+        return FSDP.state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
+            FullOptimStateDictConfig(
+                offload_to_cpu=offload, rank0_only=offload or options.broadcast_from_rank0
+            ),
+        )
+    return FSDP.state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=offload),
+        ShardedOptimStateDictConfig(offload_to_cpu=offload),
+    )
+
+
+def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def _frozen_names(model: nn.Module) -> set[str]:
+    """Returns every name of every parameter that needs no gradient."""
+    frozen = {
+        place
+        for original in Originals(model).by_name.values()
+        if not original.source.requires_grad
+        for place in original.places
+    }
+    return {
+        clean_fqn(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._parameters
+        if (module, name) in frozen
+    }
+
+
+def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:
+    wanted = set(submodules)
+    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in wanted]
+
+
+def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
+    return {
+        name if options.keep_submodule_prefixes else name[len(prefix) :]: value
+        for prefix in prefixes
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
+
+
+def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Sends the first rank's tensors to all, of which each keeps its pieces."""
+    originals = Originals(model)
+    first = FirstRank(handles_of(units_in(model).values()))
+    described = [
+        (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value)
+        for name, value in (state_dict.items() if first.is_here else ())
+    ]
+    result: dict[str, Any] = {}
+    for name, description in first.object(described):
+        if not isinstance(description, tuple):
+            result[name] = description
+            continue
+        value = first.tensor(state_dict[name] if first.is_here else None, *description)
+        original = originals.by_name.get(name)
+        if original is not None and original.segment is not None and value.shape == original.shape:
+            interval = original.interval
+            piece = value.reshape(-1)[interval.start : interval.stop].clone()
+            value = IntervalTensor(original.shape, interval.start, piece)
+        result[name] = value
+    return result
+
+
+def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {
+        f"state.{name}.{key}": value
+        for name, entry in state_dict["state"].items()
+        for key, value in entry.items()
+    }
+    for group in state_dict["param_groups"]:
+        for name in group["params"]:
+            flat.update({f"param_groups.{name}.{key}": group[key] for key in group if key != "params"})
+    return flat
+
+
+def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
+    names = Originals(model).by_name
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for path, value in flat.items():
+        part, _, rest = path.partition(".")
+        name = next((rest[:end] for end in _ends(rest) if rest[:end] in names), None)
+        if part not in found or name is None:
+            raise ValueError(f"'{path}' names no parameter of the model")
+        found[part].setdefault(name, {})[rest[len(name) + 1 :]] = value
+    groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
+    return {"state": found["state"], "param_groups": groups}
+
+
+def _ends(path: str) -> list[int]:
+    """Returns where names in a path may end, longest first."""
+    return [index for index in range(len(path) - 1, 0, -1) if path[index] == "."]

@@ -1,0 +1,178 @@
+"""The functions of `torch.distributed.checkpoint.state_dict` against torch's on a plain model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as theirs
+
+from bed import ranks
+from fsdp_wrap import IntervalTensor
+from fsdp_wrap import distributed_state_dict as ours
+from fsdp_wrap.distributed_state_dict import StateDictOptions
+from test_optim_state_dict import assert_same, grouped
+from test_state_dict import (
+    Buffered,
+    Net,
+    Tied,
+    adamw,
+    assert_close,
+    assert_equal,
+    changed,
+    each_form,
+    per_block,
+    train_side_by_side,
+    wrapped_and_plain,
+)
+
+
+@pytest.mark.parametrize("name", [name for name in ours.__all__ if name.islower()])
+def test_arguments_are_those_of_torch(name):
+    def arguments(function: Any) -> list[tuple[str, Any, Any]]:
+        return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+    assert arguments(getattr(ours, name)) == arguments(getattr(theirs, name))
+
+
+@each_form
+@ranks(2)
+def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    optimizer, reference = adamw(model), adamw(plain)
+    train_side_by_side(2, model, optimizer, plain, reference)
+    for offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        found, found_optim = ours.get_state_dict(model, optimizer, options=options)
+        expected, expected_optim = theirs.get_state_dict(plain, reference)
+        if offload and rank:
+            assert (found, found_optim) == ({}, {})
+        else:
+            assert_close(found, expected)
+            assert_same(found_optim, expected_optim)
+
+
+@each_form
+@pytest.mark.parametrize("way", ["pieces", "full", "first_rank"])
+@pytest.mark.parametrize("flatten", [False, True])
+@ranks(3)
+def test_setting_what_was_got(rank, world_size, way, flatten, use_orig_params):
+    model, plain = wrapped_and_plain(Buffered, per_block, use_orig_params)
+    model.eval(), plain.eval()  # batches differ, and so would statistics
+    optimizer, reference = adamw(model), adamw(plain)
+    train_side_by_side(2, model, optimizer, plain, reference)
+    options = StateDictOptions(
+        full_state_dict=way != "pieces",
+        cpu_offload=way == "first_rank",
+        broadcast_from_rank0=way == "first_rank",
+        flatten_optimizer_state_dict=flatten,
+    )
+    state, optim_state = ours.get_state_dict(model, optimizer, options=options)
+    assert ("state" in optim_state or not optim_state) != flatten or (way == "first_rank" and rank > 0)
+    state, optim_state = copy.deepcopy(state), copy.deepcopy(optim_state)
+    model.load_state_dict(changed(plain.state_dict()))
+    fresh = adamw(model)
+    keys = ours.set_state_dict(
+        model, fresh, model_state_dict=state, optim_state_dict=optim_state, options=options
+    )
+    assert str(keys) == "<All keys matched successfully>"
+    train_side_by_side(2, model, fresh, plain, reference)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@ranks(2)
+def test_through_a_checkpoint(rank, world_size, tmp_path):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    optimizer, reference = adamw(model), adamw(plain)
+    train_side_by_side(2, model, optimizer, plain, reference)
+    state, optim_state = ours.get_state_dict(model, optimizer)
+    assert isinstance(state["head.bias"], IntervalTensor)
+    dcp.save({"model": state, "optim": optim_state}, checkpoint_id=tmp_path)
+    other = per_block(Net().double(), use_orig_params=False)
+    fresh = adamw(other)
+    state, optim_state = ours.get_state_dict(other, fresh)
+    loaded = {"model": state, "optim": optim_state}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    ours.set_state_dict(other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    train_side_by_side(2, other, fresh, plain, reference)
+    assert_close(other.state_dict(), plain.state_dict())
+
+
+@ranks(2)
+def test_several_optimizers(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    one, other = (
+        [
+            torch.optim.SGD(module.module.head.parameters() if module is model else module.head.parameters()),
+            torch.optim.AdamW([p for name, p in module.named_parameters() if "head" not in name], lr=1e-2),
+        ]
+        for module in (model, plain)
+    )
+    for each in zip(one, other):
+        train_side_by_side(2, model, each[0], plain, each[1])
+    options = StateDictOptions(full_state_dict=True)
+    found = ours.get_optimizer_state_dict(model, one, options=options)
+    assert_same(found, theirs.get_optimizer_state_dict(plain, other))
+    fresh = copy.copy(one[1])
+    fresh.state = type(one[1].state)(dict)
+    ours.set_optimizer_state_dict(model, [one[0], fresh], found, options=options)
+    assert_same(ours.get_optimizer_state_dict(model, [one[0], fresh], options=options), found)
+
+
+@each_form
+@ranks(2)
+def test_frozen_parameters_left_out_and_submodules(rank, world_size, use_orig_params):
+    net = Tied().double()
+    net.blocks[1].up.requires_grad_(False)
+    model = per_block(copy.deepcopy(net), use_orig_params=use_orig_params)
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    state = ours.get_model_state_dict(model, options=options)
+    frozen = {"blocks.0.up.weight", "blocks.1.up.weight", "blocks.1.up.bias"}
+    assert_equal(state, {name: value for name, value in net.state_dict().items() if name not in frozen})
+    block = model.module.blocks[1]
+    options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=False)
+    state = ours.get_model_state_dict(model, submodules={block}, options=options)
+    assert_equal(state, net.blocks[1].state_dict())
+    state = ours.get_model_state_dict(model, submodules={block})
+    assert set(state) == {f"blocks.1.{name}" for name in net.blocks[1].state_dict()}
+
+
+@ranks(2)
+def test_what_does_not_fit(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    optimizer = grouped(model, lambda name: "head" in name)
+    before = model.state_dict()
+    with pytest.raises(ValueError, match="set full_state_dict=True"):
+        ours.set_model_state_dict(model, {}, options=StateDictOptions(broadcast_from_rank0=True))
+    with pytest.raises(ValueError, match=r"'state\.nowhere\.step' names no parameter"):
+        ours.set_optimizer_state_dict(model, optimizer, {"state.nowhere.step": 1})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ours.set_model_state_dict(model, {"head.weight": before["head.weight"]})
+    options = StateDictOptions(strict=False)
+    found = ours.set_model_state_dict(model, {"head.weight": before["head.weight"]}, options=options)
+    assert "stem.weight" in found.missing_keys
+    assert ours.set_model_state_dict(model, {}).missing_keys == []
+    assert_equal(model.state_dict(), before)
+
+
+@ranks(1)
+def test_models_without_our_instances_go_to_torchs(rank, world_size):
+    plain = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    assert dist.is_initialized()
+    for get in ("get_model_state_dict", "get_optimizer_state_dict"):
+        arguments = (plain,) if "model" in get else (plain, optimizer)
+        found, expected = getattr(ours, get)(*arguments), getattr(theirs, get)(*arguments)
+        assert found.keys() == expected.keys()
+    ours.set_state_dict(
+        plain,
+        optimizer,
+        model_state_dict=plain.state_dict(),
+        optim_state_dict=theirs.get_optimizer_state_dict(plain, optimizer),
+    )
