@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
+import importlib.abc
+import importlib.util
+import inspect
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +30,8 @@ from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsdp_wrap import api, flat_param, fully_sharded_data_parallel, sharded_grad_scaler, wrap
-from fsdp_wrap.api import ShardingStrategy
-from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_wrap.api import ShardingStrategy, StateDictType
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel, clean_names
 
 __all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
 
@@ -65,7 +68,7 @@ class Installation:
 
     def rebind(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute until the end."""
-        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        self._undo.append(functools.partial(setattr, owner, name, inspect.getattr_static(owner, name)))
         setattr(owner, name, value)
 
     def set_environment(self, name: str, value: str) -> None:
@@ -73,6 +76,15 @@ class Installation:
         if name not in os.environ:
             self._undo.append(functools.partial(os.environ.pop, name, None))
             os.environ[name] = value
+
+    def when_imported(self, name: str, adapt: Callable[[Installation, Any], None]) -> None:
+        """Calls `adapt(self, module)` once the module of that name is loaded: now, or later until the end."""
+        if name in sys.modules:
+            adapt(self, sys.modules[name])
+        else:
+            finder = _OnImport(name, functools.partial(adapt, self))
+            sys.meta_path.insert(0, finder)
+            self._undo.append(finder.remove)
 
     def end(self) -> None:
         """Takes all changes back. Modules imported in between keep the names that they got."""
@@ -86,36 +98,55 @@ class Installation:
         self.end()
 
 
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Finds one module as the others would, and calls a function with it when it has been loaded."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        self.remove()
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self._act(module)
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
 _installations: list[Installation] = []
 
 
-def install(cpu: Iterable[str] = ()) -> Installation:
+def install(cpu: bool = False) -> Installation:
     """Makes the names of torch's wrapper resolve to ours, in all loaded modules and for later imports.
 
-    Call it before anything is wrapped. A further call changes only what has come since.
+    Call it before anything is wrapped. A further call changes what has come since. With it, peft saves and
+    loads the adapters of nested wrappers, too, which it would miss by their names, and on all ranks.
 
     Args:
-        cpu: Clients that refuse FSDP on a host without accelerators, and shall accept it: "accelerate" (with
-            it transformers' `Trainer`), "lightning", "pytorch_lightning". They are imported.
+        cpu: Let accelerate (with it transformers' `Trainer`) and Lightning accept FSDP on a host without
+            accelerators, over gloo. They refuse it otherwise.
 
     Returns:
         A context manager that takes the changes of this call back, if used in a `with` statement.
-
-    Raises:
-        ImportError: If a client of `cpu` cannot be imported.
-        ValueError: If a client of `cpu` is not known.
     """
-    clients = [cpu] if isinstance(cpu, str) else list(cpu)
-    unknown = sorted(set(clients) - _GATES.keys())
-    if unknown:
-        raise ValueError(f"cpu must name clients out of {', '.join(_GATES)}, not {', '.join(unknown)}")
-    for client in clients:
-        importlib.import_module(client)
     installation = Installation()
     for module, name, value in list(_bindings()):
         installation.rebind(module, name, value)
-    for client in clients:
-        _GATES[client](installation)
+    installation.when_imported("peft.utils.save_and_load", _adapt_saving)
+    installation.when_imported("peft.tuners.tuners_utils", _adapt_loading)
+    for client, adapt in _GATES.items() if cpu else ():
+        installation.when_imported(client, adapt)
     _installations.append(installation)
     return installation
 
@@ -128,18 +159,25 @@ def uninstall() -> None:
 
 def _bindings() -> Iterator[tuple[ModuleType, str, Any]]:
     """Yields (module, name, ours) wherever a loaded module holds something of torch's wrapper."""
-    ours = {id(old): new for old, new in replacements().values()}
     # Not in torch's own runtime, nor in FSDP2, nor in this package.
     kept = (f"{torch_fsdp.__name__}._", f"{api.__name__.partition('.')[0]}.")
-    for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and not module_name.startswith(kept):
-            for name, value in list(vars(module).items()):
-                if id(value) in ours:
-                    yield module, name, ours[id(value)]
+    for module, name, ours in _holders(replacements().values()):
+        if not module.__name__.startswith(kept):
+            yield module, name, ours
     if vars(torch_state_dict)[_STATE_OF] is not _state_of:
         yield torch_state_dict, _STATE_OF, _state_of
         hybrid = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
         yield torch_state_dict, "HYBRID_SHARDING_STRATEGIES", hybrid
+
+
+def _holders(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yields (module, name, new) wherever a loaded module holds the old one of (old, new)."""
+    by_id = {id(old): new for old, new in pairs}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in by_id:
+                    yield module, name, by_id[id(value)]
 
 
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
@@ -149,11 +187,42 @@ def _state_of(module: nn.Module) -> nn.Module | None:
     return module if isinstance(module, FullyShardedDataParallel) else None
 
 
-# Clients' gates on a host without accelerators.
+# Clients.
 
 
-def _open_accelerate(installation: Installation) -> None:
-    state = importlib.import_module("accelerate.state")
+def _adapt_saving(installation: Installation, save_and_load: Any) -> None:
+    """Lets peft see the names that state dicts have.
+
+    It compares the two, and knows of one prefix at most, so it would miss what nested wrappers hold.
+    """
+
+    def by_clean_names(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with clean_names():
+                return function(*args, **kwargs)
+
+        return call
+
+    functions = [getattr(save_and_load, f"{verb}_peft_model_state_dict") for verb in ("get", "set")]
+    for module, name, new in list(_holders([(each, by_clean_names(each)) for each in functions])):
+        installation.rebind(module, name, new)
+
+
+def _adapt_loading(installation: Installation, tuners_utils: Any) -> None:
+    """Lets peft read a model's names on all ranks, also where only the first is to get a full state dict."""
+    tuner = tuners_utils.BaseTuner
+    original = tuner._remap_adapter_state_dict_for_load.__func__
+
+    @functools.wraps(original)
+    def remap(cls: type, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return original(cls, model, *args, **kwargs)
+
+    installation.rebind(tuner, original.__name__, classmethod(remap))
+
+
+def _open_accelerate(installation: Installation, state: Any) -> None:
     original = state.PartialState._prepare_backend
 
     @functools.wraps(original)
@@ -164,43 +233,40 @@ def _open_accelerate(installation: Installation) -> None:
         return "gloo", state.DistributedType.MULTI_GPU  # what the plugin makes FSDP of
 
     installation.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
-    installation.rebind(state.PartialState, "_prepare_backend", prepare)
+    installation.rebind(state.PartialState, original.__name__, prepare)
 
 
-def _open_lightning(trainer: str, fabric: str, installation: Installation) -> None:
-    connectors = importlib.import_module(f"{trainer}.trainer.connectors.accelerator_connector")
-    strategy = importlib.import_module(f"{trainer}.strategies").FSDPStrategy
-    _let_pass(connectors._AcceleratorConnector, strategy, installation)
-    strategy = importlib.import_module(f"{fabric}.strategies").FSDPStrategy
-    _let_pass(importlib.import_module(f"{fabric}.connector")._Connector, strategy, installation)
-
-
-def _let_pass(connector: Any, strategy: type, installation: Installation) -> None:
-    """Lets a connector of Lightning accept the strategy for FSDP on CPUs."""
-    original = connector._check_strategy_and_fallback
+def _open_lightning(connector: str, installation: Installation, module: Any) -> None:
+    original = getattr(module, connector)._check_strategy_and_fallback
 
     @functools.wraps(original)
     def check(self: Any) -> None:
         chosen = self._strategy_flag
-        fsdp = type(chosen) is strategy or (isinstance(chosen, str) and chosen.startswith("fsdp"))
-        if not (fsdp and self._accelerator_flag == "cpu"):
+        by_name = isinstance(chosen, str) and chosen.startswith("fsdp")
+        if self._accelerator_flag != "cpu" or not (by_name or type(chosen) is module.FSDPStrategy):
             original(self)
 
-    installation.rebind(connector, "_check_strategy_and_fallback", check)
+    installation.rebind(getattr(module, connector), original.__name__, check)
 
 
-_GATES: dict[str, Callable[[Installation], None]] = {
-    "accelerate": _open_accelerate,
-    "lightning": functools.partial(_open_lightning, "lightning.pytorch", "lightning.fabric"),
-    "pytorch_lightning": functools.partial(_open_lightning, "pytorch_lightning", "lightning_fabric"),
+_open_trainer = functools.partial(_open_lightning, "_AcceleratorConnector")
+_open_fabric = functools.partial(_open_lightning, "_Connector")
+
+_GATES: dict[str, Callable[[Installation, Any], None]] = {
+    "accelerate.state": _open_accelerate,
+    "lightning.pytorch.trainer.connectors.accelerator_connector": _open_trainer,
+    "pytorch_lightning.trainer.connectors.accelerator_connector": _open_trainer,
+    "lightning.fabric.connector": _open_fabric,
+    "lightning_fabric.connector": _open_fabric,
 }
+"""Where clients refuse FSDP on a host without accelerators."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a script in which the names of torch's wrapper stand for those of fsdp_wrap."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_wrap.compat", description=main.__doc__)
-    accept = "let this client accept FSDP on a host without accelerators; may be repeated"
-    parser.add_argument("--cpu", action="append", default=[], choices=list(_GATES), help=accept)
+    accept = "let accelerate and Lightning accept FSDP on a host without accelerators"
+    parser.add_argument("--cpu", action="store_true", help=accept)
     parser.add_argument("script", help="a file of Python code")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     given = parser.parse_args(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +86,19 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
+
+_clean_names: ContextVar[bool] = ContextVar("fsdp_wrap_clean_names", default=False)
+
+
+@contextmanager
+def clean_names() -> Iterator[None]:
+    """Lets the names of parameters, buffers and modules carry no wrapper prefixes, as in state dicts."""
+    token = _clean_names.set(True)
+    try:
+        yield
+    finally:
+        _clean_names.reset(token)
+
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -382,12 +396,12 @@ class FullyShardedDataParallel(nn.Module):
         A wrapper and what it wraps then go by one name.
         """
         named = super().named_modules(*args, **kwargs)
-        summoned = is_summoned(self._unit)
-        return ((clean_fqn(name) if summoned else name, module) for name, module in named)
+        clean = _clean_names.get() or is_summoned(self._unit)
+        return ((clean_fqn(name) if clean else name, module) for name, module in named)
 
     def _cleaned_if_summoned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        summoned = any(is_summoned(unit) for unit in units_in(self).values())
-        return ((clean_fqn(name) if summoned else name, value) for name, value in named)
+        clean = _clean_names.get() or any(is_summoned(unit) for unit in units_in(self).values())
+        return ((clean_fqn(name) if clean else name, value) for name, value in named)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Applies `fn` to every submodule and self with full parameters shown; edits are kept."""

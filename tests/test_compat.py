@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from torch.distributed.fsdp import wrap as torch_wrap
 import fsdp_wrap
 from bed import ranks
 from fsdp_wrap import compat
+from fsdp_wrap.fully_sharded_data_parallel import clean_names
+from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, tokens
 
 
@@ -97,10 +100,53 @@ def test_as_a_context_manager_it_ends_after_an_error_too():
     assert torch_fsdp.FullyShardedDataParallel is not fsdp_wrap.FullyShardedDataParallel
 
 
-def test_unknown_client_is_refused_before_anything_changes():
-    with pytest.raises(ValueError, match="accelerate, lightning, pytorch_lightning, not acelerate"):
-        compat.install(cpu=["acelerate"])
-    assert torch_fsdp.FullyShardedDataParallel is not fsdp_wrap.FullyShardedDataParallel
+def test_clients_are_adapted_once_they_are_imported(tmp_path, monkeypatch):
+    """A stand-in for accelerate, imported before, meanwhile and after."""
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (tmp_path / "accelerate" / "state.py").write_text(textwrap.dedent(STATE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+
+    def backend() -> object:
+        return importlib.import_module("accelerate.state").PartialState()._prepare_backend()[0]
+
+    def forget() -> None:
+        for name in ("accelerate", "accelerate.state"):
+            sys.modules.pop(name, None)
+
+    finders = list(sys.meta_path)
+    for name in ("accelerate", "accelerate.state"):  # the real one, if it is there, comes back at the end
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with compat.install(cpu=True):
+        assert "accelerate" not in sys.modules
+        assert backend() == os.environ["ACCELERATE_TORCH_DEVICE"].replace("cpu", "gloo")
+    assert backend() is None and "ACCELERATE_TORCH_DEVICE" not in os.environ
+    with compat.install(cpu=True):
+        assert backend() == "gloo"
+    forget()
+    with compat.install():
+        assert backend() is None, "not asked for"
+    forget()
+    with compat.install(cpu=True):
+        pass
+    assert backend() is None, "imported after the end"
+    assert sys.meta_path == finders
+    forget()
+
+
+STATE = """
+    import enum
+
+    class DistributedType(enum.Enum):
+        NO = 0
+        MULTI_GPU = 1
+
+    class PartialState:
+        def _prepare_backend(self, cpu=False):
+            return None, DistributedType.NO
+"""
 
 
 @ranks(2)
@@ -163,3 +209,23 @@ def test_sharded_parameters_are_marked_as_torch_marks_them(rank, world_size, use
     model = fsdp_wrap.FullyShardedDataParallel(Transformer(), use_orig_params=use_orig_params)
     assert all(param._fsdp_flattened for param in model.parameters())
     assert not any(hasattr(param, "_fsdp_flattened") for param in Transformer().parameters())
+
+
+@pytest.mark.parametrize("how", ["clean_names", "summon_full_params"])
+@ranks(2)
+def test_names_without_prefixes(rank, world_size, how):
+    """Of modules as well: peft looks for adapters by the names of modules, in state dicts."""
+    model = fsdp_wrap.FullyShardedDataParallel(
+        Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+    )
+    outside = [name for name, _ in model.named_modules()]
+    opened = clean_names() if how == "clean_names" else model.summon_full_params(model, writeback=False)
+    with opened:
+        modules = dict(model.named_modules())
+        params = [name for name, _ in model.named_parameters()]
+        within = [name for name, _ in model.module.named_modules()]
+    assert params == [name for name, _ in Transformer().named_parameters()]
+    assert set(modules) == set(within) == {name for name, _ in Transformer().named_modules()}
+    assert isinstance(modules["blocks.1"], Block), "what is wrapped goes by the name that it had"
+    assert [name for name, _ in model.named_modules()] == outside
+    assert sum("_fsdp_wrapped_module" in name for name in outside) > 4

@@ -53,7 +53,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def client_rank(rank: int, port: int, wrapped: bool, *clients: str) -> Iterator[None]:
+def client_rank(rank: int, port: int, wrapped: bool) -> Iterator[None]:
     """Stands for torchrun, and for `fsdp_wrap.compat` if the client shall use our wrapper."""
     os.environ.update(
         RANK=str(rank),
@@ -66,7 +66,7 @@ def client_rank(rank: int, port: int, wrapped: bool, *clients: str) -> Iterator[
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
     )
-    with compat.install(cpu=clients) if wrapped else contextlib.nullcontext():
+    with compat.install(cpu=True) if wrapped else contextlib.nullcontext():
         try:
             yield
         finally:

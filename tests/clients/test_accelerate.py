@@ -15,7 +15,7 @@ STEPS = 4
 
 def _train(rank, world_size, port, wrapped, options, accumulation=1, precision="no"):
     """Trains as accelerate's own examples do; returns the losses."""
-    with client_rank(rank, port, wrapped, "accelerate"):
+    with client_rank(rank, port, wrapped):
         from accelerate import Accelerator
 
         accelerator = Accelerator(
@@ -93,7 +93,7 @@ def test_saving_and_resuming(run, tmp_path, use_orig_params, kind):
 
 
 def _train_and_save(rank, world_size, port, options, folder):
-    with client_rank(rank, port, True, "accelerate"):
+    with client_rank(rank, port, True):
         from accelerate import Accelerator
 
         accelerator = Accelerator(fsdp_plugin=_plugin(**options))
@@ -104,7 +104,7 @@ def _train_and_save(rank, world_size, port, options, folder):
 
 
 def _load_and_train(rank, world_size, port, options, folder):
-    with client_rank(rank, port, True, "accelerate"):
+    with client_rank(rank, port, True):
         from accelerate import Accelerator
 
         accelerator = Accelerator(fsdp_plugin=_plugin(**options))

@@ -15,7 +15,7 @@ STEPS = 4
 
 def _fit(rank, world_size, port, wrapped, folder, options=None, resume=None):
     """Fits as a user of Lightning does, with evaluations in between; returns the losses of both."""
-    with client_rank(rank, port, wrapped, "lightning"):
+    with client_rank(rank, port, wrapped):
         import lightning.pytorch as lightning
         from lightning.pytorch.callbacks import ModelCheckpoint
         from lightning.pytorch.strategies import FSDPStrategy

@@ -80,8 +80,8 @@ def _fine_tune(rank, world_size, port, policy, use_orig_params, folder):
         wrapped = _wrapped(policy, use_orig_params).eval()  # no dropout, so that runs can be compared
         ddp = torch.nn.parallel.DistributedDataParallel(_model().eval())
         losses = [_train(model, tokenizer, rank) for model in (wrapped, ddp)]
+        found = get_peft_model_state_dict(wrapped)
         with FSDP.summon_full_params(wrapped, writeback=False):
-            found = {name: value.clone() for name, value in get_peft_model_state_dict(wrapped).items()}
             if rank == 0:
                 wrapped.module.save_pretrained(folder)
         dist.barrier()

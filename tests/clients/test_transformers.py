@@ -93,15 +93,16 @@ def _arguments(folder, wrapped, layers, use_orig_params, **options):
 
 def _train(rank, world_size, port, wrapped, kind, use_orig_params, folder, resume=None, options=None):
     """Trains by the `Trainer`; returns the logged losses and gradient norms, and the evaluation's loss."""
-    with client_rank(rank, port, wrapped, "accelerate"):
+    with client_rank(rank, port, wrapped):
         from transformers import Trainer
 
         make, layers = MODELS[kind]
         options = dict(options or {})
-        save_at_end = options.pop("save_at_end", False)
+        save_at_end, lora = options.pop("save_at_end", False), options.pop("lora", False)
         arguments = _arguments(folder, wrapped, layers, use_orig_params, **options)
         data = _examples()
-        trainer = Trainer(model=make(), args=arguments, train_dataset=data, eval_dataset=data[:8])
+        model = _with_adapters(make()) if lora else make()
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:8])
         trainer.train(resume_from_checkpoint=resume)
         evaluated = trainer.evaluate()["eval_loss"]
         if save_at_end:
@@ -109,6 +110,13 @@ def _train(rank, world_size, port, wrapped, kind, use_orig_params, folder, resum
         log = trainer.state.log_history
         steps = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
         return steps, evaluated
+
+
+def _with_adapters(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
@@ -121,6 +129,31 @@ def test_trainer_equals_its_ddp_run(run, tmp_path, kind, use_orig_params):
     found = run(_train, True, kind, use_orig_params, str(tmp_path))
     assert len(expected[0][0]) == STEPS
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@each_form
+def test_trainer_of_adapters_saves_and_resumes_them(run, tmp_path, use_orig_params, state_dict):
+    """All of them, in nested units, too; torch's wrapper loses those silently."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    options = {"lora": True, "save_strategy": "steps", "save_steps": STEPS // 2, "save_at_end": True}
+    options |= {"state_dict_type": state_dict}
+    expected = run(_train, False, "llama", None, str(tmp_path / "ddp"), None, options)
+    whole = run(_train, True, "llama", use_orig_params, str(tmp_path / "whole"), None, options)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-4)
+    checkpoint = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
+    resumed = run(_train, True, "llama", use_orig_params, str(tmp_path / "resumed"), checkpoint, options)
+    assert resumed == whole
+    if state_dict == "SHARDED_STATE_DICT":
+        return  # of which the `Trainer` makes no file for others
+    file = "final/adapter_model.safetensors"
+    found, by_ddp = (load_file(tmp_path / name / file) for name in ("whole", "ddp"))
+    assert len(found) == 2 * 3 * 2
+    assert found.keys() == by_ddp.keys()
+    loaded = PeftModel.from_pretrained(_llama(), tmp_path / "whole" / "final").eval()
+    assert _evaluate(loaded) == pytest.approx(whole[0][1], abs=1e-5)
 
 
 def _generate(rank, world_size, port, kind, use_orig_params, way):
@@ -162,6 +195,12 @@ def test_generate_of_a_wrapped_model(run, kind, use_orig_params, way):
             assert found == expected
 
 
+def _evaluate(model):
+    inputs = torch.stack([example["input_ids"] for example in _examples()[:8]])
+    with torch.no_grad():
+        return model(input_ids=inputs, labels=inputs).loss.item()
+
+
 @pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @pytest.mark.parametrize("kind, use_orig_params", [("llama", False), ("llama", True), ("t5", False)])
 def test_trainer_resumes_where_it_was(run, tmp_path, kind, use_orig_params, state_dict):
@@ -178,7 +217,4 @@ def test_trainer_saves_a_model_that_transformers_loads(run, tmp_path):
 
     (_, evaluated), _ = run(_train, True, "llama", True, str(tmp_path), None, {"save_at_end": True})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
-    examples = _examples()[:8]
-    inputs = torch.stack([example["input_ids"] for example in examples])
-    with torch.no_grad():
-        assert loaded(input_ids=inputs, labels=inputs).loss.item() == pytest.approx(evaluated, abs=1e-5)
+    assert _evaluate(loaded) == pytest.approx(evaluated, abs=1e-5)
