@@ -23,14 +23,12 @@ class Summoning:
     """How full parameters are shown.
 
     Attributes:
-        copies: Give each parameter its own storage instead of one for the segment.
         rank0_only: Show them on the first rank only; the others keep showing the sharded parameters, and
             get the first rank's edits.
         offload_to_cpu: Show them in host memory.
         with_grads: Show the full gradients as well.
     """
 
-    copies: bool = False
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
@@ -50,10 +48,10 @@ class SummonedSegment:
         self._edited: list[torch.Tensor] = []
         if self._full is not None:
             self._params = [
-                nn.Parameter(view.clone() if how.copies else view, requires_grad=source.requires_grad)
+                nn.Parameter(view, requires_grad=source.requires_grad)
                 for view, source in zip(layout.views(self._full), layout.sources)
             ]
-            layout.show_full(self._params, how.copies)
+            layout.show_full(self._params, copies=False)
             if self._grads is not None:
                 self._grads.show()
 

@@ -24,6 +24,8 @@ __all__ = [
     "summon_full_params",
 ]
 
+_EVERYWHERE = Summoning()
+
 
 @contextmanager
 def summon_full_params(
@@ -74,14 +76,11 @@ def summon_full_params(
 
 
 @contextmanager
-def full_units(
-    units: Iterable[Unit], *, writeback: bool, copies: bool = False, how: Summoning | None = None
-) -> Iterator[None]:
-    """Shows the full parameters that units use; with `copies`, each in storage of its own.
+def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
+    """Shows the full parameters that units use.
 
     After an exception inside, nothing is written back.
     """
-    how = how or Summoning(copies=copies)
     summoned: list[Unit] = []
     kept = False
     try:
@@ -133,13 +132,13 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
             unit.buffers.release()
 
 
-def summon(unit: Unit, copies: bool = False) -> list[Unit]:
+def summon(unit: Unit) -> list[Unit]:
     """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
 
     Raises:
         RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
     """
-    return _summon(unit, Summoning(copies=copies))
+    return _summon(unit, _EVERYWHERE)
 
 
 def _summon(unit: Unit, how: Summoning) -> list[Unit]:
