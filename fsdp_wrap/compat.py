@@ -29,7 +29,14 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as torch_wrapper
 from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_wrap import api, flat_param, fully_sharded_data_parallel, sharded_grad_scaler, wrap
+from fsdp_wrap import (
+    api,
+    distributed_state_dict,
+    flat_param,
+    fully_sharded_data_parallel,
+    sharded_grad_scaler,
+    wrap,
+)
 from fsdp_wrap.api import ShardingStrategy, StateDictType
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel, clean_names
 
@@ -47,6 +54,13 @@ def _wrapper_names() -> dict[str, Any]:
 
 
 _WRAPPER_NAMES = _wrapper_names()
+
+_STATE_DICT_FUNCTIONS = [
+    (getattr(torch_state_dict, name), getattr(distributed_state_dict, name))
+    for name in distributed_state_dict.__all__
+    if name.endswith("_state_dict")
+]
+"""(torch's, ours) of the functions of `torch.distributed.checkpoint.state_dict`."""
 
 
 def replacements() -> dict[str, tuple[Any, Any]]:
@@ -161,7 +175,7 @@ def _bindings() -> Iterator[tuple[ModuleType, str, Any]]:
     """Yields (module, name, ours) wherever a loaded module holds something of torch's wrapper."""
     # Not in torch's own runtime, nor in FSDP2, nor in this package.
     kept = (f"{torch_fsdp.__name__}._", f"{api.__name__.partition('.')[0]}.")
-    for module, name, ours in _holders(replacements().values()):
+    for module, name, ours in _holders([*replacements().values(), *_STATE_DICT_FUNCTIONS]):
         if not module.__name__.startswith(kept):
             yield module, name, ours
     if vars(torch_state_dict)[_STATE_OF] is not _state_of:

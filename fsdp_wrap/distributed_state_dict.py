@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as torch_get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._full_values import FirstRank, handles_of
@@ -55,7 +58,7 @@ def get_model_state_dict(
             `ignore_frozen_params` without parameters that need no gradient.
     """
     if not FSDP.fsdp_modules(model):
-        return theirs.get_model_state_dict(model, submodules=submodules, options=options)
+        return torch_get_model_state_dict(model, submodules=submodules, options=options)
     options = _checked(options)
     with _kind(model, options):
         state: dict[str, Any] = model.state_dict()
@@ -81,7 +84,7 @@ def get_optimizer_state_dict(
         options: As in `get_model_state_dict`; with `flatten_optimizer_state_dict` the result has one level.
     """
     if not FSDP.fsdp_modules(model):
-        return theirs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+        return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     options = _checked(options)
     with _kind(model, options):
         parts = [FSDP.optim_state_dict(model, optimizer) for optimizer in _listed(optimizers)]
@@ -127,7 +130,7 @@ def set_model_state_dict(
         Missing and unexpected keys.
     """
     if not FSDP.fsdp_modules(model):
-        return theirs.set_model_state_dict(model, model_state_dict, options=options)
+        return torch_set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
     if options.broadcast_from_rank0:
         model_state_dict = _from_first_rank(model, model_state_dict)
@@ -154,7 +157,7 @@ def set_optimizer_state_dict(
         options: With `broadcast_from_rank0`, or full tensors and `cpu_offload`, only the first rank's counts.
     """
     if not FSDP.fsdp_modules(model):
-        theirs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        torch_set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
     options = _checked(options)
     if optim_state_dict and "state" not in optim_state_dict and "param_groups" not in optim_state_dict:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp_wrap
 from bed import ranks
-from fsdp_wrap import compat
+from fsdp_wrap import compat, distributed_state_dict
 from fsdp_wrap.fully_sharded_data_parallel import clean_names
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, tokens
@@ -60,6 +61,7 @@ def test_names_resolve_to_ours_and_back(clean):
     assert ModuleWrapPolicy is fsdp_wrap.wrap.ModuleWrapPolicy
     assert fsdp_wrap.ShardingStrategy.HYBRID_SHARD in torch_state_dict.HYBRID_SHARDING_STRATEGIES
     assert torch_state_dict.FSDP is fsdp_wrap.FullyShardedDataParallel
+    assert torch_state_dict.get_state_dict is distributed_state_dict.get_state_dict
     compat.uninstall()
     after = _names("torch.distributed")
     assert {key for key in before if after[key] is not before[key]} == set()
@@ -229,3 +231,12 @@ def test_names_without_prefixes(rank, world_size, how):
     assert isinstance(modules["blocks.1"], Block), "what is wrapped goes by the name that it had"
     assert [name for name, _ in model.named_modules()] == outside
     assert sum("_fsdp_wrapped_module" in name for name in outside) > 4
+
+
+def test_state_dict_functions_still_serve_plain_models(clean):
+    compat.install()
+    plain = torch.nn.Linear(2, 2)
+    before = {name: value.clone() for name, value in torch_state_dict.get_model_state_dict(plain).items()}
+    assert list(before) == ["weight", "bias"]
+    torch_state_dict.set_model_state_dict(plain, {name: value + 1 for name, value in before.items()})
+    assert torch.equal(plain.weight, before["weight"] + 1)
