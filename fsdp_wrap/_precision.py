@@ -62,7 +62,6 @@ class SegmentDtypes:
         reduce = policy.reduce_dtype or param
         return cls(master, param, reduce, reduce if policy.keep_low_precision_grads else master)
 
-
     def __str__(self) -> str:
         used = {"computed in": self.param, "reduced in": self.reduce}
         others = [f"{how} {_short(dtype)}" for how, dtype in used.items() if dtype != self.master]

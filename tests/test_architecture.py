@@ -42,6 +42,7 @@ LAYERS = [
         "comm_hooks.py",
     ],
     [
+        "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
         "forward_methods.py",
         "distributed_state_dict.py",

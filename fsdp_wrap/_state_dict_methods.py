@@ -1,0 +1,390 @@
+"""The wrapper's methods for state dicts: of the model, in every kind, and of its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp_wrap._load_parts import load_parts
+from fsdp_wrap._modules import clean_fqn
+from fsdp_wrap._optim_load import load_optim_state_dict
+from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap.api import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp_wrap.optim_state_dict import (
+    full_optim_state_dict,
+    rekey_optim_state_dict,
+    sharded_optim_state_dict,
+)
+from fsdp_wrap.state_dict import (
+    FullLoad,
+    ShardedLoad,
+    add_wrapped_metadata,
+    add_wrapped_prefix,
+    begin_load,
+    check_fits,
+    clean_keys,
+    default_settings,
+    expand_local,
+    resolve_settings,
+    take_state_dict,
+    unshard_values,
+    wants_result,
+    with_wrapped_metadata,
+)
+
+__all__ = ["OptimStateDictMethods", "StateDictMethods"]
+
+
+class StateDictMethods(nn.Module):
+    """Saves and loads a wrapped module."""
+
+    _unit: Unit
+
+    def _prepare_state_dicts(self) -> None:
+        self._state_dict_settings = default_settings()
+        self._loading: FullLoad | ShardedLoad | None = None
+        self._load_errors: list[str] = []
+        self._defers_load = False
+        self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Chooses the kind of state dicts of all instances at and below `module`.
+
+        Args:
+            module: Any module.
+            state_dict_type: The kind for model and optimizer.
+            state_dict_config: Of the type that belongs to the kind, as the next; None for the defaults.
+            optim_state_dict_config: For optimizer state dicts.
+
+        Returns:
+            The settings until now.
+
+        Raises:
+            TypeError: If a configuration does not belong to the kind.
+            ValueError: If the instances have different settings now.
+        """
+        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        previous = StateDictMethods.get_state_dict_type(module)
+        for wrapper in _wrappers_in(module):
+            wrapper._state_dict_settings = settings
+        return previous
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Returns the settings of all instances at and below `module`; the defaults where there is none.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        wrappers = _wrappers_in(module)
+        settings = wrappers[0]._state_dict_settings if wrappers else default_settings()
+        for wrapper in wrappers:
+            if wrapper._state_dict_settings != settings:
+                raise ValueError(
+                    f"{wrapper._unit.name} makes state dicts by {wrapper._state_dict_settings}, and "
+                    f"{wrappers[0]._unit.name} by {settings}; choose one kind with set_state_dict_type()"
+                )
+        return settings
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None]:
+        """`set_state_dict_type` while the context is open."""
+        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        wrappers = _wrappers_in(module)
+        previous = [wrapper._state_dict_settings for wrapper in wrappers]
+        for wrapper in wrappers:
+            wrapper._state_dict_settings = settings
+        try:
+            yield
+        finally:
+            for wrapper, before in zip(wrappers, previous):
+                wrapper._state_dict_settings = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
+
+        By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
+        training does not change them.
+        """
+        destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
+        schedule_of(self._unit).require_idle("state_dict()")
+        self._drop_stale_load()
+        for pre_hook in self._state_dict_pre_hooks.values():
+            pre_hook(self, prefix, keep_vars)
+        settings, earlier = self._state_dict_settings, set(destination or ())
+        wanted = wants_result(self, settings.state_dict_config)
+        destination = take_state_dict(
+            self._unit, settings, wanted=wanted, destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        add_wrapped_metadata(destination._metadata, prefix)
+        for hook in self._state_dict_hooks.values():
+            changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
+            if changed is not None and not getattr(hook, "_from_public_api", False):
+                destination = changed
+        for key in () if wanted else set(destination) - earlier:
+            del destination[key]
+        return destination
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict of the kind chosen by `state_dict_type`; collective.
+
+        Args:
+            state_dict: Names as the unwrapped module's. Full tensors must be the same on every rank.
+            strict: Whether names must match exactly.
+            assign: Must be False: sharded parameters cannot be replaced by full ones.
+
+        Returns:
+            Missing and unexpected keys, as `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: If the state dict does not fit; nothing is loaded then.
+            TypeError: If it is no mapping.
+            ValueError: If `assign` is True.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would replace sharded parameters; leave assign out"
+            )
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}"
+            )
+        schedule_of(self._unit).require_idle("load_state_dict()")
+        self._drop_stale_loads()
+        if load_parts(self, state_dict):
+            return _IncompatibleKeys([], [])
+        copied = with_wrapped_metadata(self, state_dict)
+        problems = expand_local(self, copied)
+        if problems:
+            raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
+        kind = self._state_dict_settings.state_dict_type
+        known_to_fit = check_fits(self, copied, strict, kind)
+        with self._loads_all_or_nothing(deferred=not known_to_fit):
+            return super().load_state_dict(copied, strict)
+
+    @contextmanager
+    def _loads_all_or_nothing(self, deferred: bool) -> Iterator[None]:
+        """Ends a load, with its message in clean names.
+
+        Args:
+            deferred: Write back only now, when no module has complained; until then all units that have
+                loaded hold full parameters.
+        """
+        wrappers = _wrappers_in(self)
+        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()] if deferred else []
+        for wrapper in wrappers:
+            wrapper._drop_stale_load()
+            wrapper._defers_load = deferred
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        except RuntimeError as error:
+            raise RuntimeError(clean_fqn(str(error))) from None
+        finally:
+            for wrapper in wrappers:
+                wrapper._defers_load = False
+                wrapper._finish_load(succeeded)
+            for buffer, value in () if succeeded else buffers:
+                buffer.copy_(value)
+
+    def _drop_stale_loads(self) -> None:
+        for wrapper in _wrappers_in(self):
+            wrapper._drop_stale_load()
+
+    def _drop_stale_load(self) -> None:
+        """Ends a load of a plain module above that failed half-way."""
+        self._finish_load(keep=False)
+
+    def _finish_load(self, keep: bool) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.end(keep)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
+        self._drop_stale_load()
+        self._load_errors = args[-1]
+        self._load_errors += expand_local(self, state_dict, prefix)
+        unshard_values(self._unit, self, state_dict, prefix)
+        add_wrapped_prefix(state_dict, prefix)
+        self._loading = begin_load(self._unit, self._state_dict_settings.state_dict_type)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class OptimStateDictMethods:
+    """Saves and loads the state of a wrapped module's optimizer."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Returns an optimizer's state under the names of the unwrapped module's parameters.
+
+        Of the kind chosen by `state_dict_type`: full (the default), or for both others this rank's pieces.
+
+        Args:
+            model: The wrapped module, or one that contains it.
+            optim: Made from its parameters.
+            optim_state_dict: The optimizer's own state dict; None to take it now.
+            group: Not needed: every unit knows its ranks.
+
+        Returns:
+            `state` by name and `param_groups` with names; see `fsdp_wrap.optim_state_dict`.
+
+        Raises:
+            ValueError: If the optimizer has parameters that are not the model's, or other than elementwise
+                state.
+        """
+        settings = StateDictMethods.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        to_host = config.offload_to_cpu
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            return sharded_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
+        wanted = wants_result(model, config)
+        return full_optim_state_dict(model, optim, optim_state_dict, to_host=to_host, wanted=wanted)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Cuts what `optim_state_dict` returned, or the like of it, to what `optim.load_state_dict` takes.
+
+        Values may be full tensors, pieces of this rank, `DTensor`s or `ShardedTensor`s. With `rank0_only` in
+        the configuration only the first rank's dict counts.
+
+        Args:
+            model: The wrapped module, or one that contains it.
+            optim: Made from its parameters.
+            optim_state_dict: State by name.
+            is_named_optimizer: Not needed: the optimizer's own keys tell.
+            load_directly: Also load the result.
+            group: Not needed: every unit knows its ranks.
+
+        Raises:
+            TypeError: If it is no optimizer state dict.
+            ValueError: If it does not fit; nothing is loaded then.
+        """
+        settings = StateDictMethods.get_state_dict_type(model)
+        rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        result = load_optim_state_dict(model, optim, optim_state_dict, from_first_rank=rank0_only)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of full tensors, on the host; `optim_input` and `group` are not needed."""
+        wanted = wants_result(model, FullOptimStateDictConfig(rank0_only=rank0_only))
+        return full_optim_state_dict(model, optim, None, to_host=True, wanted=wanted)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of this rank's pieces, on the host; `group` is not needed."""
+        return sharded_optim_state_dict(model, optim, None, to_host=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
+        return load_optim_state_dict(model, optim, full_optim_state_dict, optim_input=optim_input)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
+        return load_optim_state_dict(
+            model, optim, full_optim_state_dict, optim_input=optim_input, from_first_rank=True
+        )
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of pieces."""
+        return load_optim_state_dict(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Renames parameters from names to positions or back; see `fsdp_wrap.optim_state_dict`."""
+        return rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+
+
+def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:
+    wrappers = (unit.module for unit in units_in(module).values())
+    return [wrapper for wrapper in wrappers if isinstance(wrapper, StateDictMethods)]
+
+
+def _state_dict_arguments(
+    destination: Any = None, prefix: str = "", keep_vars: bool = False
+) -> tuple[Any, str, bool]:
+    return destination, prefix, keep_vars
+
+
+def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
+    assert isinstance(module, StateDictMethods)
+    module._load_errors[:] = [clean_fqn(message) for message in module._load_errors]
+    if not module._defers_load:
+        module._finish_load(keep=True)
+    clean_keys(incompatible_keys.missing_keys)
+    clean_keys(incompatible_keys.unexpected_keys)
