@@ -63,7 +63,7 @@ def _examples():
 
 
 def _arguments(folder, wrapped, layers, use_orig_params, **options):
-    from transformers import TrainingArguments
+    from transformers import Seq2SeqTrainingArguments
 
     fsdp = {
         "version": 1,
@@ -73,7 +73,7 @@ def _arguments(folder, wrapped, layers, use_orig_params, **options):
         "backward_prefetch": "backward_pre",
         "state_dict_type": options.pop("state_dict_type", "FULL_STATE_DICT"),
     }
-    return TrainingArguments(
+    return Seq2SeqTrainingArguments(
         output_dir=folder,
         use_cpu=not wrapped,
         fsdp=wrapped,
@@ -193,6 +193,25 @@ def test_generate_of_a_wrapped_model(run, kind, use_orig_params, way):
     for results in run(_generate, kind, use_orig_params, way):
         for expected, found in results:
             assert found == expected
+
+
+def _predict(rank, world_size, port, wrapped, folder):
+    """Trains a T5, and lets the `Trainer` generate: inside of `summon_full_params`, as it does."""
+    with client_rank(rank, port, wrapped):
+        from transformers import Seq2SeqTrainer
+
+        generation = {"predict_with_generate": True, "generation_max_length": 10}
+        arguments = _arguments(folder, wrapped, ["T5Block"], True, **generation)
+        data = _examples()
+        trainer = Seq2SeqTrainer(model=_t5(), args=arguments, train_dataset=data)
+        trainer.train()
+        return trainer.predict(data[:8]).predictions.tolist()
+
+
+def test_seq2seq_trainer_generates(run, tmp_path):
+    expected = run(_predict, False, str(tmp_path))
+    assert run(_predict, True, str(tmp_path)) == expected
+    assert len({tuple(row) for row in expected[0]}) > 1
 
 
 def _evaluate(model):
