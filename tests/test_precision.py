@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import full_grads
@@ -648,3 +648,26 @@ def test_evaluation_and_half_precision_range(rank, world_size):
     model.eval()
     with torch.no_grad():
         assert model(torch.ones(1, 4)).dtype == FP32
+
+
+@each_form
+@pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
+@ranks(2)
+def test_state_dicts_of_every_kind_hold_and_take_full_precision(rank, world_size, kind, use_orig_params):
+    spy = Spy()
+    original = copy.deepcopy(spy.state_dict())
+    policy = MixedPrecision(BF16, buffer_dtype=BF16)
+    model = FSDP(spy, mixed_precision=policy, use_orig_params=use_orig_params)
+    model(torch.ones(2, 4)).sum().backward()
+    with FSDP.state_dict_type(model, kind):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        assert all(value.dtype != BF16 for value in state.values())
+        assert torch.equal(state["scale"], original["scale"])
+        with FSDP.summon_full_params(model):
+            for tensor in (*model.parameters(), model.module.scale):
+                tensor.data.zero_()
+        model(torch.ones(2, 4))
+        model.load_state_dict(state)
+    assert model.module.scale.dtype == BF16
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in original.items())
