@@ -9,12 +9,23 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_wrap._modules import UNIT_ATTR
 
-__all__ = ["register_fsdp_forward_method"]
+__all__ = ["register_forward_method", "register_fsdp_forward_method"]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """`module.register_forward_method(method_name)`, if `module` is a wrapper.
+
+    Of any other module nothing is registered, so that the same code serves models which are not wrapped.
+    """
+    if UNIT_ATTR in module.__dict__:
+        module.register_forward_method(method_name)  # type: ignore[operator]
+
+
+def register_forward_method(
+    wrapper: nn.Module, wrapped: nn.Module, method_name: str, run_as_forward: Callable[..., Any]
+) -> None:
     """Lets a method of a wrapped module run as its forward does: with full parameters and gradients.
 
     It may be called on the wrapper or on the wrapped module. Units inside are unsharded when their own
@@ -25,42 +36,40 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     forward, since a graph may have been kept elsewhere; under `torch.no_grad()` they are freed at once.
 
     Args:
-        module: A wrapper; of any other module nothing is registered, so that the same code serves models
-            which are not wrapped.
+        wrapper: The wrapper.
+        wrapped: What it wraps.
         method_name: The method, which returns its result rather than yield it.
+        run_as_forward: Method of the wrapper that runs `(call, args, kwargs)` as its forward.
 
     Raises:
         ValueError: If the wrapped module has no such method, the wrapper has one of the same name, or it is
             a generator or coroutine function, whose body would run after the parameters are sharded again.
     """
-    if not isinstance(module, FullyShardedDataParallel):
-        return
-    wrapped = module.module
     method = getattr(wrapped, method_name, None)
     if isinstance(method, _ForwardMethod):
         return
     owner = type(wrapped).__name__
     if not callable(method) or isinstance(method, nn.Module):
         raise ValueError(f"{owner} has no method '{method_name}'")
-    if hasattr(FullyShardedDataParallel, method_name):
+    if hasattr(type(wrapper), method_name):
         raise ValueError(
-            f"'{method_name}' is a method of FullyShardedDataParallel itself, which hides that of {owner}"
+            f"'{method_name}' is a method of {type(wrapper).__name__} itself, which hides that of {owner}"
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise ValueError(
             f"{owner}.{method_name} is a generator or coroutine function, whose body would run after the "
             "parameters are sharded again; register a method that returns its result"
         )
-    setattr(wrapped, method_name, _ForwardMethod(module, method))
+    setattr(wrapped, method_name, _ForwardMethod(run_as_forward, method))
 
 
 class _ForwardMethod:
     """Stands for a method of a wrapped module; an object, so that it is copied along with the module."""
 
-    def __init__(self, wrapper: FullyShardedDataParallel, method: Callable[..., Any]) -> None:
+    def __init__(self, run_as_forward: Callable[..., Any], method: Callable[..., Any]) -> None:
         functools.update_wrapper(self, method)
-        self._wrapper = wrapper
+        self._run_as_forward = run_as_forward
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper._run_as_forward(self._method, args, kwargs)
+        return self._run_as_forward(self._method, args, kwargs)

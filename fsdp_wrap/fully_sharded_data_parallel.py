@@ -42,6 +42,7 @@ from fsdp_wrap.api import (
 )
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
 from fsdp_wrap.comm_hooks import register_comm_hook
+from fsdp_wrap.forward_methods import register_forward_method
 from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
 from fsdp_wrap.wrap import plan_wrapping
 
@@ -265,6 +266,16 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._drop_stale_load()
         return schedule_of(self._unit).run_forward(self._unit, call, args, kwargs)
+
+    def register_forward_method(self, method_name: str) -> None:
+        """Lets a method of the wrapped module, such as `generate`, run as its forward does.
+
+        See `fsdp_wrap.forward_methods`.
+
+        Raises:
+            ValueError: If there is no such method, or it cannot run so.
+        """
+        register_forward_method(self, self._fsdp_wrapped_module, method_name, self._run_as_forward)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients without communication while the context is open.

@@ -30,6 +30,7 @@ LAYERS = [
         "_materialize.py",
         "_init.py",
         "full_params.py",
+        "forward_methods.py",
         "_copies.py",
         "_full_values.py",
         "state_dict.py",
@@ -44,7 +45,6 @@ LAYERS = [
     [
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
-        "forward_methods.py",
         "distributed_state_dict.py",
         "fully_shard.py",
         "checkpoint.py",

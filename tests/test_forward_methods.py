@@ -77,7 +77,7 @@ def make_pair(use_orig_params: bool, **options: Any) -> tuple[FSDP, Writer]:
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
     for name in ("generate", "score"):
         register_fsdp_forward_method(model, name)
-    register_fsdp_forward_method(model.blocks[0], "encode")
+    model.blocks[0].register_forward_method("encode")
     return model, plain
 
 
