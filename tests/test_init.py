@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bed import ranks
-from bed.memory import live_bytes
+from bed.memory import live_bytes, only_new_objects
 from bed.references import count_collectives
 from fsdp_wrap import CPUOffload, ShardingStrategy, _materialize
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -597,13 +597,14 @@ WAYS: dict[str, dict[str, Any]] = {
 @ranks(4)
 def test_materialising_takes_the_shard_and_one_unit(rank, world_size, way, use_orig_params):
     has_all = way == "received" and rank == 0
-    net = Tower() if has_all else on_meta(Tower)
     shards = 7 / world_size
-    with peak_within(*((0, 0.3) if has_all else (shards, shards + 1.05))):
-        model = FSDP(net, auto_wrap_policy=choose_squares, use_orig_params=use_orig_params, **WAYS[way])
-    del net
-    gc.collect()
-    assert live_bytes() <= (shards + 0.05) * UNIT_BYTES
+    with only_new_objects():
+        net = Tower() if has_all else on_meta(Tower)
+        with peak_within(*((0, 0.3) if has_all else (shards, shards + 1.05))):
+            model = FSDP(net, auto_wrap_policy=choose_squares, use_orig_params=use_orig_params, **WAYS[way])
+        del net
+        gc.collect()
+        assert live_bytes() <= (shards + 0.05) * UNIT_BYTES
     assert len(FSDP.fsdp_modules(model)) == 7
 
 
@@ -640,7 +641,8 @@ def test_loading_into_a_meta_model_takes_the_shard_and_one_unit(
     reading = Reading(folder, plain.state_dict())
     del plain
     state = torch.load(folder / "all", mmap=True) if lazily == "mapped file" else reading
-    with peak_within(7 / world_size, 7 / world_size + 1.05), count_collectives() as traffic:
+    peak = peak_within(7 / world_size, 7 / world_size + 1.05)
+    with only_new_objects(), peak, count_collectives() as traffic:
         model = FSDP(
             on_meta(Tower),
             auto_wrap_policy=choose_squares,
