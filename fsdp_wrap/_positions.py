@@ -35,7 +35,8 @@ from fsdp_wrap._events import Phase
 __all__ = ["GroupPositions", "Note", "Tree", "UnitPositions", "positions_of"]
 
 _ENTRY = struct.Struct("<Q8sIB235p")  # as `_Entry`
-_COMPARED = 16  # bytes of it: number and digest
+_NUMBER_BYTES = 8
+_COMPARED = _NUMBER_BYTES + 8  # number and digest
 _RING = 32  # the latest collectives of a group
 _SIZE = _ENTRY.size * (1 + _RING)
 _PREFIX = "fsdp_wrap-"
@@ -116,8 +117,12 @@ class _File:
         return cls(mmap.mmap(-1, _SIZE))
 
     def write(self, slot: int, number: int, note: Note, phase: Phase, iteration: int) -> None:
-        """Puts an entry into a slot."""
-        _ENTRY.pack_into(self.memory, slot, number, note.digest, iteration, _CODES[phase], note.text)
+        """Puts an entry into a slot; it has no number while it is incomplete, however long that takes."""
+        entry = _ENTRY.pack(number, note.digest, iteration, _CODES[phase], note.text)
+        rest = slot + _NUMBER_BYTES
+        self.memory[slot:rest] = bytes(_NUMBER_BYTES)
+        self.memory[rest : slot + _ENTRY.size] = entry[_NUMBER_BYTES:]
+        self.memory[slot:rest] = entry[:_NUMBER_BYTES]
 
     def read(self, slot: int) -> _Entry:
         """Returns the entry in a slot."""

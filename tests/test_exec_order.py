@@ -12,6 +12,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks, run_isolated
 from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _positions, _watch, record_events
+from fsdp_wrap import Phase, ShardingStrategy, _positions, _watch, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
@@ -576,3 +577,29 @@ def test_random_kills(seed, tmp_path):
         expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"
         assert expected in report["error"]
         assert report["took"] < TIME_LIMIT
+
+
+class Recorded(bytearray):
+    """Memory that keeps what a reader would have seen after each write."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.states: list[bytes] = []
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        super().__setitem__(where, value)
+        self.states.append(bytes(self))
+
+
+def test_an_entry_has_no_number_while_it_is_written():
+    """A rank that stops half-way, as the scheduler pleases, must not look as if it were somewhere else."""
+    size = _positions._SIZE
+    file = _positions._File(Recorded(size))
+    notes = [_positions.Note(text) for text in ("gathers one unit", "gathers another")]
+    slot = _positions._slot(1)
+    for number, note in zip((1, 1 + _positions._RING), notes):
+        file.memory.states.clear()
+        file.write(slot, number, note, Phase.FORWARD, iteration=7)
+        *incomplete, complete = [_positions._File(state).read(slot) for state in file.memory.states]
+        assert incomplete and all(entry.number == 0 for entry in incomplete)
+        assert (complete.number, complete.digest, complete.text) == (number, note.digest, note.text)
