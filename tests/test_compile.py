@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,12 +12,20 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import bed
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from models import Block, Transformer, tokens, train
 
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_of_its_own() -> Iterator[None]:
+    """Ends the ranks after these tests: what the compiler caches would slow all later ones."""
+    yield
+    bed.shutdown()
 
 
 class Unrolled(Transformer):
