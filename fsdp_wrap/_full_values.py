@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import assemble
+from fsdp_wrap._layout import unpack
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit
 
@@ -43,7 +44,7 @@ def gathered(
     buffer = handle.communicator.buffer(segment.layout.numel, dtype)
     own = handle.communicator.own_part(buffer.tensor)
     handle.communicator.all_gather([buffer.tensor], lambda: write(own)).wait()
-    yield segment.layout.views(buffer.tensor)
+    yield segment.layout.views(unpack(segment.layout, buffer.tensor))
     buffer.free()  # not left to whoever still holds the tensor, such as a backend's thread
 
 

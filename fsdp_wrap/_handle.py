@@ -138,9 +138,9 @@ class ParamHandle:
         if self.state is not HandleState.SHARDED:
             return False
         for segment in self.segments:
-            segment.full.allocate()
-        full = [segment.full_data for segment in self.segments]
-        self._gathering = self.communicator.all_gather(full, self._write_shards)
+            segment.gathered.allocate()
+        gathered = [segment.gathered_data for segment in self.segments]
+        self._gathering = self.communicator.all_gather(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
 
@@ -153,6 +153,8 @@ class ParamHandle:
         if self.state is HandleState.UNSHARDING:
             self._gathering.wait()
             self._gathering = Finished()
+            for segment in self.segments:
+                segment.arrange()
             self.state = HandleState.UNSHARDED
 
     def reshard(self) -> bool:

@@ -271,7 +271,7 @@ def _stand_ins(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, nn.Par
     result: dict[nn.Parameter, nn.Parameter] = {}
     for fqn, _, param in collect_borrowed(module, ignored):
         _, layout = _owner(fqn, param)
-        buffer = torch.empty(layout.numel, dtype=layout.dtype, device="meta")
+        buffer = torch.empty(layout.full_numel, dtype=layout.dtype, device="meta")
         full = layout.views(buffer)[_owners[param].index]
         result[param] = nn.Parameter(full, requires_grad=param.requires_grad)
     return result

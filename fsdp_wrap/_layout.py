@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_wrap._modules import Place
 
-__all__ = ["Interval", "Layout"]
+__all__ = ["Interval", "Layout", "pack", "same_elements", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,17 @@ class Interval:
 
 
 class Layout(Protocol):
-    """How the parameters of one segment lie in an unsharded 1-D buffer, and what is shown of them.
+    """How the parameters of one segment lie in 1-D buffers, and what is shown of them.
+
+    The shards of all ranks, one after the other, are the buffer that travels. The leaves alias the unsharded
+    buffer, which is the same where that is possible; else parameters are copied from one to the other.
 
     Attributes:
         name: Name of the segment within its unit.
         dtype: Master dtype.
-        numel: Elements of the unsharded buffer, padding included: `shard_numel` x ranks.
+        numel: Elements of the buffer that travels, padding included: `shard_numel` x ranks.
+        full_numel: Elements of the unsharded buffer, padding included: a multiple of the ranks.
+        in_place: Whether the buffer that travels is the unsharded one.
         shard_numel: Elements of this rank's part.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
@@ -61,6 +66,8 @@ class Layout(Protocol):
 
     dtype: torch.dtype
     numel: int
+    full_numel: int
+    in_place: bool
     shard_numel: int
     sharded: bool
 
@@ -88,8 +95,35 @@ class Layout(Protocol):
         """Views of an unsharded buffer, one per original parameter, in its shape."""
         ...
 
-    def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of those parts of an unsharded buffer that belong to no parameter."""
+    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Views of a buffer that travels: for each original parameter the boxes in which it lies."""
+        ...
+
+    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
+        ...
+
+    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
+        """Views of those parts of a buffer that travels that belong to no parameter."""
+        ...
+
+    def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes in a buffer that will be reduced, where other ranks must know it, what this rank used.
+
+        Args:
+            travelling: The buffer.
+            used: For each original parameter, whether this rank has contributed to its gradient.
+        """
+        ...
+
+    @property
+    def without_values(self) -> Sequence[str]:
+        """Names of the parameters that are on the meta device still."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the sharded parameters are written to in place."""
         ...
 
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
@@ -210,3 +244,36 @@ class Layout(Protocol):
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts something of the shard's size into this rank's pieces of the original parameters, as views."""
         ...
+
+
+def same_elements(
+    layout: Layout, travelling: torch.Tensor, full: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs views of the two buffers of a layout that must hold the same; none where they are one."""
+    if layout.in_place:
+        return []
+    return [
+        pair
+        for index, (view, parts) in enumerate(zip(layout.views(full), layout.parts(travelling)))
+        for pair in zip(parts, layout.split(index, view))
+    ]
+
+
+def unpack(layout: Layout, travelling: torch.Tensor) -> torch.Tensor:
+    """Returns an unsharded buffer with what has travelled: the same tensor where that is possible."""
+    if layout.in_place:
+        return travelling
+    full = travelling.new_empty(layout.full_numel)
+    for source, target in same_elements(layout, travelling, full):
+        target.copy_(source)
+    return full
+
+
+def pack(layout: Layout, full: torch.Tensor) -> torch.Tensor:
+    """Undoes `unpack`."""
+    if layout.in_place:
+        return full
+    travelling = full.new_zeros(layout.numel)
+    for target, source in same_elements(layout, travelling, full):
+        target.copy_(source)
+    return travelling

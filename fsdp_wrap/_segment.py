@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
-from fsdp_wrap._layout import Layout
+from fsdp_wrap._layout import Layout, same_elements
 from fsdp_wrap._precision import SegmentDtypes
 
 __all__ = ["Segment"]
@@ -30,13 +30,17 @@ class Segment:
         self._scale = 1.0 / contributors
         resident = layout.resident if dtypes.param == dtypes.master else None
         self.full = (
-            communicator.buffer(layout.numel, dtypes.param) if resident is None else ResidentBuffer(resident)
+            communicator.buffer(layout.full_numel, dtypes.param)
+            if resident is None
+            else ResidentBuffer(resident)
         )
+        self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
         self.leaves = layout.make_leaves(self.full.tensor)
         self._alias_full()
         self.full.free()  # before the other one is allocated
+        self.gathered.free()
         self.grads = communicator.buffer(layout.numel, dtypes.reduce)
-        self._grad_views = layout.views(self.grads.tensor)
+        self._grad_parts = layout.parts(self.grads.tensor)
         self._grad_padding = layout.padding(self.grads.tensor)
         self._filled = [False] * len(self.leaves)
         self._accumulated = False
@@ -55,25 +59,40 @@ class Segment:
         frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
         return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}"
 
+    def arrange(self) -> None:
+        """Fills the unsharded buffer with what was gathered, if it is not the same."""
+        if self.gathered is not self.full:
+            self.full.allocate()
+            for source, target in self._copies:
+                target.copy_(source)
+            self.gathered.free()
+
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array."""
         if self.full.resizable:
             self.full.free()
+            self.gathered.free()
             return
-        self.full = self._communicator.buffer(self.layout.numel, self.dtypes.param)
+        self.full = self._communicator.buffer(self.layout.full_numel, self.dtypes.param)
+        if self.layout.in_place:
+            self.gathered = self.full
+        self.gathered.allocate()
         self._alias_full()
         self.full.free()
+        self.gathered.free()
 
     def follow_resident(self) -> None:
         """Goes over to where a layout's resident buffer lies now."""
         if self.layout.resident is not None and self.dtypes.param == self.dtypes.master:
-            self.full = ResidentBuffer(self.layout.resident)
+            self.full = self.gathered = ResidentBuffer(self.layout.resident)
             self._alias_full()
 
     def _alias_full(self) -> None:
         # Written through an alias of its own, so that autograd's version counters do not move.
         self.full_data = self.full.tensor.data
-        self.own_data = self._communicator.own_part(self.full_data)
+        self.gathered_data = self.full_data if self.gathered is self.full else self.gathered.tensor.data
+        self.own_data = self._communicator.own_part(self.gathered_data)
+        self._copies = same_elements(self.layout, self.gathered_data, self.full_data)
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view
 
@@ -97,16 +116,18 @@ class Segment:
         if grad is None:
             return
         self._allocate_gradients()
-        view, filled = self._grad_views[index], self._filled[index]
-        self._filled[index] = True
-        _accumulate(view, grad.to_dense() if grad.layout != torch.strided else grad, self._scale, filled)
+        filled, self._filled[index] = self._filled[index], True
+        dense = grad.to_dense() if grad.layout != torch.strided else grad
+        for part, piece in zip(self._grad_parts[index], self.layout.split(index, dense)):
+            _accumulate(part, piece, self._scale, filled)
 
     def complete_gradients(self) -> torch.Tensor:
         """Returns the reduce buffer, with zeros where no gradient came."""
         self._allocate_gradients()
-        for view, filled in zip(self._grad_views, self._filled):
-            if not filled:
-                view.zero_()
+        for parts, filled in zip(self._grad_parts, self._filled):
+            for part in () if filled else parts:
+                part.zero_()
+        self.layout.note_used(self.grads.tensor, self._filled)
         return self.grads.tensor
 
     def add_reduced(self, shard: torch.Tensor) -> None:

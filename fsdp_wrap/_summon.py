@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._layout import Layout
+from fsdp_wrap._layout import Layout, pack, unpack
 
 __all__ = ["SummonedSegment", "Summoning"]
 
@@ -129,16 +129,19 @@ class _Transport:
             write(own)
             self._communicator.gather(own, full)
         with torch.inference_mode(False):
+            if full is not None:
+                full = unpack(self._layout, full)
             return full.cpu() if full is not None and self._offload else full
 
     def distribute(self, full: torch.Tensor | None) -> torch.Tensor:
         """Returns this rank's part of a full buffer that it shows, or else of the first rank's."""
         if not self._rank0_only:
             assert full is not None
-            return self._communicator.own_part(full)
+            return self._communicator.own_part(pack(self._layout, full))
         own = self._empty(self._layout.shard_numel)
         if self._in_first_copy:
-            self._communicator.scatter(own, None if full is None else full.to(self._communicator.device))
+            packed = None if full is None else pack(self._layout, full).to(self._communicator.device)
+            self._communicator.scatter(own, packed)
         self._replicas.broadcast(own)
         return own
 
@@ -189,7 +192,7 @@ class _SummonedGrads:
             return
         if self._full is None:
             with torch.inference_mode(False):
-                self._full = torch.zeros(self._layout.numel, dtype=self._layout.dtype)
+                self._full = torch.zeros(self._layout.full_numel, dtype=self._layout.dtype)
         for view, grad in zip(self._layout.views(self._full), grads):
             if grad is None:
                 view.zero_()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fsdp_wrap._gradient_mark import GradientMark
 from fsdp_wrap._layout import Interval
 from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, show_extra
 
@@ -108,10 +109,10 @@ class FlatLayout:
         first = slots[0].param
         self.dtype = first.dtype
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
-        self._module, self._name, self.sharded = module, name, sharded
+        self._module, self._name, self.sharded, self.in_place = module, name, sharded, True
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
-        self.numel = self.shard_numel * allocator.size
+        self.numel = self.full_numel = self.shard_numel * allocator.size
         self._first = self.shard_numel * allocator.rank
         self._allocate = allocator.empty_on_host if offload else allocator.empty
         shard = self._allocate(self.shard_numel, self.dtype)
@@ -124,7 +125,7 @@ class FlatLayout:
         self._front.hide_full()
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
             slot.param.data = piece  # whoever holds the original does not keep its memory alive
-        self._marks: dict[nn.Parameter, _Mark] = {}
+        self._marks: dict[nn.Parameter, GradientMark] = {}
 
     @property
     def name(self) -> str:
@@ -145,10 +146,27 @@ class FlatLayout:
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
 
-    def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [[view] for view in self.views(travelling)]
+
+    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         stops = [0, *(extent.stop for extent in self.extents)]
         starts = [*(extent.start for extent in self.extents), self.numel]
-        return [buffer[stop:start] for stop, start in zip(stops, starts) if start > stop]
+        return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
+
+    def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes nothing: a gradient that no rank contributed to is zero, and ranks decide for their pieces."""
+
+    @property
+    def without_values(self) -> Sequence[str]:
+        return ()
+
+    @property
+    def version(self) -> int:
+        return self.flat_param._version + sum(source._version for source in self.sources)
 
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
         leaves = []
@@ -207,7 +225,7 @@ class FlatLayout:
     def mark_unsynced(self) -> None:
         for param in self._front.holders:
             if param.requires_grad:
-                self._marks[param] = _Mark(param, self._marks.get(param))
+                self._marks[param] = GradientMark(param, self._marks.get(param))
 
     def zeroed(self) -> list[bool]:
         return [source in self._marks and self._marks[source].zeroed for source in self.sources]
@@ -275,35 +293,7 @@ class FlatLayout:
         return [shard[start:stop] for start, stop in bounds]
 
 
-class _Mark:
-    """How a sharded parameter's gradient looked when unreduced gradients were left behind.
-
-    A parameter without a gradient gets one of zeros, so that `zero_grad` of either kind leaves a trace.
-    """
-
-    def __init__(self, param: nn.Parameter, before: _Mark | None) -> None:
-        self._param = param
-        self._made = param.grad is None or (before is not None and before.made)
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        self._grad, self._version = param.grad, param.grad._version
-
-    @property
-    def made(self) -> bool:
-        """Whether the gradient is the mark's own, and still there."""
-        return self._made and self._param.grad is self._grad
-
-    @property
-    def zeroed(self) -> bool:
-        """Whether the user has zeroed the gradient since."""
-        grad = self._param.grad
-        if grad is None:
-            return True
-        changed = grad is not self._grad or grad._version != self._version
-        return changed and not grad.any()
-
-
-def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, mark: _Mark | None) -> None:
+def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, mark: GradientMark | None) -> None:
     if mark is not None and mark.made:
         param.grad = None
     if piece.numel() == 0:
