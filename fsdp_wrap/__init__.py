@@ -5,11 +5,14 @@ from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap.api import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
@@ -21,13 +24,16 @@ from fsdp_wrap.api import (
 )
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
+from fsdp_wrap.fully_shard import FSDPModule, UnshardHandle, fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "Event",
     "EventKind",
+    "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -36,6 +42,8 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Phase",
@@ -45,6 +53,8 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
+    "fully_shard",
     "observe_events",
     "record_events",
     "register_fsdp_forward_method",

@@ -123,10 +123,10 @@ class Communicator(ABC):
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def empty_on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialised 1-D tensor in host memory, from which the device can copy by itself."""
+    def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool = True) -> torch.Tensor:
+        """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
         with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, pin_memory=self.device.type != "cpu")
+            return torch.empty(numel, dtype=dtype, pin_memory=pin and self.device.type != "cpu")
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the view of an evenly sharded 1-D tensor that belongs to this rank."""

@@ -72,7 +72,7 @@ def _refuse_in_use(unit: Unit) -> None:
 
 
 def _copy_module(wrapper: Wrapper, memo: dict[int, Any]) -> Wrapper:
-    new = wrapper.__class__.__new__(wrapper.__class__)
+    new = object.__new__(wrapper.__class__)
     memo[id(wrapper)] = new
     new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in wrapper.__dict__.items()})
     return new
@@ -87,9 +87,10 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         new,
         module,
         None if old.handle is None else old.handle.with_layouts(layouts),
-        old.options,
+        old.options.copied(memo),
         left=frozenset(copy.deepcopy(param, memo) for param in old.left if not is_owned(param)),
         lenders=[memo[id(lender)] for lender in old.lenders],
         buffers=copy.deepcopy(old.buffers, memo),
+        parts=[copy.deepcopy(part, memo) for part in old.parts],
     )
     register_copy(new, [memo[id(each)] for each in taken_in(old.module) if id(each) in memo])

@@ -67,11 +67,13 @@ class ParamHandle:
         self.communicator = communicator
         self.replicas = replicas
         self._policy = policy
-        self._contributors = communicator.size * replicas.size
+        self._contributors: float = communicator.size * replicas.size
         self.segments = [self._segment(layout) for layout in layouts]
         self.state = HandleState.SHARDED
         self.generation = 0
         self._gathering: Pending = Finished()
+        self._kept: _Kept | None = None
+        self._versions: list[int] = []
         self._reduction: _Reduction | None = None
         self._reduce_scatter: ReduceScatter | None = None
         self._summing = replicas
@@ -137,12 +139,30 @@ class ParamHandle:
         """Issues the all-gather; returns False if the unit was unsharded (or being so) already."""
         if self.state is not HandleState.SHARDED:
             return False
-        for segment in self.segments:
-            segment.gathered.allocate()
-        gathered = [segment.gathered_data for segment in self.segments]
-        self._gathering = self.communicator.all_gather(gathered, self._write_shards)
+        self._versions = self._shard_versions()
+        if self._kept is not None:
+            self._gathering = self._kept.gather(self.segments)
+        else:
+            for segment in self.segments:
+                segment.gathered.allocate()
+            gathered = [segment.gathered_data for segment in self.segments]
+            self._gathering = self.communicator.all_gather(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
+
+    def _shard_versions(self) -> list[int]:
+        return [segment.layout.version for segment in self.segments]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the unit is unsharded, or being so, and its shards have not been written to since."""
+        unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
+        return unsharded and self._versions == self._shard_versions()
+
+    @property
+    def without_values(self) -> list[str]:
+        """Names, within the unit, of the parameters that are on the meta device still."""
+        return [fqn for segment in self.segments for fqn in segment.layout.without_values]
 
     def _write_shards(self) -> None:
         for segment in self.segments:
@@ -153,15 +173,23 @@ class ParamHandle:
         if self.state is HandleState.UNSHARDING:
             self._gathering.wait()
             self._gathering = Finished()
-            for segment in self.segments:
+            for segment in self.segments if self._kept is None else ():
                 segment.arrange()
+            self._kept = None
             self.state = HandleState.UNSHARDED
 
-    def reshard(self) -> bool:
-        """Frees the full parameters; returns False if the unit was sharded already."""
-        if self.state not in (HandleState.UNSHARDING, HandleState.UNSHARDED):
+    def reshard(self, within: Communicator | None = None) -> bool:
+        """Frees the full parameters; returns False if the unit was sharded already.
+
+        Args:
+            within: Ranks that keep the full parameters between them, for the next `unshard` to gather from.
+        """
+        unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
+        if unsharded:
+            self.wait()  # a gather in flight still writes
+        self._kept = _Kept(self.segments, within) if within is not None and unsharded else None
+        if not unsharded:
             return False
-        self.wait()  # a gather in flight still writes
         self.show_sharded()
         for segment in self.segments:
             segment.free()
@@ -291,16 +319,29 @@ class ParamHandle:
         for segment in self.segments:
             segment.average_over(self._contributors)
 
-    def start_reduction(self) -> int:
-        """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned."""
+    def divide_gradients_by(self, factor: float) -> None:
+        """Divides summed gradients by another number than that of the ranks."""
+        self._contributors = factor
+        for segment in self.segments:
+            segment.average_over(factor)
+
+    def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
+        """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.
+
+        Args:
+            over_replicas: Whether the sum over the replicas follows; otherwise what was reduced so far waits
+                for the next reduction of which it is part.
+            counts_unused: Whether parameters that no rank used get gradients of zeros.
+        """
         # Whether a segment takes part must not depend on which of its leaves this rank used.
         segments = [segment for segment in self.segments if segment.trainable or segment.grads.allocated]
-        full = [segment.complete_gradients() for segment in segments]
+        full = [segment.complete_gradients(counts_unused) for segment in segments]
         shards = [
             self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
         ]
         reduce_scatter = self._reduce_scatter or self.communicator.reduce_scatter
-        self._reduction = _Reduction(segments, shards, reduce_scatter(shards, full), self._summing)
+        replicas = self._summing if over_replicas else None
+        self._reduction = _Reduction(segments, shards, reduce_scatter(shards, full), replicas)
         return sum(segment.grads.nbytes for segment in segments)
 
     def finish_reduction(self) -> None:
@@ -319,6 +360,12 @@ class ParamHandle:
         for segment in self.segments:
             segment.forget_zeroed()
 
+    def drop_gradients(self) -> None:
+        """Forgets all gradients that have not reached the sharded parameters."""
+        for segment in self.segments:
+            segment.drop_gradients()
+            segment.drop_partial()
+
     def abandon_backward(self) -> None:
         """Drops what a failed backward left: works in flight, gradients on leaves, partial sums."""
         if self._reduction is not None:
@@ -328,26 +375,62 @@ class ParamHandle:
             segment.drop_partial_gradients()
 
 
+class _Kept:
+    """The full parameters of a unit, evenly cut within some ranks that keep them from forward to backward."""
+
+    def __init__(self, segments: list[Segment], within: Communicator) -> None:
+        self._within = within
+        self._parts = [within.own_part(segment.full_data).clone() for segment in segments]
+
+    def gather(self, segments: list[Segment]) -> Pending:
+        """Fills the unsharded buffers."""
+        for segment in segments:
+            segment.full.allocate()
+        full = [segment.full_data for segment in segments]
+
+        def fill() -> None:
+            for target, part in zip(full, self._parts):
+                self._within.own_part(target).copy_(part)
+
+        return self._within.all_gather(full, fill)
+
+
 class _Reduction:
     """A reduction in flight: its buffers, what is still to be done, and where the result goes.
 
-    The sum over the replicas follows that within the copy, at once if the latter is finished already.
+    The sum over the replicas, if any, follows that within the copy, at once if that is finished already.
     """
 
     def __init__(
-        self, segments: list[Segment], shards: list[torch.Tensor], pending: Pending, replicas: Communicator
+        self,
+        segments: list[Segment],
+        shards: list[torch.Tensor],
+        pending: Pending,
+        replicas: Communicator | None,
     ) -> None:
         self._segments, self._shards, self._pending = segments, shards, pending
         self._replicas = replicas
-        self._over_replicas = replicas.all_reduce(shards) if isinstance(pending, Finished) else None
+        self._over_replicas: Pending | None = None
+        if isinstance(pending, Finished):
+            self._sum_over_replicas()
+
+    def _sum_over_replicas(self) -> None:
+        for segment, shard in zip(self._segments, self._shards):
+            segment.take_partial(shard)
+        replicas = self._replicas
+        self._over_replicas = Finished() if replicas is None else replicas.all_reduce(self._shards)
 
     def finish(self) -> None:
         self._pending.wait()
         if self._over_replicas is None:
-            self._over_replicas = self._replicas.all_reduce(self._shards)
+            self._sum_over_replicas()
+        assert self._over_replicas is not None
         self._over_replicas.wait()
         for segment, shard in zip(self._segments, self._shards):
-            segment.add_reduced(shard)
+            if self._replicas is None:
+                segment.keep_partial(shard)
+            else:
+                segment.add_reduced(shard)
 
     def abandon(self) -> None:
         self._pending.wait()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_wrap._collectives import make_communicator
+from fsdp_wrap._collectives import Communicator, make_communicator
 from fsdp_wrap._compile import skip_runtime_frames
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
@@ -43,9 +44,12 @@ from fsdp_wrap.flat_param import FlatLayout
 
 __all__ = [
     "FLAT_PARAM",
+    "FlatSpec",
     "UnitSpec",
+    "assemble_unit",
     "build_unit",
     "check_module",
+    "check_param",
     "refuse_taken",
     "register_copy",
     "resolve_ignored",
@@ -63,22 +67,43 @@ class UnitSpec:
     Attributes:
         mesh: The ranks to shard over.
         device: Where the unit computes.
-        use_orig_params: What the optimizer sees: the user's parameters or `FlatParameter`s.
-        offload: Whether shards and their gradients live in host memory.
         policy: Dtypes of computation and communication.
-        values: Where tensors get their values from.
         options: How the schedule treats the unit.
         ignored: What not to touch.
+        parts: The modules that run, where the unit's own only holds them together.
     """
 
     mesh: ShardMesh
     device: torch.device
-    use_orig_params: bool
-    offload: bool
     policy: MixedPrecision
-    values: Values
     options: UnitOptions
     ignored: Ignored = field(default_factory=Ignored)
+    parts: tuple[nn.Module, ...] = ()
+
+    def communicators(self) -> tuple[Communicator, Communicator]:
+        """Returns those of the ranks that hold one copy between them, and of the replicas."""
+        return make_communicator(self.mesh.shard, self.device), make_communicator(
+            self.mesh.replicate, self.device
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatSpec(UnitSpec):
+    """How to make a unit of `FlatParameter`s.
+
+    Attributes:
+        use_orig_params: What the optimizer sees: the user's parameters or `FlatParameter`s.
+        offload: Whether shards and their gradients live in host memory.
+        values: Where tensors get their values from.
+    """
+
+    use_orig_params: bool
+    offload: bool
+    values: Values
+
+
+LayoutMaker = Callable[[list[ParamSlot], str, Communicator], Layout]
+"""Makes the layout of a segment, given its parameters, its name and the communicator."""
 
 
 def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
@@ -134,7 +159,7 @@ def check_module(
     error: Exception | None = None
     try:
         for slot in slots:
-            _check_param(slot)
+            check_param(slot)
         check_materializable(module, slots, ignored, values)
     except (TypeError, ValueError) as found:
         error = found
@@ -145,29 +170,41 @@ def check_module(
     return own_tensors(module, slots, ignored)
 
 
-def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
+def build_unit(module: nn.Module, spec: FlatSpec) -> Unit:
     """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
     slots = collect_slots(module, spec.ignored, _lent_params(module))
-    communicator = make_communicator(spec.mesh.shard, spec.device)
-    replicas = make_communicator(spec.mesh.replicate, spec.device)
+    communicator, replicas = spec.communicators()
     stand_ins = _stand_ins(module, spec.ignored)
     materialize(module, slots, spec.ignored, spec.values, spec.device, stand_ins)
     tensors = own_tensors(module, slots, spec.ignored)
     move(tensors, spec.device)
     if spec.values.synchronised:
         broadcast(tensors, [replicas, communicator])
-    segments = _segments(slots)
-    lenders = _borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
-    layouts = [
-        FlatLayout(
+
+
+    def make_layout(segment: list[ParamSlot], name: str, allocator: Communicator) -> Layout:
+        return FlatLayout(
             segment,
-            communicator,
-            name=FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}",
+            allocator,
+            name=name,
             module=module,
             sharded=spec.mesh.shard is not None,
             offload=spec.offload,
             use_orig_params=spec.use_orig_params,
         )
+
+    return assemble_unit(module, slots, spec, make_layout)
+
+
+def assemble_unit(
+    module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec, make_layout: LayoutMaker
+) -> Unit:
+    """Makes a unit of a module whose tensors are where they belong."""
+    segments = _segments(slots)
+    communicator, replicas = spec.communicators()
+    lenders = _borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
+    layouts = [
+        make_layout(segment, FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}", communicator)
         for number, segment in enumerate(segments)
     ]
     handle = ParamHandle(layouts, communicator, replicas, spec.policy) if layouts else None
@@ -179,6 +216,7 @@ def build_unit(module: nn.Module, spec: UnitSpec) -> Unit:
         left=spec.ignored.left,
         lenders=lenders,
         buffers=BufferCasts(modules, spec.policy.buffer_dtype),
+        parts=spec.parts,
     )
     for fqn, below in units_in(module).items():
         below.nest(fqn)
@@ -205,7 +243,7 @@ def register_copy(unit: Unit, modules: Iterable[nn.Module]) -> None:
     _taken.update(modules)
     for number, segment in enumerate(unit.handle.segments if unit.handle is not None else ()):
         for index, param in enumerate(segment.layout.sources):
-            if is_owned(param):
+            if is_owned(param) and not isinstance(param, DTensor):  # which conversions exchange: no weak refs
                 _owners[param] = _Ownership(weakref.ref(unit), number, index)
         for place, _ in segment.layout.shapes():
             _users.setdefault(place, set()).add(_Ownership(weakref.ref(unit), number, 0))
@@ -283,7 +321,7 @@ def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:
     return frozenset(param for param in left if not is_owned(param))
 
 
-def _check_param(slot: ParamSlot) -> None:
+def check_param(slot: ParamSlot) -> None:
     param = slot.param
     if type(param) is not nn.Parameter:
         raise TypeError(
@@ -298,7 +336,8 @@ def _check_param(slot: ParamSlot) -> None:
 
 
 def _segments(slots: Iterable[ParamSlot]) -> list[list[ParamSlot]]:
-    by_kind: dict[tuple[torch.dtype, bool], list[ParamSlot]] = {}
+    by_kind: dict[tuple[torch.dtype, bool, bool], list[ParamSlot]] = {}
     for slot in slots:
-        by_kind.setdefault((slot.param.dtype, slot.param.requires_grad), []).append(slot)
+        kind = slot.param.dtype, slot.param.requires_grad, slot.param.is_meta
+        by_kind.setdefault(kind, []).append(slot)
     return list(by_kind.values())

@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_wrap.api import ShardingStrategy
 
-__all__ = ["HYBRID_STRATEGIES", "Ranks", "ShardMesh", "resolve_device", "resolve_mesh"]
+__all__ = [
+    "HYBRID_STRATEGIES",
+    "Ranks",
+    "ShardMesh",
+    "default_mesh",
+    "device_of",
+    "neighbours",
+    "ranks_of",
+    "resolve_device",
+    "resolve_mesh",
+]
 
 HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard over some ranks and replicate over others."""
@@ -73,11 +83,7 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
             or this rank is not part of them.
         TypeError: If either is of another type.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "FullyShardedDataParallel needs a process group, and there is none: call "
-            "torch.distributed.init_process_group() before wrapping (torchrun sets what it reads)"
-        )
+    _require_process_group("FullyShardedDataParallel")
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
     if device_mesh is not None:
@@ -93,6 +99,75 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
         )
     ranks = _ranks(dist.group.WORLD if groups[0] is None else groups[0])
     return ShardMesh(None, ranks) if strategy is ShardingStrategy.NO_SHARD else ShardMesh(ranks, None)
+
+
+def _require_process_group(what: str) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"{what} needs a process group, and there is none: call "
+            "torch.distributed.init_process_group() before wrapping (torchrun sets what it reads)"
+        )
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns the one-dimensional mesh of all ranks, on the accelerator if they can communicate from it.
+
+    Raises:
+        ValueError: If there is no process group.
+    """
+    _require_process_group("fully_shard")
+    assert dist.group.WORLD is not None
+    mesh = _default_mesh_of.get(dist.group.WORLD)
+    if mesh is None:
+        known = {device.type for device in dist.group.WORLD._device_types}
+        kind = _accelerator_type() if _accelerator_type() in known else "cpu"
+        mesh = _default_mesh_of[dist.group.WORLD] = init_device_mesh(kind, (dist.get_world_size(),))
+    return mesh
+
+
+_default_mesh_of: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def ranks_of(mesh: DeviceMesh) -> ShardMesh:
+    """Returns the ranks of a mesh of one dimension (shard) or two (replicate, shard).
+
+    Raises:
+        ValueError: If it has more dimensions, or this rank is not part of it.
+        TypeError: If it is no mesh.
+    """
+    groups = _mesh_groups(mesh)
+    if len(groups) > 2:
+        raise ValueError(f"a mesh has one dimension (shard) or two (replicate, shard), not {mesh.ndim}")
+    return ShardMesh(_ranks(groups[0]), _ranks(groups[1]) if len(groups) == 2 else None)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Returns the device of this rank on which a mesh's tensors are."""
+    device = _normalise(mesh.device_type)
+    assert device is not None
+    return device
+
+
+def neighbours(ranks: Ranks, size: int) -> Ranks:
+    """Returns the group of so many ranks that stand side by side in a group; collective among them.
+
+    Raises:
+        ValueError: If the group cannot be cut so.
+    """
+    if not 1 < size < ranks.size or ranks.size % size:
+        raise ValueError(
+            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded, "
+            f"and be neither 1 (which is False) nor {ranks.size} (which is True)"
+        )
+    by_size = _neighbours_in.setdefault(ranks.group, {})
+    if size not in by_size:
+        first = ranks.rank // size * size
+        members = dist.get_process_group_ranks(ranks.group)[first : first + size]
+        by_size[size] = dist.new_group(members, use_local_synchronization=True)
+    return _ranks(by_size[size])
+
+
+_neighbours_in: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy) -> ShardMesh:

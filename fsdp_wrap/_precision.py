@@ -80,11 +80,13 @@ class InputCasts:
         nested: Dtype of the inputs of a unit below the root.
         root: Dtype of the root's inputs.
         restores_outputs: Whether outputs go back to the dtype of the first input.
+        outputs: Dtype of the outputs otherwise.
     """
 
     nested: torch.dtype | None = None
     root: torch.dtype | None = None
     restores_outputs: bool = False
+    outputs: torch.dtype | None = None
 
     @classmethod
     def of(cls, policy: MixedPrecision, module: nn.Module) -> InputCasts:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._events import EventKind, Phase, emit
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._handle import HandleState, ParamHandle
@@ -40,7 +41,10 @@ class Schedule:
     def __init__(self, root: Unit) -> None:
         self.root = root
         units = units_in(root.module)
-        self._units = list(units.values())
+        names: dict[Unit, list[str]] = {}
+        for fqn, unit in units.items():
+            names.setdefault(unit, []).append(fqn)
+        self._units = list(names)
         self._order: ExecOrder[Unit] = ExecOrder()
         self._order_check = OrderCheck()
         self._iteration = 0
@@ -50,20 +54,27 @@ class Schedule:
         self._syncs = True
         self._keeps_graph = False
         self._reducing: Unit | None = None
-        self._prefetched: Unit | None = None
+        self._prefetched: list[Unit] = []
+        self._finishes = True
+        self._event: Any = None
         handles = (unit.handle for unit in self._units if unit.handle is not None)
         self._device = next((handle.communicator.device for handle in handles), torch.device("cpu"))
-        for fqn, unit in units.items():
-            unit.join(self, fqn)
+        for unit, fqns in names.items():
+            unit.join(self, ", ".join(fqns))
         tree = Tree()
         self._positions = {unit: _positions_of(unit, tree) for unit in self._units}
 
     # forward
 
     def run_forward(
-        self, unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        unit: Unit,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        part: nn.Module | None = None,
     ) -> Any:
-        """Runs `call` as a forward of the unit, and of those that lend it parameters.
+        """Runs `call` as a forward of the unit, or of one of its parts, and of those that lend it parameters.
 
         Without gradients it may run inside `summon_full_params`, and computes with what that shows, in master
         dtype and without communication: a rank may do so alone.
@@ -77,14 +88,14 @@ class Schedule:
         if self._depth == 0 and self._device.type != "cpu":
             args, kwargs = map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
         casts = unit.options.casts
-        returned = floating_dtype((args, kwargs)) if casts.restores_outputs else None
+        returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
         computed = casts.root if unit is self.root else casts.nested
         if computed is not None:
             args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
         uses: list[Use] = []
         try:
             for each in (*unit.lenders, unit):
-                uses.append(schedule_of(each).pre_forward(each))
+                uses.append(schedule_of(each).pre_forward(each, part))
             inputs = []
             for use in uses:
                 args, kwargs, nodes = schedule_of(use.unit).watch_inputs(use, args, kwargs)
@@ -102,7 +113,7 @@ class Schedule:
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
 
-    def pre_forward(self, unit: Unit) -> Use:
+    def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> Use:
         """Begins a forward call: unshards, and lets the modules compute with the leaves.
 
         `exit_forward` must follow, whatever happens in between.
@@ -125,7 +136,7 @@ class Schedule:
         unit.buffers.show_cast()
         if unit.handle is not None:
             unit.handle.show_leaves()
-        return Use(unit)
+        return Use(unit, part)
 
     def watch_inputs(self, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any, list[Node]]:
         """Puts a view between each input that needs a gradient and this use, to see when that is done.
@@ -175,8 +186,8 @@ class Schedule:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.record(unit)
-        if unit.running == 1 and not self._keeps_parameters(use, bool(with_grad)):
-            self._reshard(unit, Phase.FORWARD)
+        if unit.running == 1 and unit.ran(use.part) and not self._keeps_parameters(use, bool(with_grad)):
+            self._reshard(unit, Phase.FORWARD, unit.options.reshards_within if with_grad else None)
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -185,17 +196,31 @@ class Schedule:
         unit.running -= 1
         if unit.handle is not None and unit.running == 0 and graph_task() == -1:
             unit.handle.show_sharded()
-        if self._depth == 0 and self._prefetched is not None:  # it did not run after all
-            self._reshard(self._prefetched, Phase.FORWARD)
-            self._prefetched = None
+        if self._depth == 0 and graph_task() == -1:
+            self._end_outermost_forward()
+
+    def _end_outermost_forward(self) -> None:
+        prefetched, self._prefetched = self._prefetched, []
+        for unit in prefetched:  # they did not run after all
+            self._reshard(unit, Phase.FORWARD)
+        for unit in self._units:
+            if unit.partly_ran:
+                unit.restart()
+                if unit.options.reshard_after_forward:
+                    self._reshard(unit, Phase.FORWARD)
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        expected, self._prefetched = self._prefetched, None
-        if expected is not None and expected is not unit:  # the order has changed
-            self._reshard(expected, Phase.FORWARD)
-        target = self._order.next_in_forward(unit)
-        if unit.options.forward_prefetch and target is not None and self._gather(target, Phase.FORWARD):
-            self._prefetched = target
+        expected = self._order.next_in_forward(unit)
+        if unit in self._prefetched:
+            self._prefetched.remove(unit)
+        elif not unit.options.forward_targets and unit.options.forward_prefetch:
+            for wrong in self._prefetched:  # the order has changed
+                self._reshard(wrong, Phase.FORWARD)
+            self._prefetched = []
+        targets: Iterable[Unit] = unit.options.forward_targets
+        if unit.options.forward_prefetch and expected is not None:
+            targets = targets or (expected,)
+        self._prefetched += [target for target in targets if self._gather(target, Phase.FORWARD)]
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
@@ -205,7 +230,10 @@ class Schedule:
         self._order_check.begin_forward(self._trains and self.root.module.training, self._iteration)
         if self._backward_open:
             self._abandon_backward()
+        self._await_event()
         for unit in self._units:  # kept for a backward that has not come: may be stale by now
+            if unit.survives:
+                continue
             self._reshard(unit, Phase.FORWARD)
             if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
@@ -242,9 +270,10 @@ class Schedule:
                 "backward; run the forward again"
             )
         self._open_backward()
-        self._unshard(use.unit, Phase.BACKWARD)
-        assert use.unit.handle is not None
-        use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
+        if use.unit.options.unshards_in_backward:
+            self._unshard(use.unit, Phase.BACKWARD)
+            assert use.unit.handle is not None
+            use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
         if use.open(graph_task(), inputs) and _prefetches(use.unit, BackwardPrefetch.BACKWARD_PRE):
             self._prefetch(use.unit)
 
@@ -288,9 +317,15 @@ class Schedule:
             return
         unit.end_backward()
         emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
-        self._reshard(unit, Phase.BACKWARD)
+        self._end_unsharded_backward(unit, Phase.BACKWARD)
         if _prefetches(unit, BackwardPrefetch.BACKWARD_POST):
             self._prefetch(unit)
+
+    def _end_unsharded_backward(self, unit: Unit, phase: Phase) -> None:
+        if unit.options.reshards_after_backward:
+            self._reshard(unit, phase)
+        elif unit.handle is not None and not unit.running:
+            unit.handle.show_sharded()
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree at the first hook that runs."""
@@ -312,15 +347,16 @@ class Schedule:
                 continue
             if unit.handle.holds_gradients:
                 self._reduce(unit, Phase.FINAL_CALLBACK)
-                if not self._syncs:
+                if not self._reduces(unit):
                     unit.handle.keep_accumulated()
             if not self._keeps_graph:
                 if unit.end_backward():
                     emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
-                self._reshard(unit, Phase.FINAL_CALLBACK)
+                self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
             elif not unit.running:
                 unit.handle.show_sharded()
-        self._finish_reduction()
+        if self._finishes:
+            self._finish_reduction()
         self._backward_open = False
 
     def end_failed_backward(self) -> None:
@@ -337,6 +373,53 @@ class Schedule:
         for unit in self._units:
             if unit.handle is not None:
                 unit.handle.abandon_backward()
+
+    # by hand
+
+    def unshard(self, unit: Unit) -> None:
+        """Issues a unit's all-gather; the next iteration takes its parameters over unless they change."""
+        if unit.handle is None:
+            return
+        if not unit.handle.is_current and graph_task() == -1 and not unit.running:
+            self._reshard(unit, Phase.IDLE)
+            if unit.handle.state is HandleState.SHARDED:
+                unit.handle.follow_replaced()
+        self._gather(unit, Phase.IDLE)
+        unit.hold(True)
+
+    def show_unsharded(self, unit: Unit) -> None:
+        """Lets the modules of a unit show its full parameters, until it is resharded or its forward ends."""
+        if unit.handle is not None:
+            self._unshard(unit, Phase.IDLE)
+            self._hook_leaves(unit)
+            unit.handle.show_leaves()
+
+    def reshard(self, unit: Unit) -> None:
+        """Frees a unit's full parameters, unless its forward is running."""
+        self._reshard(unit, Phase.IDLE)
+        if unit.handle is not None and not unit.running:
+            unit.handle.reshard()  # what it keeps within a smaller group as well
+
+    def finish_backwards(self, finish: bool) -> None:
+        """Decides whether the end of a backward waits for the last reduction; the next one does otherwise."""
+        self._finishes = finish
+
+    def wait_for(self, event: Any) -> None:
+        """Lets the next iteration begin after an event on another stream."""
+        self._event = event
+
+    def _await_event(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            event.wait()
+
+    def reset(self) -> None:
+        """Drops whatever a forward or backward left, and gradients that wait for a reduction."""
+        self._abandon_backward()
+        for unit in self._units:
+            self._reshard(unit, Phase.IDLE)
+            if unit.handle is not None:
+                unit.handle.drop_gradients()
 
     # steps that several of the above share
 
@@ -359,35 +442,48 @@ class Schedule:
         self._positions[unit].gather.completed()
 
     def _prefetch(self, unit: Unit) -> None:
-        target = self._order.next_in_backward(unit)
-        if target is not None:
-            self._gather(target, Phase.BACKWARD)
+        expected = self._order.next_in_backward(unit)
+        for target in unit.options.backward_targets or (expected,):
+            if target is not None and target.options.unshards_in_backward:
+                self._gather(target, Phase.BACKWARD)
 
     def _gather(self, unit: Unit, phase: Phase) -> bool:
         """Issues a unit's all-gather; returns False if it is unsharded, or being so, already."""
         handle = unit.handle
         if handle is None or handle.state is not HandleState.SHARDED:
             return False
+        if handle.without_values:
+            raise ValueError(
+                f"parameters of {unit.name} are on the meta device and have no values: "
+                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                "or load them before the first forward"
+            )
         self._positions[unit].gather.issue(phase, self._iteration)
         handle.unshard()
         emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
         return True
 
-    def _reshard(self, unit: Unit, phase: Phase) -> None:
+    def _reshard(self, unit: Unit, phase: Phase, within: Communicator | None = None) -> None:
         # A backward may run inside a forward, which still needs its leaves.
         in_use = unit.running > (1 if phase is Phase.FORWARD else 0)
-        if unit.handle is not None and not in_use and unit.handle.reshard():
+        if unit.handle is not None and not in_use and unit.handle.reshard(within):
+            unit.hold(False)
             emit(EventKind.RESHARD, unit.fqn, phase, unit.handle.unsharded_nbytes)
 
     def _reduce(self, unit: Unit, phase: Phase) -> None:
         """Starts a unit's reduction once the one before it is finished: one is in flight at most."""
-        if not self._syncs:
+        if not self._reduces(unit):
             return
         self._finish_reduction()
         assert unit.handle is not None
         self._positions[unit].reduction.issue(phase, self._iteration)
-        emit(EventKind.REDUCE, unit.fqn, phase, unit.handle.start_reduction())
+        options = unit.options
+        nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
+        emit(EventKind.REDUCE, unit.fqn, phase, nbytes)
         self._reducing = unit
+
+    def _reduces(self, unit: Unit) -> bool:
+        return self._syncs and unit.options.syncs
 
     def _finish_reduction(self) -> None:
         unit, self._reducing = self._reducing, None

@@ -18,16 +18,17 @@ class Segment:
         layout: How the parameters lie in the buffers.
         dtypes: Of the buffers.
         communicator: Allocates the buffers.
-        contributors: Ranks over which gradients are averaged.
+        contributors: By how much summed gradients are divided: over so many ranks they are averaged.
     """
 
     def __init__(
-        self, layout: Layout, dtypes: SegmentDtypes, communicator: Communicator, contributors: int
+        self, layout: Layout, dtypes: SegmentDtypes, communicator: Communicator, contributors: float
     ) -> None:
         self.layout = layout
         self.dtypes = dtypes
         self._communicator = communicator
-        self._scale = 1.0 / contributors
+        self.average_over(contributors)
+        self._partial: torch.Tensor | None = None
         resident = layout.resident if dtypes.param == dtypes.master else None
         self.full = (
             communicator.buffer(layout.full_numel, dtypes.param)
@@ -105,9 +106,13 @@ class Segment:
                 changed = True
         return changed
 
-    def average_over(self, contributors: int) -> None:
-        """Divides gradients taken from now on by another number of ranks."""
-        self._scale = 1.0 / contributors
+    def average_over(self, contributors: float) -> None:
+        """Divides gradients taken from now on by another number of ranks.
+
+        Before they are summed; in fp16, whose range is small, one half of the exponent before and one after.
+        """
+        before = _divisor_before(contributors) if self.dtypes.reduce == torch.float16 else contributors
+        self._scale, self._scale_after = 1.0 / before, before / contributors
 
     def take_gradient(self, index: int) -> None:
         """Moves a leaf's gradient into the reduce buffer, divided by the number of ranks."""
@@ -121,18 +126,41 @@ class Segment:
         for part, piece in zip(self._grad_parts[index], self.layout.split(index, dense)):
             _accumulate(part, piece, self._scale, filled)
 
-    def complete_gradients(self) -> torch.Tensor:
-        """Returns the reduce buffer, with zeros where no gradient came."""
+    def complete_gradients(self, counts_unused: bool = False) -> torch.Tensor:
+        """Returns the reduce buffer, with zeros where no gradient came.
+
+        Args:
+            counts_unused: Whether parameters that no rank used are to get gradients of zeros.
+        """
         self._allocate_gradients()
         for parts, filled in zip(self._grad_parts, self._filled):
             for part in () if filled else parts:
                 part.zero_()
+        self._filled = [filled or counts_unused for filled in self._filled]
         self.layout.note_used(self.grads.tensor, self._filled)
         return self.grads.tensor
 
+    def keep_partial(self, shard: torch.Tensor) -> None:
+        """Keeps what was summed over this copy's ranks only, until `take_partial`."""
+        self._partial = shard
+        self.drop_gradients()
+
+    def take_partial(self, shard: torch.Tensor) -> None:
+        """Adds what was kept by `keep_partial`, if anything."""
+        if self._partial is not None:
+            shard.add_(self._partial)
+            self.drop_partial()
+
+    def drop_partial(self) -> None:
+        """Forgets what was kept by `keep_partial`."""
+        self._partial = None
+
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
-        self.layout.add_reduced(shard.to(self.dtypes.grad), self._filled)
+        reduced = shard.to(self.dtypes.grad)
+        if self._scale_after != 1.0:
+            reduced.mul_(self._scale_after)
+        self.layout.add_reduced(reduced, self._filled)
         self.drop_gradients()
 
     def keep_accumulated(self) -> None:
@@ -172,6 +200,13 @@ class Segment:
             self.grads.allocate()
             for gap in self._grad_padding:
                 gap.zero_()
+
+
+def _divisor_before(contributors: float) -> float:
+    divisor = 1.0
+    while divisor * divisor < contributors:
+        divisor *= 2.0
+    return min(divisor, contributors)
 
 
 def _accumulate(view: torch.Tensor, grad: torch.Tensor, scale: float, filled: bool) -> None:

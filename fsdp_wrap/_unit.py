@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap._precision import BufferCasts, InputCasts
@@ -27,6 +29,14 @@ class UnitOptions:
         forward_prefetch: Whether forward issues the all-gather of the unit that came next last time.
         keeps_as_root: Whether as the root it keeps its parameters for backward, which needs them first.
         casts: Casts of inputs and outputs.
+        reshards_within: Ranks that keep the full parameters between them from forward to backward.
+        reshards_after_backward: Free the full parameters after backward.
+        unshards_in_backward: Whether backward needs the parameters' values at all.
+        syncs: Whether gradients are reduced, or kept for a later backward.
+        sums_over_replicas: Whether reduced gradients are summed over the replicas as well.
+        counts_unused: Whether parameters that no rank used get gradients of zeros.
+        forward_targets: Units whose all-gathers forward issues with this one; none for the default.
+        backward_targets: The same for backward.
     """
 
     reshard_after_forward: bool = True
@@ -34,6 +44,22 @@ class UnitOptions:
     forward_prefetch: bool = False
     keeps_as_root: bool = True
     casts: InputCasts = InputCasts()
+    reshards_within: Communicator | None = None
+    reshards_after_backward: bool = True
+    unshards_in_backward: bool = True
+    syncs: bool = True
+    sums_over_replicas: bool = True
+    counts_unused: bool = False
+    forward_targets: tuple[Unit, ...] = ()
+    backward_targets: tuple[Unit, ...] = ()
+
+    def copied(self, memo: dict[int, Any]) -> UnitOptions:
+        """Returns the same for a unit's deep copy; units that are not copied stay what they are."""
+        forward, backward = (
+            tuple(memo.get(id(unit), unit) for unit in targets)
+            for targets in (self.forward_targets, self.backward_targets)
+        )
+        return replace(self, forward_targets=forward, backward_targets=backward)
 
 
 class Unit:
@@ -46,9 +72,11 @@ class Unit:
         left: Tied parameters of the module that a unit above owns.
         lenders: Owners of parameters that the module uses as well; they run whenever this unit does.
         buffers: The casts of its buffers.
+        parts: The modules of which each has a forward of its own, where `module` only holds them together.
 
     Attributes:
         running: Forward calls in progress.
+        held: Whether the user has unsharded it by hand.
     """
 
     def __init__(
@@ -60,8 +88,12 @@ class Unit:
         left: frozenset[nn.Parameter] = frozenset(),
         lenders: Sequence[Unit] = (),
         buffers: BufferCasts | None = None,
+        parts: Iterable[nn.Module] = (),
     ) -> None:
         self.module = module
+        self.parts = frozenset(parts)
+        self._to_run: set[nn.Module | None] = set(self.parts)
+        self.held = False
         self.handle = handle
         self.options = options
         self.left = left
@@ -97,11 +129,42 @@ class Unit:
         self.nested = True
         self.fqn = fqn
 
+    def set(self, **options: Any) -> None:
+        """Schedules it differently from now on."""
+        self.options = replace(self.options, **options)
+
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Decides whether the full parameters are freed after forward, as the root as well."""
-        self.options = replace(self.options, reshard_after_forward=reshard, keeps_as_root=not reshard)
+        self.set(reshard_after_forward=reshard, keeps_as_root=not reshard, reshards_within=None)
 
     # forward
+
+    def hold(self, held: bool) -> None:
+        """Notes that the user has unsharded it by hand, or that it was resharded since."""
+        self.held = held
+
+    @property
+    def survives(self) -> bool:
+        """Whether a new iteration takes over its full parameters."""
+        wanted = self.held or not self.options.reshards_after_backward
+        return wanted and self.handle is not None and self.handle.is_current
+
+    def ran(self, part: nn.Module | None) -> bool:
+        """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
+        self._to_run.discard(part)
+        over = not self._to_run
+        if over:
+            self.restart()
+        return over
+
+    @property
+    def partly_ran(self) -> bool:
+        """Whether some of its parts have run and others not."""
+        return self._to_run != self.parts
+
+    def restart(self) -> None:
+        """Waits for the forwards of all parts again."""
+        self._to_run = set(self.parts)
 
     def newly_trainable(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yields (leaf, segment, index) of leaves that need gradients and were not yielded before."""
@@ -174,8 +237,9 @@ class Unit:
 class Use:
     """One forward call of a unit whose backward may follow."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, part: nn.Module | None = None) -> None:
         self.unit = unit
+        self.part = part
         self.watched = 0
         """How many of its inputs report when their gradients are done."""
         self.task = -1

@@ -13,11 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
@@ -95,14 +98,58 @@ class MixedPrecision:
 
     def check(self) -> None:
         """Refuses dtypes that nothing can be computed in; clients may have set fields since."""
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            dtype = getattr(self, name)
-            known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-            if dtype is not None and not known:
-                raise ValueError(
-                    f"MixedPrecision({name}=...) takes torch.bfloat16, float16, float32, float64 or None, "
-                    f"not {dtype!r}"
-                )
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+def _check_dtypes(policy: object, *names: str) -> None:
+    for name in names:
+        dtype = getattr(policy, name)
+        known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        if dtype is not None and not known:
+            raise ValueError(
+                f"{type(policy).__name__}({name}=...) takes torch.bfloat16, float16, float32, float64 or "
+                f"None, not {dtype!r}"
+            )
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of computation and communication of a `fully_shard`ed module.
+
+    Attributes:
+        param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
+            the parameters' own.
+        reduce_dtype: Of gradients while they are accumulated and reduced; None for `param_dtype`.
+        output_dtype: Of what forward returns; None leaves it as it is.
+        cast_forward_inputs: Cast the inputs to `param_dtype`.
+
+    Raises:
+        ValueError: If a dtype is not a floating-point one of 16 bits or more.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+
+
+@dataclass
+class OffloadPolicy:
+    """Of a `fully_shard`ed module: nothing is offloaded."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and so optimizer state live in host memory.
+
+    Attributes:
+        pin_memory: Whether that is pinned, where there is an accelerator that copies from it.
+    """
+
+    pin_memory: bool = True
 
 
 @dataclass

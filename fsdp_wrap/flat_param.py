@@ -78,7 +78,7 @@ class Allocator(Protocol):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
 
-    def empty_on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool = True) -> torch.Tensor: ...
 
 
 class FlatLayout:
@@ -158,7 +158,7 @@ class FlatLayout:
         return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
     def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
-        """Notes nothing: a gradient that no rank contributed to is zero, and ranks decide for their pieces."""
+        """Nothing: a gradient that no rank contributed to is zero, and each decides for its piece."""
 
     @property
     def without_values(self) -> Sequence[str]:

@@ -51,7 +51,7 @@ def register_forward_method(
     owner = type(wrapped).__name__
     if not callable(method) or isinstance(method, nn.Module):
         raise ValueError(f"{owner} has no method '{method_name}'")
-    if hasattr(type(wrapper), method_name):
+    if wrapper is not wrapped and hasattr(type(wrapper), method_name):
         raise ValueError(
             f"'{method_name}' is a method of {type(wrapper).__name__} itself, which hides that of {owner}"
         )

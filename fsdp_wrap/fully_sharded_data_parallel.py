@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._handle import HandleState, ParamHandle
-from fsdp_wrap._init import UnitSpec, build_unit, check_module, refuse_taken, resolve_ignored
+from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
@@ -158,7 +158,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         }
         mesh = _resolve_options(**options)
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
-        spec = UnitSpec(
+        spec = FlatSpec(
             mesh=mesh,
             device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh),
             use_orig_params=use_orig_params,

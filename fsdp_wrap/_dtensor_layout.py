@@ -1,0 +1,403 @@
+"""`DTensorLayout`: parameters that are cut one by one along a dimension, and shown as `DTensor`s."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp_wrap._gradient_mark import GradientMark, held_by_this_rank
+from fsdp_wrap._layout import Interval
+from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, mark_owned
+from fsdp_wrap.flat_param import Allocator
+
+__all__ = ["DTensorLayout"]
+
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
+
+    Attributes:
+        fqn: Name within the unit.
+        shape: Of the parameter.
+        dim: The dimension that is cut; its indices are the rows here.
+        ranks: Into how many parts.
+        start: Where the parameter begins in the unsharded buffer.
+        offset: Where each rank's chunk begins in its part of the buffer that travels.
+    """
+
+    fqn: str
+    shape: torch.Size
+    dim: int
+    ranks: int
+    start: int
+    offset: int
+
+    @functools.cached_property
+    def chunk(self) -> int:
+        """Rows of a whole chunk."""
+        return -(-self.shape[self.dim] // self.ranks)
+
+    @functools.cached_property
+    def whole(self) -> int:
+        """How many ranks hold a whole chunk; the next holds the rest, the others nothing."""
+        return self.shape[self.dim] // self.chunk if self.shape.numel() else 0
+
+    @functools.cached_property
+    def rest(self) -> int:
+        """Rows of the chunk that is not whole."""
+        return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
+
+    @property
+    def stop(self) -> int:
+        """Where the parameter ends in the unsharded buffer."""
+        return self.start + self.shape.numel()
+
+    @property
+    def end(self) -> int:
+        """Where each rank's chunk ends in its part."""
+        return self.offset + self._shape_of(self.chunk).numel()
+
+    def _shape_of(self, rows: int) -> torch.Size:
+        return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
+
+    def first_row(self, rank: int) -> int:
+        """Returns the first row that a rank holds."""
+        return min(rank * self.chunk, self.shape[self.dim])
+
+    def rows(self, rank: int) -> int:
+        """Returns how many rows a rank holds."""
+        return self.first_row(rank + 1) - self.first_row(rank)
+
+    def held(self, part: torch.Tensor, rank: int) -> torch.Tensor:
+        """Returns the view of a rank's part in which its rows are."""
+        shape = self._shape_of(self.rows(rank))
+        return part[self.offset : self.offset + shape.numel()].view(shape)
+
+    def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        """Views of all ranks' parts (ranks x shard): (ranks, rows, other dimensions) and (rows, others)."""
+        found = []
+        if self.whole:
+            chunks = parts[: self.whole, self.offset : self.end]
+            found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
+        if self.rest:
+            found.append(self.held(parts[self.whole], self.whole).movedim(self.dim, 0))
+        return found
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
+        rows = tensor.movedim(self.dim, 0)
+        found = []
+        if self.whole:
+            whole = rows[: self.whole * self.chunk]
+            found.append(whole.view(self.whole, self.chunk, *rows.shape[1:]))
+        if self.rest:
+            found.append(rows[self.whole * self.chunk :])
+        return found
+
+    def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        """Views of what belongs to no row."""
+        first = self.offset + self._shape_of(self.rest).numel()
+        return [
+            parts[self.whole : self.whole + 1, first : self.end],
+            parts[self.whole + 1 :, self.offset : self.end],
+        ]
+
+
+class DTensorLayout:
+    """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks stand side by side.
+
+    Behind the chunks stands one number per parameter, by which the ranks tell each other, in the reduction
+    itself, whose gradients they have contributed to: all ranks get the same gradients, or None.
+
+    Args:
+        slots: The original parameters; their data are copied and then given up.
+        allocator: Allocates the shard and knows the rank.
+        mesh: Of the sharded parameters; the last dimension is that of the shards.
+        dims: For each parameter, the dimension that is cut.
+        name: Name of the segment within its unit.
+        offload: Whether the shard lives in host memory.
+        pin: Whether that is pinned.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[ParamSlot],
+        allocator: Allocator,
+        *,
+        mesh: DeviceMesh,
+        dims: Sequence[int],
+        name: str,
+        offload: bool,
+        pin: bool,
+    ) -> None:
+        first = slots[0].param
+        self.name, self.sharded, self.in_place = name, True, allocator.size == 1
+        self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
+        self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
+        self._cuts = _cut(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
+        self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
+        self.shard_numel = self._used.stop
+        self.numel = self.shard_numel * allocator.size
+        self.full_numel = self.numel if self.in_place else _up(self._cuts[-1].stop, allocator.size)
+        self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
+        self._attributes = [dict(slot.param.__dict__) for slot in slots]
+        self._marks: dict[nn.Parameter, GradientMark] = {}
+        self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
+        for cut, slot, piece in zip(self._cuts, slots, self._pieces):
+            piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
+            slot.param.data = piece  # whoever holds the original does not keep its memory alive
+        self.sources = [self._parameter(index, slot.param) for index, slot in enumerate(slots)]
+
+    def _new_shard(self, dtype: torch.dtype, on_meta: bool) -> torch.Tensor:
+        if on_meta:
+            return torch.empty(self.shard_numel, dtype=dtype, device="meta")
+        return self._allocate(self.shard_numel, dtype).zero_()
+
+    def _adopt_shard(self, shard: torch.Tensor) -> None:
+        self._shard, self.dtype = shard, shard.dtype
+        self._pieces = self._held(shard)
+        shard_on = [Shard(cut.dim) for cut in self._cuts]
+        over_replicas = [Replicate()] * (self._mesh.ndim - 1)
+        self._specs = [
+            DTensorSpec(
+                self._mesh,
+                (*over_replicas, placement),
+                TensorMeta(cut.shape, torch.empty(cut.shape, device="meta").stride(), self.dtype),
+            )
+            for cut, placement in zip(self._cuts, shard_on)
+        ]
+
+    def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
+        return [cut.held(part, self._rank) for cut in self._cuts]
+
+    def _dtensor(self, index: int, piece: torch.Tensor) -> DTensor:
+        # The public way costs ten times as much, per gradient and step.
+        return DTensor(piece, self._specs[index], requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
+        param = nn.Parameter(self._dtensor(index, self._pieces[index]), requires_grad=like.requires_grad)
+        param.__dict__.update(self._attributes[index])
+        mark_owned(param)
+        return param
+
+    # what there is
+
+    @property
+    def fqns(self) -> Sequence[str]:
+        return [cut.fqn for cut in self._cuts]
+
+    @property
+    def flat_param(self) -> nn.Parameter:
+        return nn.Parameter(self._shard, requires_grad=False)
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        return None
+
+    @property
+    def without_values(self) -> Sequence[str]:
+        return self.fqns if self._shard.is_meta else ()
+
+    @property
+    def version(self) -> int:
+        return self._shard._version
+
+    def shapes(self) -> dict[Place, torch.Size]:
+        return {place: cut.shape for places, cut in zip(self.places, self._cuts) for place in places}
+
+    def intervals(self) -> list[Interval]:
+        return [
+            Interval(cut.fqn, cut.shape, first, piece.view(-1), source, first)
+            for cut, piece, source in zip(self._cuts, self._pieces, self.sources)
+            for first in [_only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
+        ]
+
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        return [piece.reshape(-1) for piece in self._held(shard)]
+
+    # buffers
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [buffer[cut.start : cut.stop].view(cut.shape) for cut in self._cuts]
+
+    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
+        parts = travelling.view(self._ranks, -1)
+        return [cut.boxes(parts) for cut in self._cuts]
+
+    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._cuts[index].split(tensor)
+
+    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
+        parts = travelling.view(self._ranks, -1)
+        gaps = [parts[:, one.end : other.offset] for one, other in zip(self._cuts, self._cuts[1:])]
+        gaps += [gap for cut in self._cuts for gap in cut.padding(parts)]
+        return [gap for gap in gaps if gap.numel()]
+
+    def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
+        leaves = [nn.Parameter(view, requires_grad=False) for view in self.views(buffer)]
+        for leaf, attributes in zip(leaves, self._attributes):
+            leaf.__dict__.update(attributes)
+        return leaves
+
+    def write_shard(self, out: torch.Tensor) -> None:
+        out.data.copy_(self._shard.data, non_blocking=True)
+
+    def read_shard(self, own: torch.Tensor) -> None:
+        self._shard.copy_(own.detach())
+
+    # what the modules show
+
+    def show(self, params: Sequence[nn.Parameter]) -> None:
+        for places, param in zip(self.places, params):
+            places.show(param)
+
+    def show_sharded(self) -> None:
+        self.show(self.sources)
+
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        self.show(params)
+
+    def hide_full(self) -> None:
+        self.show_sharded()
+
+    def shown(self) -> list[nn.Parameter | None]:
+        return [places.shown() for places in self.places]
+
+    def add_place(self, index: int, place: Place) -> None:
+        self.places[index].add(*place)
+        self.show_sharded()
+
+    # gradients
+
+    def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
+        flags = torch.tensor(used, dtype=travelling.dtype)
+        travelling.view(self._ranks, -1)[:, self._used].copy_(flags, non_blocking=True)
+
+    def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        own = reduced.to(self._shard.device)
+        for index, (param, piece) in enumerate(zip(self.sources, self._held(own))):
+            mark = self._marks.get(param)
+            if mark is not None and mark.made:
+                param.grad = None
+            # Looking at the number waits for the device: only where this rank does not know by itself.
+            if not param.requires_grad or not (used[index] or own[self._used][index].item()):
+                continue
+            if param.grad is None:
+                param.grad = self._dtensor(index, piece)
+            else:
+                held_by_this_rank(param.grad).add_(piece)
+        self._marks.clear()
+
+    def allow_gradients_of_any_dtype(self) -> None:
+        for param in self.sources:
+            param.grad_dtype = None
+
+    def mark_unsynced(self) -> None:
+        for param in self.sources:
+            if param.requires_grad:
+                self._marks[param] = GradientMark(param, self._marks.get(param))
+
+    def zeroed(self) -> list[bool]:
+        return [source in self._marks and self._marks[source].zeroed for source in self.sources]
+
+    def write_gradient(self, out: torch.Tensor) -> None:
+        out.zero_()
+        for param, piece in zip(self.sources, self._held(out)):
+            if param.grad is not None:
+                piece.copy_(held_by_this_rank(param.grad))
+
+    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
+        pieces = [None] * len(self.sources) if own is None else self._held(own)
+        for index, (param, piece, has_grad) in enumerate(zip(self.sources, pieces, present)):
+            if piece is None or not has_grad:
+                param.grad = None
+            elif param.grad is None:
+                param.grad = self._dtensor(index, piece.to(self._shard.device, copy=True))
+            elif not torch.equal(held_by_this_rank(param.grad), piece.to(self._shard)):
+                held_by_this_rank(param.grad).copy_(piece)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [None if param.grad is None else held_by_this_rank(param.grad) for param in self.sources]
+
+    # changes from outside
+
+    def follow_replaced(self) -> bool:
+        """Takes over parameters that were converted, loaded with `assign=True`, or left the meta device."""
+        found = [old if new is None else new for old, new in zip(self.sources, self.shown())]
+        if all(map(_is_held_as, found, self.sources, self._pieces)):
+            return False
+        for cut, spec, param in zip(self._cuts, self._specs, found):
+            _check_replaced(cut, spec, param, found[0], self._rank)
+        values = [held_by_this_rank(param.detach()) for param in found]
+        self._adopt_shard(self._new_shard(found[0].dtype, values[0].is_meta))
+        for param, piece, value, attributes in zip(found, self._pieces, values, self._attributes):
+            piece.copy_(value)
+            param._local_tensor = piece  # type: ignore[attr-defined]
+            param.__dict__.update(attributes)  # conversions exchange them as well
+            mark_owned(param)
+        self.sources = found
+        return True
+
+    def copied(self, memo: dict[int, Any]) -> DTensorLayout:
+        new = copy.copy(self)
+        new._marks = {}
+        new._adopt_shard(self._new_shard(self.dtype, self._shard.is_meta).copy_(self._shard))
+        new.sources = [new._parameter(index, source) for index, source in enumerate(self.sources)]
+        memo.update((id(old), param) for old, param in zip(self.sources, new.sources))
+        return new
+
+    def follow_modules(self, memo: dict[int, Any]) -> None:
+        self.places = copy.deepcopy(self.places, memo)
+        self.show_sharded()
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _cut(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignment: int) -> list[_Cut]:
+    cuts: list[_Cut] = []
+    start = offset = 0
+    for slot, dim in zip(slots, dims):
+        cut = _Cut(slot.fqn, slot.param.shape, dim, ranks, start, offset)
+        start, offset = _up(cut.stop, alignment), _up(cut.end, alignment)
+        cuts.append(cut)
+    return cuts
+
+
+def _only_rows(cut: _Cut) -> _Cut:
+    if cut.dim != 0:
+        raise ValueError(
+            f"parameter '{cut.fqn}' is cut along dimension {cut.dim}, so that no rank holds one contiguous "
+            "piece of it; save it as the DTensor that state_dict() of its module has"
+        )
+    return cut
+
+
+def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:
+    return found is source and held_by_this_rank(found) is piece
+
+
+def _check_replaced(
+    cut: _Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
+) -> None:
+    fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
+    same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta
+    if not fits or not same_kind or param._local_tensor.shape[cut.dim] != cut.rows(rank):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"the sharded parameter '{cut.fqn}' was replaced by a {type(param).__name__} of shape "
+            f"{tuple(param.shape)}, dtype {param.dtype} on {param.device}; it must stay a DTensor of shape "
+            f"{tuple(cut.shape)}, with placements {spec.placements}, and of one dtype with the unit's others"
+        )
