@@ -63,7 +63,7 @@ class _WorkPending:
         except RuntimeError:
             if not self._work.is_completed():  # it goes on: only the waiting has ended
                 return False
-            raise
+            self._work.wait()  # tells what ended it: perhaps success, just after the waiting
         return True
 
 

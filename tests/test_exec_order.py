@@ -25,6 +25,7 @@ from bed import ranks, run_isolated
 from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, _positions, _watch, record_events
+from fsdp_wrap._device import lane_of
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
@@ -603,3 +604,32 @@ def test_an_entry_has_no_number_while_it_is_written():
         *incomplete, complete = [_positions._File(state).read(slot) for state in file.memory.states]
         assert incomplete and all(entry.number == 0 for entry in incomplete)
         assert (complete.number, complete.digest, complete.text) == (number, note.digest, note.text)
+
+
+# Waiting.
+
+
+class Late:
+    """A work that ends between the end of a limited wait for it and the question whether it has."""
+
+    def __init__(self, error: RuntimeError | None) -> None:
+        self.error = error
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        if limit is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("connection closed by peer")], ids=["done", "failed"])
+def test_a_work_that_ends_just_after_the_wait_for_it(error):
+    pending = lane_of(torch.device("cpu"), "gather").issue(lambda async_op: Late(error))
+    if error is None:
+        assert pending.wait_for(timedelta(seconds=1))
+    else:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            pending.wait_for(timedelta(seconds=1))
