@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,11 @@ def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
 
 
 def interleave(
-    competitors: Mapping[str, Callable[[], object]], rounds: int, warmup: int
+    competitors: Mapping[str, Callable[[], object]], rounds: int, warmup: int, alone: bool = False
 ) -> dict[str, list[float]]:
     """Let competitors take one step each per round; returns their seconds per round, of the slowest rank.
+
+    Or of this process, if it is `alone` (as on a process group that sends nothing).
 
     Each round starts with another competitor, so that none always follows the same one's use of the caches.
     """
@@ -59,7 +62,7 @@ def interleave(
             seconds = _timed(competitors[name])
             if turn >= warmup:
                 times[name].append(seconds)
-    return _slowest(times)
+    return times if alone else _slowest(times)
 
 
 def summarize(times: Mapping[str, Sequence[float]], baseline: str) -> dict[str, Summary]:
@@ -85,6 +88,17 @@ def table(title: str, summaries: Mapping[str, Summary], baseline: str) -> str:
         spread = f"{row.min_ms:.1f} - {row.max_ms:.1f}"
         lines.append(f"  {name:{width}}  {row.median_ms:9.1f}  {row.ratio:8.2f}  {row.paired:6.2f}  {spread}")
     return "\n".join(lines)
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """Most host memory that tensors of this thread took during an action, beyond that before it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = action()  # kept until the end of the measurement
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns())
+    del result
+    return max(accumulate((event.nbytes() for event in memory), initial=0))
 
 
 def machine() -> dict[str, Any]:

@@ -27,7 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 if not __package__:  # run as a file: let the repository be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import fsdp_wrap
 from benchmarks.harness import Summary, interleave, machine, run_ranks, summarize, table, write_json
+from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WARMUP = 3
 
@@ -139,19 +141,20 @@ def _fsdp1(
     )
 
 
-def _fsdp2(module: nn.Module, reshard_after_forward: bool = True) -> nn.Module:
+def _sharded_by(
+    fully_shard: Callable[..., object], module: nn.Module, reshard_after_forward: bool = True
+) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in [*(child for child in module.modules() if isinstance(child, Block)), module]:
-        torch_fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return module
 
 
 def _fsdp_wrap(module: nn.Module, use_orig_params: bool = True) -> nn.Module:
-    from fsdp_wrap import FullyShardedDataParallel
-    from fsdp_wrap.wrap import ModuleWrapPolicy
-
     policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(module, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    return fsdp_wrap.FullyShardedDataParallel(
+        module, auto_wrap_policy=policy, use_orig_params=use_orig_params
+    )
 
 
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -159,10 +162,12 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1": _fsdp1,
     "fsdp1_flat": partial(_fsdp1, use_orig_params=False),
     "fsdp1_grad_op": partial(_fsdp1, strategy=torch_fsdp.ShardingStrategy.SHARD_GRAD_OP),
-    "fsdp2": _fsdp2,
-    "fsdp2_keep": partial(_fsdp2, reshard_after_forward=False),
+    "fsdp2": partial(_sharded_by, torch_fsdp.fully_shard),
+    "fsdp2_keep": partial(_sharded_by, torch_fsdp.fully_shard, reshard_after_forward=False),
     "fsdp_wrap": _fsdp_wrap,
     "fsdp_wrap_flat": partial(_fsdp_wrap, use_orig_params=False),
+    "fully_shard": partial(_sharded_by, fsdp_wrap.fully_shard),
+    "fully_shard_keep": partial(_sharded_by, fsdp_wrap.fully_shard, reshard_after_forward=False),
 }
 
 
