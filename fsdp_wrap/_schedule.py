@@ -440,6 +440,7 @@ class Schedule:
         self._gather(unit, phase)
         handle.wait()
         self._positions[unit].gather.completed()
+        self._positions[unit].gather_kept.completed()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
@@ -458,7 +459,9 @@ class Schedule:
                 f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"
             )
-        self._positions[unit].gather.issue(phase, self._iteration)
+        positions = self._positions[unit]
+        gather = positions.gather_kept if handle.keeps_parts else positions.gather
+        gather.issue(phase, self._iteration)
         handle.unshard()
         emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
         return True
@@ -527,12 +530,14 @@ def _shown_in_full(unit: Unit) -> bool:
 
 def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
     communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+    within = unit.options.reshards_within
     return UnitPositions(
         unit.name,
         tree,
         gathering=[one.positions for one in communicators[:1] if one.positions is not None],
         # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
         reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
+        keeping=[] if within is None or within.positions is None else [within.positions],
         waits=all(one.device.type == "cpu" for one in communicators),
     )
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from fsdp_wrap import fully_shard
-from models import Transformer, loss_of, tokens, train
+from models import Transformer, train
 
 
 def shard_blocks(model: nn.Module, **kwargs):

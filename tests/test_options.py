@@ -8,7 +8,16 @@ import random
 import pytest
 
 from bed import ranks
-from scenario import HYBRID_SPACE, SPACE, check, draw, name_of, pairwise
+from scenario import (
+    COMPOSABLE_SPACE,
+    HYBRID_COMPOSABLE_SPACE,
+    HYBRID_SPACE,
+    SPACE,
+    check,
+    draw,
+    name_of,
+    pairwise,
+)
 
 DRAWS = 300
 """Scenarios of the random walk."""
@@ -23,6 +32,18 @@ def test_every_pair_of_options(rank, world_size, scenario):
 @pytest.mark.parametrize("scenario", pairwise(HYBRID_SPACE, seed=2)[::2], ids=name_of)
 @ranks(4)
 def test_hybrid_with_other_options(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+@pytest.mark.parametrize("scenario", pairwise(COMPOSABLE_SPACE, seed=3), ids=name_of)
+@ranks(2)
+def test_every_pair_of_options_of_fully_shard(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+@pytest.mark.parametrize("scenario", pairwise(HYBRID_COMPOSABLE_SPACE, seed=4)[::3], ids=name_of)
+@ranks(4)
+def test_fully_shard_on_four_ranks(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
@@ -46,9 +67,11 @@ def test_full_cross_of_a_block(rank, world_size, block):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
 @pytest.mark.parametrize("part", range(10))
 @ranks(2, timeout=600)
-def test_random_walk(rank, world_size, part):
+def test_random_walk(rank, world_size, part, front):
     generator = random.Random(part)
+    space = SPACE if front == "wrapper" else COMPOSABLE_SPACE
     for _ in range(DRAWS // 10):
-        check(draw(SPACE, generator), rank, world_size)
+        check(draw(space, generator), rank, world_size)
