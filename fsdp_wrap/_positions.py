@@ -439,6 +439,7 @@ class UnitPositions:
         self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits)
         self.gather_kept = CollectivePositions(f"gathers {name} from neighbours", tree, keeping, waits)
         self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits)
+        self.reduction_in_copy = CollectivePositions(f"reduces {name} in a copy", tree, gathering, waits)
         self._note = Note(name)
         self._group = next(iter(reducing), None)
 

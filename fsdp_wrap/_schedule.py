@@ -479,8 +479,9 @@ class Schedule:
             return
         self._finish_reduction()
         assert unit.handle is not None
-        self._positions[unit].reduction.issue(phase, self._iteration)
-        options = unit.options
+        options, positions = unit.options, self._positions[unit]
+        reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
+        reduction.issue(phase, self._iteration)
         nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
         emit(EventKind.REDUCE, unit.fqn, phase, nbytes)
         self._reducing = unit
@@ -494,6 +495,7 @@ class Schedule:
             unit.handle.finish_reduction()
             if not unit.handle.has_own_reduction:  # which may have waited for nobody
                 self._positions[unit].reduction.completed()
+                self._positions[unit].reduction_in_copy.completed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
