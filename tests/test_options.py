@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,12 @@ DRAWS = 300
 """Scenarios of the random walk."""
 
 
+def few_fast(scenarios: list[Any], step: int) -> list[Any]:
+    """Leaves all but every n-th to the slow tier."""
+    slow = pytest.mark.slow
+    return [one if n % step == 0 else pytest.param(one, marks=slow) for n, one in enumerate(scenarios)]
+
+
 @pytest.mark.parametrize("scenario", pairwise(SPACE, seed=1), ids=name_of)
 @ranks(2)
 def test_every_pair_of_options(rank, world_size, scenario):
@@ -35,13 +42,13 @@ def test_hybrid_with_other_options(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.parametrize("scenario", pairwise(COMPOSABLE_SPACE, seed=3), ids=name_of)
+@pytest.mark.parametrize("scenario", few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 3), ids=name_of)
 @ranks(2)
 def test_every_pair_of_options_of_fully_shard(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.parametrize("scenario", pairwise(HYBRID_COMPOSABLE_SPACE, seed=4)[::3], ids=name_of)
+@pytest.mark.parametrize("scenario", few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 12), ids=name_of)
 @ranks(4)
 def test_fully_shard_on_four_ranks(rank, world_size, scenario):
     check(scenario, rank, world_size)
