@@ -1,4 +1,4 @@
-"""Writes docs/api.md: every public name, argument and default of torch's wrapper, and what is here.
+"""Writes docs/api.md: every public name, argument and default of `torch.distributed.fsdp`, and what is here.
 
     python docs/api_table.py
 
@@ -24,19 +24,24 @@ import torch
 TARGET = Path(__file__).with_name("api.md")
 
 MODULES = ["", "fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scaler"]
-"""The modules of `torch.distributed.fsdp` that belong to the wrapper; "" is the package itself."""
+"""The public modules of `torch.distributed.fsdp`; "" is the package itself."""
 
-FULLY_SHARD = "the composable API `fully_shard`, another front-end than the wrapper"
+COMMUNICATOR = "one file chooses how to communicate (`_collectives.py`); replacing single collectives is no seam"
+ONE_IN_FLIGHT = "one reduction is in flight at most, on a queue of its own beside the gathers'"
+NESTED_DTENSORS = "parameters that are `DTensor`s already (tensor parallelism) are refused by name"
 
 REASONS = {
-    "CPUOffloadPolicy": FULLY_SHARD,
-    "DataParallelMeshDims": FULLY_SHARD,
-    "FSDPModule": FULLY_SHARD,
-    "MixedPrecisionPolicy": FULLY_SHARD,
-    "OffloadPolicy": FULLY_SHARD,
-    "UnshardHandle": FULLY_SHARD,
-    "fully_shard": FULLY_SHARD,
-    "share_comm_ctx": FULLY_SHARD,
+    "DataParallelMeshDims": NESTED_DTENSORS,
+    "fully_shard(dp_mesh_dims)": NESTED_DTENSORS,
+    "FSDPModule.set_all_reduce_hook": "the reduction over the replicas is not open to hooks",
+    "FSDPModule.set_allocate_memory_from_process_group_for_comm": COMMUNICATOR,
+    "FSDPModule.set_custom_all_gather": COMMUNICATOR,
+    "FSDPModule.set_custom_reduce_scatter": COMMUNICATOR,
+    "FSDPModule.set_reduce_scatter_max_input_buffers": ONE_IN_FLIGHT,
+    "FSDPModule.set_separate_reduce_scatter_group": ONE_IN_FLIGHT,
+    "FSDPModule.set_symm_mem_for_comm": COMMUNICATOR,
+    "UnshardHandle": "`unshard` alone makes one",
+    "share_comm_ctx": "all units of a process share the queues of communication of their device anyway",
 }
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed."""
 
@@ -216,7 +221,7 @@ def build() -> tuple[str, list[str]]:
     faults += [f"needless reason: {each}" for each in REASONS if each not in table.used]
     version = torch.__version__.partition("+")[0]
     head = [
-        "# The wrapper's public API beside torch's",
+        "# The public API beside torch's",
         "",
         f"Written by `docs/api_table.py` from both packages (torch {version}), not by hand. Methods of "
         "`torch.nn.Module` are left out where torch's wrapper inherits them.",

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_wrap._gradient_mark import GradientMark, held_by_this_rank
+from fsdp_wrap._gradient_mark import GradientMark, held_by_this_rank, version_of
 from fsdp_wrap._layout import Interval
 from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, mark_owned
 from fsdp_wrap.flat_param import Allocator
@@ -188,9 +188,13 @@ class DTensorLayout:
 
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
         param = nn.Parameter(self._dtensor(index, self._pieces[index]), requires_grad=like.requires_grad)
-        param.__dict__.update(self._attributes[index])
-        mark_owned(param)
+        self._show_in(param, index)
         return param
+
+    def _show_in(self, param: nn.Parameter, index: int) -> None:
+        param._local_tensor = self._pieces[index]  # type: ignore[attr-defined]  # not another alias of it
+        param.__dict__.update(self._attributes[index])  # conversions exchange them
+        mark_owned(param)
 
     # what there is
 
@@ -212,7 +216,7 @@ class DTensorLayout:
 
     @property
     def version(self) -> int:
-        return self._shard._version
+        return sum(map(version_of, self.sources))
 
     def shapes(self) -> dict[Place, torch.Size]:
         return {place: cut.shape for places, cut in zip(self.places, self._cuts) for place in places}
@@ -342,11 +346,9 @@ class DTensorLayout:
             _check_replaced(cut, spec, param, found[0], self._rank)
         values = [held_by_this_rank(param.detach()) for param in found]
         self._adopt_shard(self._new_shard(found[0].dtype, values[0].is_meta))
-        for param, piece, value, attributes in zip(found, self._pieces, values, self._attributes):
-            piece.copy_(value)
-            param._local_tensor = piece  # type: ignore[attr-defined]
-            param.__dict__.update(attributes)  # conversions exchange them as well
-            mark_owned(param)
+        for index, (param, value) in enumerate(zip(found, values)):
+            self._pieces[index].copy_(value)
+            self._show_in(param, index)
         self.sources = found
         return True
 

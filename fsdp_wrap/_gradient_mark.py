@@ -6,12 +6,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["GradientMark", "held_by_this_rank"]
+__all__ = ["GradientMark", "held_by_this_rank", "version_of"]
 
 
 def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds of a tensor, looking at which is not collective."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns what grows with each change in place, of a `DTensor` or of what this rank holds of it."""
+    return tensor._version + held_by_this_rank(tensor)._version
 
 
 class GradientMark:
@@ -25,7 +30,7 @@ class GradientMark:
         self._made = param.grad is None or (before is not None and before.made)
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        self._grad, self._version = param.grad, held_by_this_rank(param.grad)._version
+        self._grad, self._version = param.grad, version_of(param.grad)
 
     @property
     def made(self) -> bool:
@@ -38,6 +43,5 @@ class GradientMark:
         grad = self._param.grad
         if grad is None:
             return True
-        held = held_by_this_rank(grad)
-        changed = grad is not self._grad or held._version != self._version
-        return changed and not held.any()
+        changed = grad is not self._grad or version_of(grad) != self._version
+        return changed and not held_by_this_rank(grad).any()

@@ -16,6 +16,7 @@ from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._segment import Segment
+from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
 from fsdp_wrap.api import MixedPrecision
 
@@ -151,13 +152,18 @@ class ParamHandle:
         return True
 
     def _shard_versions(self) -> list[int]:
-        return [segment.layout.version for segment in self.segments]
+        return [steps_taken(), *(segment.layout.version for segment in self.segments)]
 
     @property
     def is_current(self) -> bool:
-        """Whether the unit is unsharded, or being so, and its shards have not been written to since."""
+        """Whether the unit is unsharded, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         return unsharded and self._versions == self._shard_versions()
+
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether the next `unshard` gathers from the ranks that keep the full parameters between them."""
+        return self._kept is not None
 
     @property
     def without_values(self) -> list[str]:

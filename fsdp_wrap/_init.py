@@ -181,7 +181,6 @@ def build_unit(module: nn.Module, spec: FlatSpec) -> Unit:
     if spec.values.synchronised:
         broadcast(tensors, [replicas, communicator])
 
-
     def make_layout(segment: list[ParamSlot], name: str, allocator: Communicator) -> Layout:
         return FlatLayout(
             segment,

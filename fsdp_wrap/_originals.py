@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp_wrap._full_values import handles_of
@@ -183,8 +184,18 @@ def _owned(
     for handle in handles_of(units):
         for segment in handle.segments:
             intervals = segment.layout.intervals()
+            for interval in intervals:
+                _refuse_dtensor(interval)
             sources.update(id(interval.source) for interval in intervals)
             for index, places in enumerate(segment.layout.places):
                 for place in places:
                     owned[place] = (handle, segment, index, intervals[index])
     return owned, sources
+
+
+def _refuse_dtensor(interval: Interval) -> None:
+    if isinstance(interval.source, DTensor):
+        raise ValueError(
+            f"parameter '{interval.fqn}' was sharded by fully_shard, so its optimizer state is made of "
+            "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
+        )

@@ -423,6 +423,7 @@ class UnitPositions:
         tree: To which it belongs.
         gathering: The positions of the groups in which it gathers parameters, all alike on every rank.
         reducing: Of those in which it reduces gradients.
+        keeping: Of those that keep its parameters between forward and backward.
         waits: Whether waiting for a collective means that it has completed.
     """
 
@@ -432,10 +433,13 @@ class UnitPositions:
         tree: Tree,
         gathering: Iterable[GroupPositions],
         reducing: Iterable[GroupPositions],
+        keeping: Iterable[GroupPositions],
         waits: bool,
     ) -> None:
         self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits)
+        self.gather_kept = CollectivePositions(f"gathers {name} from neighbours", tree, keeping, waits)
         self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits)
+        self.reduction_in_copy = CollectivePositions(f"reduces {name} in a copy", tree, gathering, waits)
         self._note = Note(name)
         self._group = next(iter(reducing), None)
 

@@ -440,6 +440,7 @@ class Schedule:
         self._gather(unit, phase)
         handle.wait()
         self._positions[unit].gather.completed()
+        self._positions[unit].gather_kept.completed()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
@@ -458,7 +459,9 @@ class Schedule:
                 f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"
             )
-        self._positions[unit].gather.issue(phase, self._iteration)
+        positions = self._positions[unit]
+        gather = positions.gather_kept if handle.keeps_parts else positions.gather
+        gather.issue(phase, self._iteration)
         handle.unshard()
         emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
         return True
@@ -476,8 +479,9 @@ class Schedule:
             return
         self._finish_reduction()
         assert unit.handle is not None
-        self._positions[unit].reduction.issue(phase, self._iteration)
-        options = unit.options
+        options, positions = unit.options, self._positions[unit]
+        reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
+        reduction.issue(phase, self._iteration)
         nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
         emit(EventKind.REDUCE, unit.fqn, phase, nbytes)
         self._reducing = unit
@@ -491,6 +495,7 @@ class Schedule:
             unit.handle.finish_reduction()
             if not unit.handle.has_own_reduction:  # which may have waited for nobody
                 self._positions[unit].reduction.completed()
+                self._positions[unit].reduction_in_copy.completed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -527,12 +532,14 @@ def _shown_in_full(unit: Unit) -> bool:
 
 def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
     communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+    within = unit.options.reshards_within
     return UnitPositions(
         unit.name,
         tree,
         gathering=[one.positions for one in communicators[:1] if one.positions is not None],
         # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
         reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
+        keeping=[] if within is None or within.positions is None else [within.positions],
         waits=all(one.device.type == "cpu" for one in communicators),
     )
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._gradient_mark import held_by_this_rank
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import Place, clean_fqn, is_owned
 from fsdp_wrap._schedule import schedule_of
@@ -150,14 +151,15 @@ def _replicated_params(module: nn.Module, handles: Iterable[ParamHandle]) -> dic
 
 
 def _gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [_strided(param) for param in params if param.grad is not None and param.grad.numel() > 0]
+    held = (_strided(param) for param in params if param.grad is not None)
+    return [grad for grad in held if grad.numel() > 0]
 
 
 def _strided(param: nn.Parameter) -> torch.Tensor:
-    """Returns the gradient's memory: of a sparse one the values, each element's once."""
+    """Returns the gradient's memory on this rank: of a sparse one the values, each element's once."""
     assert param.grad is not None
     if not param.grad.is_sparse:
-        return param.grad
+        return held_by_this_rank(param.grad)
     param.grad = param.grad.coalesce()
     return param.grad.values()
 

@@ -10,16 +10,25 @@ import copy
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_wrap import BackwardPrefetch, CPUOffload, ShardingStrategy
+from fsdp_wrap import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 
@@ -44,6 +53,24 @@ SPACE: dict[str, Sequence[Any]] = {
     "evaluates": [False, True],
     "input_grad": [False, True],
 }
+COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
+    "front": ["fully_shard"],
+    "reshard": [None, True, False],
+    "kept_after_backward": [False, True],
+    "prefetch": ["default", "explicit"],
+    "columns": [False, True],
+    "wrapping": ["whole", "block", "linear", "always", "by_hand", "group"],
+    "offload": [False, True],
+} | {
+    name: SPACE[name]
+    for name in (
+        *("frozen", "unfreeze", "tied", "checkpointing", "accumulation", "zeroing", "fault"),
+        *("forwards", "evaluates", "input_grad"),
+    )
+}
+"""Options of `fully_shard`; those of the wrapper that it has as well, and its own."""
+
+HYBRID_COMPOSABLE_SPACE = {**COMPOSABLE_SPACE, "mesh": ["hybrid", "flat"], "reshard": [None, True, False, 2]}
 HYBRID_SPACE = {**SPACE, "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"]}
 
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
@@ -149,7 +176,51 @@ def _policy(wrapping: str) -> Any:
     }[wrapping]
 
 
-def _wrap(model: Model, scenario: Scenario) -> FSDP:
+def _wrap(model: Model, scenario: Scenario) -> nn.Module:
+    return _shard(model, scenario) if "front" in scenario else _wrapped(model, scenario)
+
+
+def _shard(model: Model, scenario: Scenario) -> nn.Module:
+    hybrid = scenario.get("mesh") == "hybrid"
+    sizes = (2, dist.get_world_size() // 2) if hybrid else (dist.get_world_size(),)
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        even = param.ndim == 2 and param.shape[1] % sizes[-1] == 0
+        return Shard(1) if scenario["columns"] and even else None
+
+    for part in _parts(model, scenario["wrapping"]):
+        reshard = scenario["reshard"]
+        fully_shard(
+            part,
+            mesh=init_device_mesh("cpu", sizes),
+            reshard_after_forward=True if hybrid and reshard == 2 else reshard,
+            shard_placement_fn=placement,
+            offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
+        )
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if scenario["prefetch"] == "explicit":
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 3])
+            unit.set_modules_to_backward_prefetch(units[max(0, index - 2) : index])
+    model.set_reshard_after_backward(not scenario["kept_after_backward"])
+    return model
+
+
+def _parts(model: Model, wrapping: str) -> list[Any]:
+    """What to call `fully_shard` with, in turn."""
+    leaves = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    every = [module for module in reversed(list(model.modules())) if not isinstance(module, nn.ModuleList)]
+    return {
+        "whole": [model],
+        "block": [*model.blocks, model],
+        "linear": [*leaves, model],
+        "always": every,
+        "by_hand": [model.blocks[0].fc1, model.blocks[0], model.blocks[2], model.head, model],
+        "group": [[model.blocks[0], model.blocks[1].adapter], [model.embed, model.head], model],
+    }[wrapping]
+
+
+def _wrapped(model: Model, scenario: Scenario) -> FSDP:
     prefetch = scenario["backward_prefetch"]
     kwargs: dict[str, Any] = {
         "sharding_strategy": ShardingStrategy[scenario["strategy"]],
@@ -197,7 +268,23 @@ def _fail(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
-def _break_once(model: FSDP, where: str, batches: _Batches, rank: int) -> None:
+@contextmanager
+def _unsynced(model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients, by the means of the front-end."""
+    if isinstance(model, FSDP):
+        with model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> None:
     """One forward and backward in which a module raises on every rank."""
 
     def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -222,7 +309,8 @@ def check(scenario: Scenario, rank: int, world_size: int) -> None:
     # Reentrant checkpointing trains nothing where none of its inputs needs a gradient, plain module or not.
     batches = _Batches(scenario["input_grad"] or scenario["checkpointing"] == "reentrant")
     # A FlatParameter gives its unused parts zero gradients, a plain module none: SGD alone is alike.
-    extras = {"momentum": 0.9, "weight_decay": 0.1} if scenario["use_orig_params"] else {}
+    alike = scenario.get("use_orig_params", True)
+    extras = {"momentum": 0.9, "weight_decay": 0.1} if alike else {}
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, **extras) for m in (plain, model)]
     for step in range(STEPS):
         if step == 1 and scenario["unfreeze"]:
@@ -238,14 +326,15 @@ def check(scenario: Scenario, rank: int, world_size: int) -> None:
             optimizer.step()
     expected = plain.state_dict()
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
+        found, wanted = _full(value), expected[name]
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
 
 
 def _step(
     scenario: Scenario,
     step: int,
     plain: nn.Module,
-    model: FSDP,
+    model: nn.Module,
     batches: _Batches,
     rank: int,
     world_size: int,
@@ -257,7 +346,7 @@ def _step(
                 model.eval()
                 batches.loss(model, rank, number, 1)
                 model.train()
-        with model.no_sync() if unsynced else nullcontext():
+        with _unsynced(model) if unsynced else nullcontext():
             loss = batches.loss(model, rank, number, forwards)
             loss.backward()
         references = [batches.loss(plain, r, number, forwards) for r in range(world_size)]

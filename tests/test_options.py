@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
 from bed import ranks
-from scenario import HYBRID_SPACE, SPACE, check, draw, name_of, pairwise
+from scenario import (
+    COMPOSABLE_SPACE,
+    HYBRID_COMPOSABLE_SPACE,
+    HYBRID_SPACE,
+    SPACE,
+    check,
+    draw,
+    name_of,
+    pairwise,
+)
 
 DRAWS = 300
 """Scenarios of the random walk."""
+
+
+def few_fast(scenarios: list[Any], step: int) -> list[Any]:
+    """Leaves all but every n-th to the slow tier."""
+    slow = pytest.mark.slow
+    return [one if n % step == 0 else pytest.param(one, marks=slow) for n, one in enumerate(scenarios)]
 
 
 @pytest.mark.parametrize("scenario", pairwise(SPACE, seed=1), ids=name_of)
@@ -23,6 +39,18 @@ def test_every_pair_of_options(rank, world_size, scenario):
 @pytest.mark.parametrize("scenario", pairwise(HYBRID_SPACE, seed=2)[::2], ids=name_of)
 @ranks(4)
 def test_hybrid_with_other_options(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+@pytest.mark.parametrize("scenario", few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 3), ids=name_of)
+@ranks(2)
+def test_every_pair_of_options_of_fully_shard(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+@pytest.mark.parametrize("scenario", few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 12), ids=name_of)
+@ranks(4)
+def test_fully_shard_on_four_ranks(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
@@ -46,9 +74,11 @@ def test_full_cross_of_a_block(rank, world_size, block):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
 @pytest.mark.parametrize("part", range(10))
 @ranks(2, timeout=600)
-def test_random_walk(rank, world_size, part):
+def test_random_walk(rank, world_size, part, front):
     generator = random.Random(part)
+    space = SPACE if front == "wrapper" else COMPOSABLE_SPACE
     for _ in range(DRAWS // 10):
-        check(draw(SPACE, generator), rank, world_size)
+        check(draw(space, generator), rank, world_size)

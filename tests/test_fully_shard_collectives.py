@@ -1,0 +1,165 @@
+"""What `fully_shard`'s layout sends and receives, among 128 ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from fsdp_wrap._collectives import SoloCommunicator, reduce_scatter_single
+from fsdp_wrap._collectives import _all_gather as all_gather_single
+from fsdp_wrap._device import Finished
+from fsdp_wrap._dtensor_layout import DTensorLayout
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._modules import ParamSlot
+from fsdp_wrap.api import MixedPrecision
+
+RANKS = 128
+SHAPES = [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
+
+
+class ThreadCommunicator(SoloCommunicator):
+    """The collectives that a handle uses, among threads."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(torch.device("cpu"))
+        self.rank, self.size, self._group = dist.get_rank(group), dist.get_world_size(group), group
+
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Any:
+        fill()
+        for tensor in full:
+            all_gather_single(tensor, self.own_part(tensor).clone(), group=self._group)
+        return Finished()
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Any:
+        for shard, source in zip(shards, full):
+            reduce_scatter_single(shard, source, group=self._group)
+        return Finished()
+
+
+@contextmanager
+def threads_as_ranks() -> Iterator[Callable[[Callable[[int], Any]], None]]:
+    """Gives a function that runs its argument on every rank, each a thread with process groups of its own."""
+    multi_threaded_pg._install_threaded_pg()
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate(True)
+    store = dist.HashStore()
+
+    def run(body: Callable[[int], Any]) -> None:
+        errors: list[BaseException] = []
+
+        def thread(rank: int) -> None:
+            try:
+                dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+                body(rank)
+            except BaseException as error:
+                multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+                errors.append(error)
+
+        started = [threading.Thread(target=thread, args=(rank,)) for rank in range(RANKS)]
+        for each in started:
+            each.start()
+        for each in started:
+            each.join()
+        if errors:
+            raise errors[0]
+
+    try:
+        yield run
+    finally:
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        isolate(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+
+
+@functools.cache
+def originals() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def handle_of(policy: MixedPrecision, mesh: DeviceMesh) -> tuple[ParamHandle, nn.ParameterList]:
+    module = nn.ParameterList([nn.Parameter(value.clone()) for value in originals()])
+    slots = [ParamSlot(str(index), param) for index, param in enumerate(module)]
+    for index, slot in enumerate(slots):
+        slot.places.add(module, str(index))
+    communicator = ThreadCommunicator(mesh.get_group())
+    layout = DTensorLayout(
+        slots, communicator, mesh=mesh, dims=[0] * len(slots), name="all", offload=False, pin=False
+    )
+    handle = ParamHandle([layout], communicator, SoloCommunicator(communicator.device), policy)
+    handle.follow_requires_grad()
+    return handle, module
+
+
+def check_gather(handle: ParamHandle, module: nn.ParameterList, dtype: torch.dtype, within: Any) -> None:
+    for keeps in (within, None):
+        assert handle.unshard()
+        handle.wait()
+        handle.show_leaves()
+        for param, value in zip(module, originals()):
+            assert type(param) is nn.Parameter
+            assert torch.equal(param, value.to(dtype))
+        assert handle.reshard(keeps)
+        assert handle.keeps_parts == (keeps is not None)
+        assert all(isinstance(param, DTensor) for param in module)
+
+
+def gradients(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) * (rank % 3) for shape in SHAPES]
+
+
+def reduce(handle: ParamHandle, grads: list[torch.Tensor]) -> None:
+    segment = handle.segments[0]
+    handle.unshard()
+    handle.wait()
+    for index, grad in enumerate(grads):
+        segment.leaves[index].grad = grad.to(segment.dtypes.param)
+        segment.take_gradient(index)
+    handle.start_reduction()
+    handle.finish_reduction()
+    handle.reshard()
+
+
+def check_reduced(module: nn.ParameterList, rank: int, expected: list[Any], **tolerance: float) -> None:
+    for param, wanted in zip(module, expected):
+        assert param.grad.placements == (Shard(0),) and param.grad.shape == param.shape
+        chunks = wanted.chunk(RANKS)
+        mine = chunks[rank] if rank < len(chunks) else wanted[:0]
+        torch.testing.assert_close(param.grad.to_local(), mine, **tolerance)
+        param.grad = None
+
+
+def test_gathers_and_reductions_of_odd_shapes_at_128_ranks():
+    of_ranks = [gradients(rank) for rank in range(RANKS)]
+    means = [sum(grads) / RANKS for grads in zip(*of_ranks)]
+    extremes = [torch.full(shape, value) for shape, value in zip(SHAPES, [4096.0, 2.0**-20] * 4)]
+
+    def body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", torch.arange(RANKS))
+        within = ThreadCommunicator(DeviceMesh("cpu", torch.arange(RANKS).view(-1, 8)).get_group(1))
+        for dtype in (torch.float32, torch.bfloat16):
+            check_gather(*handle_of(MixedPrecision(param_dtype=dtype), mesh), dtype, within)
+        handle, module = handle_of(MixedPrecision(), mesh)
+        reduce(handle, of_ranks[rank])
+        for param, wanted in zip(module[:2], means):
+            torch.testing.assert_close(param.grad.full_tensor(), wanted, rtol=1e-5, atol=1e-4)
+        check_reduced(module, rank, means, rtol=1e-5, atol=1e-4)
+        handle, module = handle_of(MixedPrecision(reduce_dtype=torch.float16), mesh)
+        reduce(handle, of_ranks[rank])
+        check_reduced(module, rank, means, rtol=1e-2, atol=1e-2)
+        reduce(handle, extremes)  # neither overflow nor underflow
+        check_reduced(module, rank, extremes, rtol=0, atol=0)
+
+    with threads_as_ranks() as run:
+        run(body)

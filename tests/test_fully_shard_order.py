@@ -1,0 +1,224 @@
+"""`fully_shard`: how often it communicates, in which order, and what prefetch lists and hands change."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from bed import ranks
+from fsdp_wrap import Event, FSDPModule, fully_shard, record_events
+from models import Transformer, loss_of, tokens
+from test_fully_shard import assert_same, shard_blocks
+
+N = 3
+
+
+def counts(run: Callable[[], Any]) -> tuple[int, int, int]:
+    """All-gathers, reduce-scatters and all-reduces that torch sees."""
+    with CommDebugMode() as mode:
+        run()
+    found = Counter({str(op).rpartition(".")[2]: number for op, number in mode.get_comm_counts().items()})
+    kinds = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
+    assert not set(found) - set(kinds), found
+    return tuple(found[kind] for kind in kinds)
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@ranks(2)
+def test_counts_of_collectives(rank, world_size):
+    for reshard, by_hand, gathers_in_backward in [
+        (None, False, N),
+        (True, False, N + 1),
+        (False, False, 0),
+        (False, True, N + 1),
+    ]:
+        model = shard_blocks(Transformer(N), reshard_after_forward=reshard)
+        for step in range(2):
+            losses: list[torch.Tensor] = []
+            forward = partial(loss_of, model, tokens(rank, step))
+            assert counts(lambda: losses.append(forward())) == (N + 1, 0, 0)  # noqa: B023
+            for unit in units_of(model) if by_hand else ():
+                unit.reshard()
+            assert counts(losses[0].backward) == (gathers_in_backward, N + 1, 0)
+    step_of = torch.optim.AdamW(model.parameters(), fused=True).step
+
+    def backward() -> None:
+        loss_of(model, tokens(rank, 0)).backward()
+
+    with torch.no_grad():
+        assert counts(lambda: loss_of(model, tokens(rank, 0))) == (N + 1, 0, 0)
+    model.set_reshard_after_backward(False)
+    assert counts(backward) == (N + 1, N + 1, 0)
+    assert counts(backward) == (0, N + 1, 0)
+    step_of()
+    assert counts(backward) == (N + 1, N + 1, 0), "parameters from before the step"
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(False)
+    assert counts(backward)[1] == 0
+    model.embed.unshard() if isinstance(model.embed, FSDPModule) else model.unshard()
+    assert counts(backward)[0] == N, "the root was there already"
+
+
+@ranks(4)
+def test_counts_and_gradients_with_neighbours_and_replicas(rank, world_size):
+    torch.manual_seed(0)
+    plain = Transformer(N).double()
+    ddp = DDP(copy.deepcopy(plain))
+    for step in range(2):
+        loss_of(ddp, tokens(rank, step)).backward()
+    keeping = shard_blocks(copy.deepcopy(plain), reshard_after_forward=2)
+    for step in range(2):
+        loss = loss_of(keeping, tokens(rank, step))
+        assert counts(loss.backward) == (N + 1, N + 1, 0)
+    assert_same(keeping, ddp.module, exact=False)
+    hybrid = shard_blocks(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (2, 2)))
+    hybrid.set_requires_all_reduce(False)
+    assert counts(loss_of(hybrid, tokens(rank, 0)).backward) == (N, N + 1, 0)
+    assert all(param.grad is None for param in hybrid.parameters())
+    hybrid.set_requires_all_reduce(True)
+    assert counts(loss_of(hybrid, tokens(rank, 1)).backward) == (N, N + 1, N + 1)
+    assert_same(hybrid, ddp.module, exact=False)
+
+
+def trace(events: Iterable[Event]) -> list[str]:
+    """Events in short: u(nshard), r(eshard) or p(ost-backward), and the last part of the unit's name."""
+    known = [event for event in events if event.kind.value != "reduce"]
+    return [f"{event.kind.value[0]} {event.unit.rpartition('.')[2] or 'root'}" for event in known]
+
+
+def transformer(checkpointing: str, reshard: bool | None) -> FSDPModule:
+    model = Transformer(N)
+    for index, block in enumerate(model.blocks):
+        if checkpointing == "wrapper":
+            model.blocks[index] = checkpoint_wrapper(block)
+        elif checkpointing == "composable":
+            composable_checkpoint(block)
+    return shard_blocks(model, reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "wrapper", "composable"])
+@ranks(2)
+def test_order_of_events(rank, world_size, checkpointing):
+    once = {
+        True: ["u root", "u 0", "r 0", "u 1", "r 1", "u 2", "r 2", "r root"],
+        None: ["u root", "u 0", "r 0", "u 1", "r 1", "u 2", "r 2"],
+        False: ["u root", "u 0", "u 1", "u 2"],
+    }
+    afresh = {True: [], None: ["r root"], False: ["r root", "r 0", "r 1", "r 2"]}
+    backward = {
+        True: ["u root", "u 2", "u 1", "p 2", "r 2", "u 0", "p 1", "r 1", "p 0", "r 0", "p root", "r root"],
+        None: ["u 2", "u 1", "p 2", "r 2", "u 0", "p 1", "r 1", "p 0", "r 0", "p root", "r root"],
+        False: ["p 2", "r 2", "p 1", "r 1", "p 0", "r 0", "p root", "r root"],
+    }
+    for reshard in (True, None, False):
+        model = transformer(checkpointing, reshard)
+        with record_events() as events:
+            loss = loss_of(model, tokens(rank, 0))
+        assert trace(events) == once[reshard]
+        with record_events() as events:
+            loss.backward()
+        assert trace(events) == backward[reshard]
+        with record_events() as events:
+            losses = [loss_of(model, tokens(rank, step)) for step in range(2)]
+        assert trace(events) == once[reshard] + afresh[reshard] + once[reshard]
+        with record_events() as events:
+            torch.stack(losses).sum().backward()
+        assert [event for event in trace(events) if event[0] == "p"][-1] == "p root"
+        assert Counter(trace(events))["r root"] == 1
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.trunk(x).tanh()
+        return self.left(y).square().mean(), self.right(y).square().mean()
+
+
+@ranks(2)
+def test_backward_through_one_of_two_heads_first(rank, world_size):
+    torch.manual_seed(0)
+    plain = TwoHeads().double()
+    model = copy.deepcopy(plain)
+    for part in (model.trunk, model.left, model.right, model):
+        fully_shard(part)
+    ddp = DDP(plain)
+    x = torch.full((2, 4), rank + 1.0, dtype=torch.float64)
+    sum(ddp(x)).backward()
+    losses = model(x)
+    traces = []
+    for number, loss in enumerate(losses):
+        model.set_is_last_backward(number == 1)
+        with record_events() as events:
+            loss.backward(retain_graph=True)
+        traces.append(trace(events))
+    assert traces[0][:1] == ["u left"] and traces[1][:1] == ["u right"]
+    posts = [[event for event in one if event[0] == "p"] for one in traces]
+    assert posts == [["p left", "p trunk"], ["p right", "p trunk"]]
+    assert_same(model, ddp.module, exact=False)
+
+
+@ranks(2)
+def test_prefetch_lists_are_obeyed_and_wrong_guesses_kept(rank, world_size):
+    model = shard_blocks(Transformer(4))
+    blocks = list(model.blocks)
+    blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[3]])
+    blocks[3].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+    with record_events() as events:
+        loss = loss_of(model, tokens(rank, 0))
+    assert trace(events)[:5] == ["u root", "u 0", "u 1", "u 3", "r 0"]
+    assert Counter(trace(events))["u 3"] == 1, "a prefetched unit waits for its forward"
+    with record_events() as events:
+        loss.backward()
+    # The next one, 2, was not prefetched; those that were too early are kept.
+    assert [event for event in trace(events) if event[0] == "u"] == ["u 3", "u 1", "u 0", "u 2"]
+    with pytest.raises(ValueError, match="fully_shard was applied, not a Linear"):
+        model.set_modules_to_forward_prefetch([model.head])
+
+
+@ranks(2)
+def test_unsharding_by_hand(rank, world_size):
+    torch.manual_seed(0)
+    plain = Transformer(2)
+    model = copy.deepcopy(plain)
+    fully_shard(model.embed), fully_shard(model.blocks[0])
+    model.blocks[1].unused = nn.Identity()
+    assert fully_shard(model.blocks[1].unused).unshard() is None, "no parameters to manage"
+    fully_shard(model)
+    model.blocks[0].unshard()
+    for (name, found), expected in zip(model.blocks[0].named_parameters(), plain.blocks[0].parameters()):
+        assert type(found) is nn.Parameter and torch.equal(found, expected), name
+    handle = model.unshard(async_op=True)
+    pending = model.embed.unshard(async_op=True)
+    pending.wait(), pending.wait()
+    assert torch.equal(model.embed.weight, plain.embed.weight)
+    loss = loss_of(model, tokens(rank, 0))
+    assert torch.equal(loss, loss_of(plain, tokens(rank, 0)))
+    handle.wait()
+    model.reshard(), model.reshard()
+    loss.backward()
+    model.unshard()
+    torch.optim.SGD(list(model.blocks[0].parameters()), lr=1.0).step()
+    assert set(model.state_dict()) == set(plain.state_dict())
+    assert all(type(value).__name__ == "DTensor" for value in model.state_dict().values())
+    ddp = DDP(plain)
+    loss_of(ddp, tokens(rank, 0)).backward()
+    torch.optim.SGD(plain.blocks[0].parameters(), lr=1.0).step()
+    assert_same(model, plain)
