@@ -1,7 +1,7 @@
 """Full weights in safetensors files, in shards with an index as Hugging Face's libraries write and read them.
 
-A file is a header (8 bytes of length, JSON) and the tensors' bytes, so it is written as the parameters stream by,
-and read by the slices that a rank needs.
+A file is a header (8 bytes of length, JSON) and the tensors' bytes, so it is written as the parameters stream
+by, and read by the slices that a rank needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from fsdp_wrap._full_values import FirstRank, handles_of
 from fsdp_wrap._interval_tensor import boxes_of
 from fsdp_wrap._load_parts import ReadsOnAccess, load_parts
 from fsdp_wrap._precision import is_castable
-from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import StateDictType
 from fsdp_wrap.full_params import FullParams, param_aliases
@@ -72,8 +71,8 @@ def export_safetensors(
 
     The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
     `model.safetensors.index.json`, under the names of the unwrapped module; tied parameters once, under the
-    first of their names. No rank holds more than `budget` bytes of it at a time. What an earlier export left in
-    the directory is replaced once all of the new files are complete. Extra state of modules, which is no
+    first of their names. No rank holds more than `budget` bytes of it at a time. What an earlier export left
+    in the directory is replaced once all of the new files are complete. Extra state of modules, which is no
     tensor, is left out.
 
     Args:
@@ -271,7 +270,7 @@ def import_safetensors(
     """Loads `model.safetensors`, or the files of `model.safetensors.index.json`; nothing is communicated.
 
     Every rank reads what it holds of each tensor and no more. Names of tied parameters that the files lack
-    are taken from another name of the same parameter. Floating-point values are cast to the parameter's dtype.
+    come from another name of the same parameter. Floating-point values are cast to the parameter's dtype.
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
@@ -283,8 +282,8 @@ def import_safetensors(
 
     Raises:
         FileNotFoundError: Naming the file that is missing.
-        RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names, shapes
-            or dtypes do not fit. Nothing is loaded then.
+        RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
+            shapes or dtypes do not fit. Nothing is loaded then.
     """
     params = FullParams(module, "import_safetensors()", buffers=True)
     given: dict[str, ReadsOnAccess] = dict(read_safetensors(directory))
@@ -295,8 +294,10 @@ def import_safetensors(
     check_fits(module, given, strict, StateDictType.FULL_STATE_DICT)
     _check_dtypes(params.described(), given)
     if not load_parts(module, given, strict=strict):  # modules with ways of their own
-        return module.load_state_dict(given, strict)
-    expected = dict.fromkeys(name for first in params.described() for name in (first, *aliases.get(first, ())))
+        result: _IncompatibleKeys = module.load_state_dict(given, strict)
+        return result
+    firsts = params.described()
+    expected = dict.fromkeys(name for first in firsts for name in (first, *aliases.get(first, ())))
     missing = [name for name in expected if name not in given]
     return _IncompatibleKeys(missing, [name for name in given if name not in expected])
 
@@ -360,7 +361,7 @@ def _open(path: Path) -> dict[str, ReadsOnAccess]:
         raise FileNotFoundError(f"{path} is missing")
     try:
         file = safe_open(path, framework="pt")
-        return {name: _Stored(file, name) for name in file.keys()}
+        return {name: _Stored(file, name) for name in file.keys()}  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise RuntimeError(f"{path} is damaged: {error}") from error
 
