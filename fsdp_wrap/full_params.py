@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_wrap._collectives import make_communicator
 from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank
 from fsdp_wrap._handle import HandleState
-from fsdp_wrap._modules import Place, clean_fqn
+from fsdp_wrap._modules import Place, clean_fqn, is_owned
 from fsdp_wrap._originals import Originals
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._schedule import schedule_of
@@ -253,7 +253,8 @@ def iter_full_params(
         RuntimeError: At the call: inside a forward, backward or `summon_full_params`; if a parameter is on
             the meta device.
         TypeError: If `budget` is no int, or `dtype` no dtype.
-        ValueError: If `budget` is not positive, or `dtype` not a floating-point type.
+        ValueError: If `budget` is not positive, `dtype` not a floating-point type, or `module` a part of a
+            unit.
     """
     params = FullParams(module, "iter_full_params()", dtype=dtype, buffers=buffers)
     return params.stream(budget=budget, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
@@ -292,7 +293,7 @@ class FullParams:
     Raises:
         RuntimeError: As there.
         TypeError: If `dtype` is none.
-        ValueError: If it is no floating-point type.
+        ValueError: As there.
     """
 
     def __init__(
@@ -306,6 +307,7 @@ class FullParams:
         self._handles = handles_of(units.values())
         settle(units.values(), doing)
         names = Originals(module)
+        _refuse_foreign(module, names, doing)
         self._values = [_cast(value, dtype) for value in _params(names)]
         self._budget = 2 * names.largest_unit_nbytes()
         self._values += _buffers(module) if buffers else []
@@ -339,6 +341,25 @@ def settle(units: Iterable[Unit], doing: str) -> None:
     for unit in used:
         if unit.handle is not None and not unit.handle.settle():
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
+
+
+def _refuse_foreign(module: nn.Module, names: Originals, doing: str) -> None:
+    """Refuses a part of a unit, which shows only what this rank holds.
+
+    Raises:
+        ValueError: Naming a parameter that a unit around `module` owns.
+    """
+    known = {place for original in names.by_name.values() if original.handle for place in original.places}
+    for prefix, child in module.named_modules():
+        for name, param in child._parameters.items():
+            hidden = param is None and isinstance(child.__dict__.get(name), torch.Tensor)
+            if (child, name) in known or not (hidden or (param is not None and is_owned(param))):
+                continue
+            if not isinstance(param, FlatParameter):
+                raise ValueError(
+                    f"{doing} needs whole units, but '{clean_fqn(f'{prefix}.{name}' if prefix else name)}' "
+                    "belongs to a unit around this module: pass the wrapped module itself"
+                )
 
 
 def _params(names: Originals) -> Iterator[FullValue]:

@@ -392,7 +392,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             schedule_of(self._unit).end_failed_backward()
         return self._cleaned_if_summoned(super().named_parameters(*args, **kwargs))
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
         return self._cleaned_if_summoned(super().named_buffers(*args, **kwargs))
 
