@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
-from bed.memory import Peak, live_bytes
+from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
 from fsdp_wrap import (
     CPUOffload,
@@ -82,7 +83,7 @@ def test_parameters_come_as_the_plain_module_has_them(rank, world_size, cls, use
         assert_equal({name: with_buffers[name] for name in kept}, {n: plain.state_dict()[n] for n in kept})
         blocks = model.blocks if wrap is below_plain else model.module.blocks
         if wrap is whole or (wrap is per_block and cls in (Tied, Shared)):
-            with pytest.raises(ValueError, match=r"'0\.(gain|up.weight|down.weight)' belongs to a unit around"):
+            with pytest.raises(ValueError, match="belongs to a unit around"):
                 iter_full_params(blocks)
         else:
             assert_equal(dict(iter_full_params(blocks)), parameters(plain.blocks))
@@ -209,27 +210,25 @@ def test_no_more_is_alive_than_the_budget(rank, world_size, use_orig_params):
     model(torch.ones(1, SIDE)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    gc.collect()
     time.sleep(0.1)  # gloo's threads let go of what they sent a moment later
-    # The default is twice a unit, which is two; one in use and the one before are the floor.
-    for budget, most in ((None, 4), (1, 2), (3 * ONE, 3), (5 * ONE + 1, 5)):
-        for options in ({}, {"rank0_only": True}):
-            before = live_bytes()
-            with Peak(before + most * ONE) as peak:
-                for _ in iter_full_params(model, budget=budget, **options):
-                    pass
-                del _
-            kept = not options or rank == 0
-            assert peak.value - before <= 1.02 * (most if kept or budget != 1 else 1) * ONE
-            assert (
-                peak.value - before >= 0.98 * most * ONE or budget == 1 or not kept
-            )  # and it is made use of
-            before = live_bytes()
-            with Peak(before + most * ONE) as peak:
-                for _ in iter_full_optim_state(model, optimizer, budget=budget, **options):
-                    pass
-                del _
-            assert peak.value - before <= 1.02 * most * ONE
+
+    def held(values: Iterator[Any], most: int) -> float:
+        """How many matrices are alive at most while a loop passes over values."""
+        gc.collect()
+        before = live_bytes()
+        with Peak(before + 1.02 * most * ONE) as peak:
+            for _ in values:
+                pass
+        return (peak.value - before) / ONE
+
+    with only_new_objects():
+        # The default is twice a unit of two; at least one is gathered, while the loop holds the one before.
+        for budget, most in ((None, 4), (1, 2), (3 * ONE + 1, 3)):
+            assert 0.95 * most <= held(iter_full_params(model, budget=budget), most) <= 1.02 * most
+            state = iter_full_optim_state(model, optimizer, budget=budget)
+            assert 0.95 * most <= held(state, most) <= 1.02 * most
+        others = held(iter_full_params(model, budget=3 * ONE, rank0_only=True), 3)
+        assert 0.95 * 3 <= others <= 1.02 * 3
 
 
 @each_form
