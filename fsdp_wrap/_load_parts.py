@@ -25,7 +25,7 @@ from fsdp_wrap._unit import units_in
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import original_buffers
 
-__all__ = ["ReadsOnAccess", "load_parts"]
+__all__ = ["ReadsOnAccess", "load_parts", "loads_plainly"]
 
 _PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
@@ -127,7 +127,7 @@ def _targets(module: nn.Module) -> dict[str, _Target] | None:
             sharded.update(_sharded_targets(segment.layout))
     targets: dict[str, _Target] = {}
     for name, child in module.named_modules(remove_duplicate=False):
-        if not _loads_plainly(child):
+        if not loads_plainly(child):
             return None
         for key, target in _own_targets(child, sharded):
             targets[clean_fqn(f"{name}.{key}" if name else key)] = target
@@ -141,7 +141,8 @@ def _handles(module: nn.Module) -> Iterator[ParamHandle]:
                 yield each.handle
 
 
-def _loads_plainly(module: nn.Module) -> bool:
+def loads_plainly(module: nn.Module) -> bool:
+    """Whether a module, those below it aside, takes each value as it is; not where users' hooks run."""
     wrapper = WRAPPED_ATTR in module._modules
     hooks = [*module._load_state_dict_pre_hooks, *module._load_state_dict_post_hooks]
     own_way = type(module)._load_from_state_dict not in _PLAIN_LOADS and not wrapper

@@ -22,12 +22,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._full_values import FirstRank, handles_of
 from fsdp_wrap._interval_tensor import boxes_of
-from fsdp_wrap._load_parts import ReadsOnAccess, load_parts
+from fsdp_wrap._load_parts import ReadsOnAccess, load_parts, loads_plainly
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import StateDictType
 from fsdp_wrap.full_params import FullParams, param_aliases
-from fsdp_wrap.state_dict import check_fits
+from fsdp_wrap.state_dict import check_fits, key_problems, refuse_problems
 
 __all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
 
@@ -269,8 +269,9 @@ def import_safetensors(
 ) -> _IncompatibleKeys:
     """Loads `model.safetensors`, or the files of `model.safetensors.index.json`; nothing is communicated.
 
-    Every rank reads what it holds of each tensor and no more. Names of tied parameters that the files lack
-    come from another name of the same parameter. Floating-point values are cast to the parameter's dtype.
+    Every rank reads what it holds of each tensor and no more, unless modules load in ways of their own. Names
+    of tied parameters that the files lack are taken from another name of the same parameter. Floating-point
+    values are cast to the parameter's dtype.
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
@@ -285,34 +286,37 @@ def import_safetensors(
         RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
             shapes or dtypes do not fit. Nothing is loaded then.
     """
-    params = FullParams(module, "import_safetensors()", buffers=True)
-    given: dict[str, ReadsOnAccess] = dict(read_safetensors(directory))
+    described = FullParams(module, "import_safetensors()", buffers=True).described()
+    given: dict[str, Any] = dict(read_safetensors(directory))
     aliases = param_aliases(module)
-    for names in ((name, *others) for name, others in aliases.items()):
+    for names in ((first, *others) for first, others in aliases.items()):
         source = next((given[name] for name in names if name in given), None)
         given |= {name: source for name in names if name not in given and source is not None}
-    check_fits(module, given, strict, StateDictType.FULL_STATE_DICT)
-    _check_dtypes(params.described(), given)
-    if not load_parts(module, given, strict=strict):  # modules with ways of their own
-        result: _IncompatibleKeys = module.load_state_dict(given, strict)
-        return result
-    firsts = params.described()
-    expected = dict.fromkeys(name for first in firsts for name in (first, *aliases.get(first, ())))
+    plain = all(loads_plainly(child) for child in module.modules())
+    check_fits(module, given, strict and not plain, StateDictType.FULL_STATE_DICT)
+    refuse_problems(module, _other_dtypes(described, given))
+    expected = {name: None for first in described for name in (first, *aliases.get(first, ()))}
     missing = [name for name in expected if name not in given]
-    return _IncompatibleKeys(missing, [name for name in given if name not in expected])
+    unexpected = [name for name in given if name not in expected]
+    refuse_problems(module, key_problems(missing, unexpected) if strict and plain else ())
+    if plain and load_parts(module, given, strict=False):
+        return _IncompatibleKeys(missing, unexpected)
+    result: _IncompatibleKeys = module.load_state_dict(_whole(given), strict)
+    return result
 
 
-def _check_dtypes(
+def _whole(given: Mapping[str, ReadsOnAccess]) -> dict[str, torch.Tensor]:
+    """Returns tensors in the place of what reads them: modules with ways of their own may do anything."""
+    return {name: value.read(0, value.shape.numel()).view(value.shape) for name, value in given.items()}
+
+
+def _other_dtypes(
     described: Mapping[str, tuple[torch.Size, torch.dtype]], given: Mapping[str, ReadsOnAccess]
-) -> None:
-    problems = [
-        f"dtype mismatch for {name}: the file has {given[name].dtype}, the model {dtype}"
-        for name, (_, dtype) in described.items()
-        if name in given and given[name].dtype != dtype
-        if not (is_castable(dtype) and is_castable(given[name].dtype))
-    ]
-    if problems:
-        raise RuntimeError("\n\t".join(["Nothing was loaded:", *problems]))
+) -> Iterator[str]:
+    for name, (_, dtype) in described.items():
+        found = given[name].dtype if name in given else dtype
+        if found != dtype and not (is_castable(dtype) and is_castable(found)):
+            yield f"dtype mismatch for {name}: the file has {found}, the model {dtype}."
 
 
 def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:

@@ -262,9 +262,8 @@ def iter_full_params(
 
 def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns the further names of tied parameters and buffers, by the one under which they are yielded."""
-    owners = {
-        place: original.fqn for original in Originals(module).by_name.values() for place in original.places
-    }
+    sharded = (original for original in Originals(module).by_name.values() if original.handle is not None)
+    owners = {place: original.fqn for original in sharded for place in original.places}
     names: dict[object, list[str]] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, tensor in (*child._parameters.items(), *_persistent(child)):
@@ -349,7 +348,8 @@ def _refuse_foreign(module: nn.Module, names: Originals, doing: str) -> None:
     Raises:
         ValueError: Naming a parameter that a unit around `module` owns.
     """
-    known = {place for original in names.by_name.values() if original.handle for place in original.places}
+    sharded = (original for original in names.by_name.values() if original.handle is not None)
+    known = {place for original in sharded for place in original.places}
     for prefix, child in module.named_modules():
         for name, param in child._parameters.items():
             hidden = param is None and isinstance(child.__dict__.get(name), torch.Tensor)
@@ -367,13 +367,13 @@ def _params(names: Originals) -> Iterator[FullValue]:
     for fqn, original in names.by_name.items():
         if fqn in sharded:
             yield sharded[fqn]
-        elif original.source.is_meta:
-            raise RuntimeError(f"parameter '{fqn}' is on the meta device and has no values")
         else:
             yield _alone(fqn, original.source, copier(original.source))
 
 
 def _alone(key: str, tensor: torch.Tensor, write: Callable[[torch.Tensor], object]) -> FullValue:
+    if tensor.is_meta:
+        raise RuntimeError(f"'{key}' is on the meta device and has no values")
     communicator = make_communicator(None, tensor.device)
     return FullValue(key, tensor.shape, tensor.dtype, communicator, [tensor.numel()], write)
 

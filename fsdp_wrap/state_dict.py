@@ -46,6 +46,8 @@ __all__ = [
     "clean_keys",
     "default_settings",
     "expand_local",
+    "key_problems",
+    "refuse_problems",
     "resolve_settings",
     "take_state_dict",
     "unshard_values",
@@ -392,17 +394,31 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool, k
     given = {clean_fqn(key): value for key, value in state_dict.items()}
     intervals = _no_intervals if kind is StateDictType.FULL_STATE_DICT else _other_intervals
     problems = [*_other_shapes(expected, given), *intervals(module, given)]
-    if strict:
-        unexpected = [key for key in given if key not in expected and not key.startswith(own_way)]
-        missing = [key for key in expected if key not in given]
-        problems += [f"Unexpected key(s) in state_dict: {_quoted(unexpected)}."] if unexpected else []
-        problems += [f"Missing key(s) in state_dict: {_quoted(missing)}."] if missing else []
-    if problems:
-        details = "\n\t".join(problems)
+    unexpected = [key for key in given if key not in expected and not key.startswith(own_way)]
+    missing = [key for key in expected if key not in given]
+    refuse_problems(module, [*problems, *key_problems(missing, unexpected)] if strict else problems)
+    return not own_way
+
+
+def key_problems(missing: list[str], unexpected: list[str]) -> Iterator[str]:
+    """Yields complaints about names, as `torch.nn.Module.load_state_dict` words them."""
+    if unexpected:
+        yield f"Unexpected key(s) in state_dict: {_quoted(unexpected)}."
+    if missing:
+        yield f"Missing key(s) in state_dict: {_quoted(missing)}."
+
+
+def refuse_problems(module: nn.Module, problems: Iterable[str]) -> None:
+    """Refuses what is to be loaded.
+
+    Raises:
+        RuntimeError: If there are any problems.
+    """
+    details = "\n\t".join(problems)
+    if details:
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__} (nothing was loaded):\n\t{details}"
         )
-    return not own_way
 
 
 def _quoted(keys: list[str]) -> str:

@@ -210,11 +210,11 @@ def test_no_more_is_alive_than_the_budget(rank, world_size, use_orig_params):
     model(torch.ones(1, SIDE)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.1)  # gloo's threads let go of what they sent a moment later
 
     def held(values: Iterator[Any], most: int) -> float:
         """How many matrices are alive at most while a loop passes over values."""
         gc.collect()
+        time.sleep(0.1)  # gloo's threads let go of what they sent a moment later
         before = live_bytes()
         with Peak(before + 1.02 * most * ONE) as peak:
             for _ in values:
