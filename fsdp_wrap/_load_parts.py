@@ -25,7 +25,7 @@ from fsdp_wrap._unit import units_in
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import original_buffers
 
-__all__ = ["ReadsOnAccess", "load_parts", "loads_plainly"]
+__all__ = ["ReadsOnAccess", "copies_values", "load_parts", "loads_plainly"]
 
 _PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
@@ -142,12 +142,16 @@ def _handles(module: nn.Module) -> Iterator[ParamHandle]:
 
 
 def loads_plainly(module: nn.Module) -> bool:
-    """Whether a module, those below it aside, takes each value as it is; not where users' hooks run."""
+    """Whether a module, those below it aside, only copies values into its parameters and buffers."""
+    return copies_values(module) and type(module).get_extra_state is nn.Module.get_extra_state
+
+
+def copies_values(module: nn.Module) -> bool:
+    """Whether a module, those below it aside, copies values as they are; not where users' hooks run."""
     wrapper = WRAPPED_ATTR in module._modules
     hooks = [*module._load_state_dict_pre_hooks, *module._load_state_dict_post_hooks]
     own_way = type(module)._load_from_state_dict not in _PLAIN_LOADS and not wrapper
-    extra = type(module).get_extra_state is not nn.Module.get_extra_state
-    return not own_way and not extra and len(hooks) == int(wrapper)  # a wrapper has one of its own
+    return not own_way and len(hooks) == int(wrapper)  # a wrapper has one of its own
 
 
 def _sharded_targets(layout: Layout) -> Iterator[tuple[Place, _Target]]:

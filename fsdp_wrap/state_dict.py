@@ -19,6 +19,7 @@ from fsdp_wrap._full_values import full_values, handles_of, is_first_rank, is_sh
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
+from fsdp_wrap._load_parts import copies_values
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
 from fsdp_wrap._streaming import stream
 from fsdp_wrap._unit import Unit, units_in
@@ -282,14 +283,22 @@ class ShardedLoad:
                 segment.layout.read_shard(shard)
 
 
-def begin_load(unit: Unit, kind: StateDictType) -> FullLoad | ShardedLoad:
+def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | ShardedLoad:
     """Shows what a state dict of a kind is loaded into.
+
+    Modules that only copy full tensors may as well copy them into what cuts them; others see full parameters.
+
+    Args:
+        unit: The wrapper's unit.
+        kind: Of the state dict.
+        in_full: Whether a full state dict needs full parameters in any case.
 
     Raises:
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     if kind is StateDictType.FULL_STATE_DICT:
-        return FullLoad(unit)
+        plain = not in_full and not is_summoned(unit) and all(map(copies_values, unit.module.modules()))
+        return ShardedLoad(unit) if plain else FullLoad(unit)
     if is_summoned(unit):
         raise RuntimeError(
             f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "

@@ -30,6 +30,7 @@ from fsdp_wrap._safetensors import (
 from test_state_dict import (
     WIDTH,
     Buffered,
+    Doubling,
     Mixed,
     Net,
     Shared,
@@ -262,14 +263,6 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
     refused(tmp_path / INDEX, RuntimeError, json.dumps(index).encode())
     assert_equal(model.state_dict(), before)
     assert import_safetensors(model, tmp_path) == ([], [])
-
-
-class Doubling(nn.Linear):
-    """Loads in a way of its own."""
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @each_form
