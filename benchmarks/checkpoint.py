@@ -2,25 +2,22 @@
 
     python -m benchmarks.checkpoint --impl fsdp1,fsdp2,fsdp_wrap,fsdp_wrap_flat --cases gpt,small
 
-A checkpoint is the model and its AdamW state after two steps. Measured are
+A checkpoint is the model and its AdamW state after two steps. Measured are `save` and `load` of a sharded one
+through `torch.distributed.checkpoint` in a temporary folder on disk, and `full`: the model's full state dict on
+the first rank, in host memory where the implementation can do that.
 
-* `save` and `load` of a sharded one through `torch.distributed.checkpoint`, in a temporary folder on disk;
-* `full`: a full state dict of the model on the first rank, in host memory where the implementation can do that.
-
-Bytes that travel are counted below the libraries, those of object collectives (metadata) apart; memory is what
+Bytes that travel are counted below the libraries, those of object collectives (metadata) apart. Memory is what
 the allocator hands out, at its peak, beyond what the rank holds at rest.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +45,7 @@ WARMUP = 1
 
 
 class Checkpoints:
-    """One implementation's model and optimizer, and its ways to save, load and assemble them."""
+    """A model and its optimizer; saved, loaded and assembled by torch's functions for state dicts."""
 
     def __init__(self, implementation: str, case: Case) -> None:
         torch.manual_seed(0)
@@ -77,7 +73,8 @@ class Checkpoints:
 
     def full(self) -> dict[str, Any]:
         """Returns the model's full state dict on the first rank."""
-        raise NotImplementedError
+        options = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return torch_state_dict.get_model_state_dict(self._model, options=options)
 
     def held(self) -> int:
         """Bytes of this rank's parameters, gradients and optimizer state."""
@@ -88,28 +85,31 @@ class Checkpoints:
         storages = (each.untyped_storage() for each in local)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    @contextmanager
-    def _sharded(self) -> Any:
-        yield
+    def _sharded(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def _state(self) -> dict[str, Any]:
-        raise NotImplementedError
+        model, optim = torch_state_dict.get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optim": optim}
 
     def _take(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
+        torch_state_dict.set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
 
 
 class WrapperCheckpoints(Checkpoints):
-    """A wrapper of either library: `api` is the module with its names."""
+    """The same by the methods of a wrapper of either library, whose names are in the module `api`."""
 
     def __init__(self, api: Any, offloads: bool, implementation: str, case: Case) -> None:
         super().__init__(implementation, case)
         self._api, self._offloads, self._wrapper = api, offloads, api.FullyShardedDataParallel
 
-    @contextmanager
-    def _sharded(self) -> Any:
-        with self._wrapper.state_dict_type(self._model, self._api.StateDictType.SHARDED_STATE_DICT):
-            yield
+    def _sharded(self) -> AbstractContextManager[Any]:
+        # By default the optimizer's part goes to the host, which on a CPU is one more copy of it.
+        optim_config = self._api.ShardedOptimStateDictConfig(offload_to_cpu=False)
+        kind = self._api.StateDictType.SHARDED_STATE_DICT
+        return self._wrapper.state_dict_type(self._model, kind, None, optim_config)
 
     def _state(self) -> dict[str, Any]:
         optim = self._wrapper.optim_state_dict(self._model, self._optimizer)
@@ -126,28 +126,11 @@ class WrapperCheckpoints(Checkpoints):
             return self._model.state_dict()
 
 
-class FullyShardCheckpoints(Checkpoints):
-    """Torch's FSDP2 and its functions for state dicts."""
-
-    def _state(self) -> dict[str, Any]:
-        model, optim = torch_state_dict.get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optim": optim}
-
-    def _take(self, state: dict[str, Any]) -> None:
-        torch_state_dict.set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-        )
-
-    def full(self) -> dict[str, Any]:
-        options = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return torch_state_dict.get_model_state_dict(self._model, options=options)
-
-
-# On a host without accelerators torch's wrapper crashes where it offloads: it keeps the values where they are.
+# On a host without accelerators torch's wrapper crashes where it offloads: it keeps values where they are.
 COMPETITORS: dict[str, Callable[[Case], Checkpoints]] = {
     "fsdp1": partial(WrapperCheckpoints, torch_fsdp, False, "fsdp1"),
     "fsdp1_flat": partial(WrapperCheckpoints, torch_fsdp, False, "fsdp1_flat"),
-    "fsdp2": partial(FullyShardCheckpoints, "fsdp2"),
+    "fsdp2": partial(Checkpoints, "fsdp2"),
     "fsdp_wrap": partial(WrapperCheckpoints, fsdp_wrap, True, "fsdp_wrap"),
     "fsdp_wrap_flat": partial(WrapperCheckpoints, fsdp_wrap, True, "fsdp_wrap_flat"),
 }
@@ -184,14 +167,14 @@ def _for_objects() -> bool:
     """Whether one of torch's object collectives is what issues the present one."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == dist.distributed_c10d.__name__ and "_object" in frame.f_code.co_name:
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "_object" in frame.f_code.co_name:
             return True
         frame = frame.f_back
     return False
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
-    """Most host memory that this thread's tensors took at any time during an action, beyond that before it."""
+    """Most host memory that tensors of this thread took during an action, beyond that before it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = action()  # kept until the end of the measurement
@@ -249,9 +232,9 @@ def _counts(competitor: Checkpoints, save: Callable[[], None]) -> dict[str, int]
 
 
 def _report(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Bytes on the first rank, in kilobytes, and peaks of saving against those of training."""
+    """The counts in kilobytes, and the peak of saving by that of training."""
     width = max(map(len, counts))
-    heads = ("tensors KB", "objects KB", "at rest KB", "training KB", "saving KB", "peak ratio", "full KB", "result KB")
+    heads = ("tensors", "objects", "at rest", "training", "saving", "peak ratio", "full", "its result")
     lines = ["  " + " " * width + "".join(f"{head:>12}" for head in heads)]
     for name, row in counts.items():
         ratio = (row["rest"] + row["save"]) / (row["rest"] + row["training"])
@@ -279,7 +262,7 @@ def main() -> None:
             results[f"{case}: {operation}"] = summarize(times, baseline)
             print(table(f"{case}: {operation}", results[f"{case}: {operation}"], baseline) + "\n", flush=True)
         bytes_by_case[case] = found["counts"]
-        print(f"{case}: bytes of the first rank\n{_report(found['counts'])}\n", flush=True)
+        print(f"{case}: kilobytes on the first rank\n{_report(found['counts'])}\n", flush=True)
     if options.json:
         settings = {"ranks": options.ranks, "sync_files": options.sync_files, "bytes": bytes_by_case}
         write_json(options.json, settings, results)
