@@ -2,12 +2,12 @@
 
     python -m benchmarks.checkpoint --impl fsdp1,fsdp2,fsdp_wrap,fsdp_wrap_flat --cases gpt,small
 
-A checkpoint is the model and its AdamW state after two steps. Measured are `save` and `load` of a sharded one
-through `torch.distributed.checkpoint` in a temporary folder on disk, and `full`: the model's full state dict on
-the first rank, in host memory where the implementation can do that.
+A checkpoint is the model and its AdamW state after two steps. Measured are `save` and `load` of a sharded
+one through `torch.distributed.checkpoint` in a temporary folder on disk, and `full`: the model's full state
+dict on the first rank, in host memory where the implementation can do that.
 
-Bytes that travel are counted below the libraries, those of object collectives (metadata) apart. Memory is what
-the allocator hands out, at its peak, beyond what the rank holds at rest.
+Bytes that travel are counted below the libraries, those of object collectives (metadata) apart. Memory is
+what the allocator hands out, at its peak, beyond what the rank holds at rest.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def peak_bytes(action: Callable[[], object]) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = action()  # kept until the end of the measurement
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profile.profiler.kineto_results.events()
     memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns())
     del result
     return max(accumulate((event.nbytes() for event in memory), initial=0))
