@@ -19,7 +19,6 @@ from fsdp_wrap.distributed_state_dict import get_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 
-
 class Unit(nn.Module):
     """Its odd matrices are cut into several boxes for any number of ranks."""
 
