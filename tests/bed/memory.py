@@ -10,18 +10,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 
 def live_bytes(keep: Callable[[torch.Tensor], bool] | None = None) -> int:
-    """Sum the bytes of the storages of all live tensors (those that ``keep`` accepts), each storage once.
+    """Sum the bytes of the storages of all live tensors (those that ``keep`` accepts), each byte once.
 
     A freed storage (``resize_(0)``) counts nothing. Seen are tensors that have, or once had, a Python object;
     what autograd's C++ nodes made and hold is not. Left out is what has no memory: meta, fake, wrappers.
     """
-    sizes: dict[int, int] = {}
+    ends: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)):
             if _has_storage(tensor) and (keep is None or keep(tensor)):
                 storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = max(storage.nbytes(), sizes.get(storage.data_ptr(), 0))
-    return sum(sizes.values())
+                start = storage.data_ptr()
+                ends[start] = max(start + storage.nbytes(), ends.get(start, 0))
+    total = counted = 0
+    for start, end in sorted(ends.items()):  # storages made over another's memory overlap it
+        total += max(0, end - max(start, counted))
+        counted = max(counted, end)
+    return total
 
 
 @contextmanager
