@@ -251,8 +251,8 @@ class _Reading:
     def _allocate(self, model: Mapping[str, Any]) -> None:
         wanted = {"model": True, "optim": bool(self.subject.optimizers)}
         wanted_random = {("random", self.rank)} if self.is_same_size else set()
-        for key, entry in self.metadata.state_dict_metadata.items():
-            path = self.metadata.planner_data[key]
+        for key, path in self.metadata.planner_data.items():  # in the order of the state that was saved
+            entry = self.metadata.state_dict_metadata[key]
             if path[0] == "model" and path[1] in model:
                 self.flat[key] = _aside(entry, model[path[1]])
             elif path[0] == "optim" and wanted["optim"]:

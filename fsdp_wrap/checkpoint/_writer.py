@@ -52,7 +52,7 @@ class CheckedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; the results bring their checksums."""
-        total = sum(item.tensor_storage_size() or 0 for item in plan.items)
+        total = sum(map(_payload, plan.items))
         with tqdm(
             total=total, desc="checkpoint", unit="B", unit_scale=True, disable=not self._progress
         ) as bar:
@@ -104,7 +104,9 @@ class _Sums(_StorageWriterTransforms):
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
         """Returns the stream for one item, which tells readers of no transformation."""
-        stream = self._streams[write_item.index] = _SummedStream(raw_stream, self._count)
+        size = _payload(write_item)
+        stream = _SummedStream(raw_stream, lambda: self._count(size))
+        self._streams[write_item.index] = stream
         return cast("IO[bytes]", stream), []
 
     def checked(self, result: WriteResult) -> _Checked:
@@ -114,17 +116,28 @@ class _Sums(_StorageWriterTransforms):
 
 
 class _SummedStream(io.IOBase):
-    """Passes bytes on to a stream, which stays open."""
+    """Passes bytes on to a stream, which stays open; tells when it is closed itself."""
 
-    def __init__(self, raw: Any, count: Callable[[int], object]) -> None:
-        self._raw, self._count = raw, count
+    def __init__(self, raw: Any, tell: Callable[[], object]) -> None:
+        self._raw, self._tell = raw, tell
         self.crc = 0
 
     def write(self, data: Any) -> int:
         """Writes bytes."""
         self.crc = zlib.crc32(data, self.crc)
-        self._count(memoryview(data).nbytes)
         return int(self._raw.write(data))
+
+    def close(self) -> None:
+        """Ends the item."""
+        if not self.closed:
+            self._tell()
+        super().close()
+
+
+def _payload(item: WriteItem) -> int:
+    """Returns the bytes of a tensor's chunk; what is pickled does not count."""
+    data = item.tensor_data
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0
 
 
 def _plain(result: WriteResult) -> WriteResult:
