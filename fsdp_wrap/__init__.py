@@ -21,7 +21,9 @@ from fsdp_wrap.api import (
 )
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
+from fsdp_wrap.full_params import iter_full_params, param_aliases
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_wrap.optim_state_dict import iter_full_optim_state
 
 __all__ = [
     "BackwardPrefetch",
@@ -45,7 +47,10 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "iter_full_optim_state",
+    "iter_full_params",
     "observe_events",
+    "param_aliases",
     "record_events",
     "register_fsdp_forward_method",
 ]

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.overrides import is_tensor_like
 
-from fsdp_wrap._full_values import gathered, handles_of, is_first_rank, is_sharded, offloaded, unsharded
+from fsdp_wrap._full_values import full_values, handles_of, is_first_rank, is_sharded, offloaded, unsharded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
-from fsdp_wrap._segment import Segment
+from fsdp_wrap._streaming import stream
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -146,7 +146,7 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool) -> Iterator
     try:
         for handle in _replaceable(unit):
             if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-                shown = [_full_params(handle, segment, offload, wanted) for segment in handle.segments]
+                shown = _full_params(handle, offload, wanted)
             else:
                 shown = [_interval_params(segment.layout, offload) for segment in handle.segments]
             handle.replace(shown)
@@ -166,16 +166,18 @@ def _replaceable(unit: Unit) -> Iterator[ParamHandle]:
             yield handle
 
 
-def _full_params(handle: ParamHandle, segment: Segment, offload: bool, wanted: bool) -> list[nn.Parameter]:
-    layout = segment.layout
-    with gathered(handle, segment, layout.dtype, layout.write_shard) as views:
-        return [
-            nn.Parameter(
-                offloaded(view, offload) if wanted else torch.empty_like(view, device="meta"),
-                requires_grad=source.requires_grad,
-            )
-            for view, source in zip(views, layout.sources)
+def _full_params(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[nn.Parameter]]:
+    """Returns full copies of a unit's parameters, by segment."""
+    segments = handle.segments
+    values = [value for segment in segments for value in full_values(handle, segment)]
+    copies = stream(values, sum(value.nbytes for value in values), wanted=wanted, to_host=offload)
+    return [
+        [
+            nn.Parameter(next(copies)[1], requires_grad=source.requires_grad)
+            for source in segment.layout.sources
         ]
+        for segment in segments
+    ]
 
 
 def _interval_params(

@@ -1,11 +1,12 @@
 """How much memory live tensors hold: found from Python's objects, so independent of anything under test."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def live_bytes(keep: Callable[[torch.Tensor], bool] | None = None) -> int:
@@ -32,6 +33,25 @@ def only_new_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes live at once, looked at whenever a large tensor was made.
+
+    What is above `suspect` is looked at twice: gloo's threads let go of what they sent a moment later.
+    """
+
+    def __init__(self, suspect: float) -> None:
+        super().__init__()
+        self.value, self.suspect = 0, suspect
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() > 10000 and not result.is_meta:
+            if live_bytes() > self.suspect:
+                time.sleep(0.1)
+            self.value = max(self.value, live_bytes())
+        return result
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
