@@ -340,7 +340,9 @@ def test_damage_is_told_alike_on_all_ranks_before_anything_changes(rank, world_s
 
 def test_each_byte_is_verified_by_one_rank():
     sizes = random.Random(0).choices(range(1, 50), k=100)
-    files = {str(part): [[offset, size, 0] for offset, size in enumerate(sizes[part::7])] for part in range(7)}
+    files = {
+        str(part): [[offset, size, 0] for offset, size in enumerate(sizes[part::7])] for part in range(7)
+    }
     manifest = Manifest(1, 7, files)
     for count in (1, 2, 3, 5, 64):
         shares = [list(manifest.share(rank, count)) for rank in range(count)]
@@ -374,3 +376,97 @@ def test_ties_buffers_and_extra_state_of_plain_models(tmp_path):
     for name, value in source.state_dict().items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, target.state_dict()[name]), name
+
+
+# the command
+
+
+def command(capsys: Any, *arguments: object) -> tuple[int, str, str]:
+    from fsdp_wrap.checkpoint.__main__ import main
+
+    try:
+        status = main([str(each) for each in arguments])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@ranks(2)
+def save_pieces(rank, world_size, path):
+    model = per_block(net())
+    optimizer = stepped(model, rank, world_size)
+    for _ in range(2):
+        checkpoint.save(path, model, optimizer, {"epoch": 1})
+
+
+def test_the_command_inspects_converts_and_exports(tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    save_pieces(path=tmp_path / "run", world_size=2)
+    plain, reference = trained(2)
+    count = len(plain.state_dict())
+    size = f"{sum(value.nbytes for value in plain.state_dict().values()) / 1000:.3g} KB"
+    code, out, _ = command(capsys, "inspect", tmp_path / "run", "--verify")
+    assert code == 0
+    for text in (
+        "step_00000001  intact, by 2 ranks, ",
+        f"model: {count} entries, {size}",
+        "head.weight           float64 [3, 6]  144 B",
+        "optimizer: 1 parameter groups, ",
+        f"exp_avg: of {count} parameters, {size}",
+        "epoch: of 2 ranks, ",
+        "total: ",
+    ):
+        assert text in out
+
+    assert command(capsys, "convert", tmp_path / "run", tmp_path / "full.pt")[0] == 0
+    full = torch.load(tmp_path / "full.pt", weights_only=True)
+    assert_close(full["model"], plain.state_dict())
+    assert_same(full["optim"], by_name(reference, plain))
+    for source in ("full.pt", "weights.pt"):
+        torch.save(full["model"], tmp_path / "weights.pt")
+        code, out, _ = command(capsys, "convert", tmp_path / source, tmp_path / "back", "--step", 5)
+        assert code == 0 and str(tmp_path / "back" / "step_00000005") in out
+        again = other(net())
+        optimizer = adamw(again)
+        checkpoint.load(tmp_path / "back", again, optimizer if source == "full.pt" else None)
+        assert_close(again.state_dict(), plain.state_dict())
+        if source == "full.pt":
+            assert_same(by_name(optimizer, again), by_name(reference, plain))
+
+    assert command(capsys, "export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "400B")[0] == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {file: load_file(tmp_path / "out" / file) for file in set(index["weight_map"].values())}
+    assert len(files) > 2
+    found = {name: files[file][name] for name, file in index["weight_map"].items()}
+    expected = plain.state_dict()
+    assert_close({name: found[name] for name in expected}, expected)
+
+
+def test_the_command_tells_wrong_input_from_damage(tmp_path, capsys):
+    model = nn.Linear(3, 2)
+    folder = checkpoint.save(tmp_path / "run", model)
+    (tmp_path / "text").write_text("no checkpoint")
+    torch.save([1], tmp_path / "list.pt")
+    for arguments, text in [
+        (("inspect", tmp_path / "none"), "there is no folder"),
+        (("inspect", tmp_path / "run", "--step", 4), "there is no step 4 in"),
+        (("convert", tmp_path / "run", tmp_path / "text"), "text exists already"),
+        (("convert", tmp_path / "run", tmp_path / "no" / "file"), "there is no folder"),
+        (("convert", tmp_path / "text", tmp_path / "back"), "is no file that torch.load"),
+        (("convert", tmp_path / "list.pt", tmp_path / "back"), "holds no state dict"),
+        (("export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "big"), "max_shard_bytes must"),
+        (("mend", tmp_path), "invalid choice"),
+    ]:
+        code, _, err = command(capsys, *arguments)
+        assert code == 2 and text in err, err
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[40] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    code, out, _ = command(capsys, "inspect", tmp_path / "run", "--verify")
+    assert code == 1 and "step_00000001  incomplete: __0_0.distcp bytes 0 to" in out
+    for arguments in (("convert", tmp_path / "run", tmp_path / "f"), ("export", folder, tmp_path / "e")):
+        code, _, err = command(capsys, *arguments)
+        assert code == 1 and "is damaged" in err
+    assert names(tmp_path) == ["list.pt", "run", "text"]

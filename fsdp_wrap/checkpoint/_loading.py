@@ -30,7 +30,7 @@ from fsdp_wrap.checkpoint._state import Optimizers, Subject, restore_random_stat
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
 from fsdp_wrap.checkpoint._writer import KnownReader
 
-__all__ = ["Loaded", "load", "refuse_damaged"]
+__all__ = ["Loaded", "load", "nested", "refuse_damaged"]
 
 _MOST_NAMES = 10
 
@@ -134,9 +134,12 @@ def _share(team: Team, folder: Path, manifest: Manifest) -> list[Fault]:
     )
 
 
-def refuse_damaged(folder: Path) -> Manifest:
-    """Verifies a step folder by this process alone."""
-    return _verified(Team(None, 0, 1), folder)
+def refuse_damaged(folder: Path, *, metadata_only: bool = False) -> None:
+    """Verifies a step folder, or its list of content only, by this process alone."""
+    if not metadata_only:
+        _verified(Team(None, 0, 1), folder)
+    elif faults := Manifest.read(folder).faults_of_metadata(folder):
+        raise DamagedCheckpoint(_told(folder, faults))
 
 
 def _told(folder: Path, faults: Iterable[Fault]) -> str:
@@ -189,7 +192,7 @@ class _Reading:
 
     def put_in(self, strict: bool) -> dict[str, Any]:
         """Puts into model, optimizers and extras what was read; returns the extras."""
-        state = _nested(self.flat, self.metadata)
+        state = nested(self.flat, self.metadata)
         optim = {"state": {}, "param_groups": [], **state.get("optim", {})}
         self.subject.put_in(state.get("model", {}), optim, strict)
         of_rank = state.get("extra", {}).get(self.rank, {})
@@ -271,7 +274,7 @@ def _aside(entry: Any, like: Any) -> Any:
     return torch.empty(entry.size, dtype=dtype)
 
 
-def _nested(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
     """Returns what was read as the state dict that was saved."""
     root: dict[str, Any] = {}
     for key, value in flat.items():
