@@ -101,6 +101,7 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
 @ranks(3)
 def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path):
     pair = dist.new_group([0, 1])
+
     def flat() -> nn.Module:
         return FSDP(net(), process_group=pair)
 
@@ -243,9 +244,7 @@ def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
 def test_a_save_in_the_background_keeps_what_was(rank, world_size, tmp_path):
     model = per_block(net())
     optimizer = stepped(model, rank, world_size)
-    expected, expected_optim = copy.deepcopy(
-        (model.state_dict(), FSDP.optim_state_dict(model, optimizer))
-    )
+    expected, expected_optim = copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
     extra = {"position": torch.zeros(3), "list": [1]}
     pending = checkpoint.async_save(tmp_path, model, optimizer, extra)
     extra["position"].add_(1), extra["list"].append(2)

@@ -111,7 +111,7 @@ def _verified(team: Team, folder: Path) -> Manifest:
     manifest, faults = team.on_first(lambda: _read_manifest(folder))
     if manifest is not None:
         shared = manifest
-        mine = team.together(lambda: [*shared.missing(folder), *_share(team, folder, shared)])
+        mine = team.together(lambda: _faults_of_share(team, folder, shared))
         faults = [fault for of_rank in team.gather(mine) for fault in of_rank]
     faults = list(dict.fromkeys(faults))
     if faults or manifest is None:
@@ -127,11 +127,12 @@ def _read_manifest(folder: Path) -> tuple[Manifest | None, list[Fault]]:
         return None, [Fault(file, lack)]
 
 
-def _share(team: Team, folder: Path, manifest: Manifest) -> list[Fault]:
-    gone = {fault.file for fault in manifest.missing(folder)}
-    return list(
-        verify(folder, (piece for piece in manifest.share(team.rank, team.size) if piece.file not in gone))
-    )
+def _faults_of_share(team: Team, folder: Path, manifest: Manifest) -> list[Fault]:
+    """Looks for all files, and reads this rank's share of their bytes."""
+    missing = manifest.missing(folder)
+    gone = {fault.file for fault in missing}
+    there = (piece for piece in manifest.share(team.rank, team.size) if piece.file not in gone)
+    return [*missing, *verify(folder, there)]
 
 
 def refuse_damaged(folder: Path, *, metadata_only: bool = False) -> None:
@@ -193,10 +194,11 @@ class _Reading:
     def put_in(self, strict: bool) -> dict[str, Any]:
         """Puts into model, optimizers and extras what was read; returns the extras."""
         state = nested(self.flat, self.metadata)
-        optim = {"state": {}, "param_groups": [], **state.get("optim", {})}
-        self.subject.put_in(state.get("model", {}), optim, strict)
         of_rank = state.get("extra", {}).get(self.rank, {})
-        return self.subject.put_in_extra({name: unpacked(data) for name, data in of_rank.items()})
+        extra = {name: unpacked(data) for name, data in of_rank.items()}
+        optim = {"state": {}, **state["optim"]} if "optim" in state else None
+        self.subject.put_in(state.get("model", {}), optim, strict)
+        return self.subject.put_in_extra(extra)
 
     def restore_random_state(self) -> None:
         """Sets the generators as they were; with another number of ranks there is nothing to set."""
@@ -241,9 +243,7 @@ class _Reading:
             if path[:1] == ("extra",):
                 sums.setdefault(path[2], set()).add(crcs.get((place.relative_path, place.offset)))
                 counts[path[2]] = counts.get(path[2], 0) + 1
-        differing = [
-            name for name in sums if len(sums[name]) > 1 or counts[name] < manifest.world_size
-        ]
+        differing = [name for name in sums if len(sums[name]) > 1 or counts[name] < manifest.world_size]
         if differing:
             warnings.warn(
                 f"{folder} was saved by {manifest.world_size} ranks, and {_listed(differing)} of extra "
@@ -252,15 +252,14 @@ class _Reading:
             )
 
     def _allocate(self, model: Mapping[str, Any]) -> None:
-        wanted = {"model": True, "optim": bool(self.subject.optimizers)}
-        wanted_random = {("random", self.rank)} if self.is_same_size else set()
+        own = {("random", self.rank)} if self.is_same_size else set()
         for key, path in self.metadata.planner_data.items():  # in the order of the state that was saved
             entry = self.metadata.state_dict_metadata[key]
             if path[0] == "model" and path[1] in model:
                 self.flat[key] = _aside(entry, model[path[1]])
-            elif path[0] == "optim" and wanted["optim"]:
+            elif path[0] == "optim" and self.subject.optimizers:
                 self.flat[key] = _aside(entry, model.get(path[2]) if path[1] == "state" else None)
-            elif path[:2] == ("extra", self.rank) or path in wanted_random:
+            elif path[:2] == ("extra", self.rank) or path in own:
                 self.flat[key] = None
 
 

@@ -179,11 +179,14 @@ def save(
     """
     wait_for_pending()
     team = Team.of(process_group)
-    to_do, subject = team.together(
-        lambda: (Save(Path(dir), step, keep_last, progress), Subject(model, optim, extra))
+    to_do, state = team.together(
+        lambda: (
+            Save(Path(dir), step, keep_last, progress),
+            Subject(model, optim, extra).taken(team.rank),
+        )
     )
     to_do.agreed(team)
-    return to_do.write(team.together(lambda: subject.taken(team.rank)), team)
+    return to_do.write(state, team)
 
 
 def async_save(
@@ -223,11 +226,13 @@ def async_save(
     """
     wait_for_pending()
     team = Team.of(process_group)
-    to_do, subject = team.together(
-        lambda: (Save(Path(dir), step, keep_last, progress), Subject(model, optim, extra))
+    to_do, state = team.together(
+        lambda: (
+            Save(Path(dir), step, keep_last, progress),
+            staged(Subject(model, optim, extra).taken(team.rank)),
+        )
     )
     to_do.agreed(team)
-    state = team.together(lambda: staged(subject.taken(team.rank)))
     pending = PendingSave(to_do, state, _in_background(team))
     _pending.append(pending)
     return pending

@@ -7,7 +7,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 
 __all__ = ["Subject", "packed", "restore_random_state", "staged", "unpacked"]
 
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class Subject:
@@ -40,13 +40,7 @@ class Subject:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, not {type(model).__name__}")
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        one = isinstance(optim, torch.optim.Optimizer) or not isinstance(optim, Iterable)
-        self.optimizers: list[torch.optim.Optimizer] = [optim] if one else list(optim)  # type: ignore[list-item, arg-type]
-        if optim is None:
-            self.optimizers = []
-        for each in self.optimizers:
-            if not hasattr(each, "param_groups"):
-                raise TypeError(f"optim must be one or several optimizers, not {type(each).__name__}")
+        self.optimizers = _listed(optim)
         if not isinstance(extra or {}, Mapping) or not all(isinstance(name, str) for name in extra or {}):
             raise TypeError("extra must be a mapping of names to values")
         self.extra: dict[str, Any] = dict(extra or {})
@@ -73,19 +67,16 @@ class Subject:
             "param_groups": [group for part in parts for group in part["param_groups"]],
         }
 
-    def put_in(self, model_state: dict[str, Any], optim_state: Mapping[str, Any], strict: bool) -> None:
+    def put_in(self, model_state: dict[str, Any], optim_state: dict[str, Any] | None, strict: bool) -> None:
         """Loads what was read; refuses optimizer state that does not fit before anything changes."""
+        optimizers = self.optimizers if optim_state is not None else []
         by_torch = self._goes_to_torch()
-        cut = [
-            load_optim_state_dict(self.model, each, optim_state)
-            for each in (() if by_torch else self.optimizers)
-        ]
+        cut = [load_optim_state_dict(self.model, each, optim_state) for each in optimizers if not by_torch]
         set_model_state_dict(self.model, model_state, options=StateDictOptions(strict=strict))
-        for optimizer, state in zip(self.optimizers, cut):
+        for optimizer, state in zip(optimizers, cut):
             optimizer.load_state_dict(state)
-        if by_torch and self.optimizers:
-            state = dict(optim_state)
-            by_torchs_functions.set_optimizer_state_dict(self.model, self.optimizers, state)
+        if by_torch and optim_state is not None:
+            by_torchs_functions.set_optimizer_state_dict(self.model, optimizers, optim_state)
 
     def put_in_extra(self, values: dict[str, Any]) -> dict[str, Any]:
         """Loads the objects among the extras; returns all values, and these objects in place of theirs."""
@@ -101,6 +92,16 @@ class Subject:
         Of plain models it is not: torch's function steps an optimizer that was never stepped.
         """
         return not units_in(self.model) and any(isinstance(p, DTensor) for p in self.model.parameters())
+
+
+def _listed(optim: Any) -> list[torch.optim.Optimizer]:
+    if optim is None:
+        return []
+    found = list(optim) if isinstance(optim, (list, tuple)) else [optim]
+    for each in found:
+        if not isinstance(getattr(each, "param_groups", None), list):  # clients wrap optimizers
+            raise TypeError(f"optim must be one or several optimizers, not {type(each).__name__}")
+    return found
 
 
 def staged(state: Any) -> Any:
