@@ -294,7 +294,9 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_si
     del alike.stem
     alike = FSDP(other(alike))
     before = copy.deepcopy(alike.state_dict())
-    checkpoint.load(tmp_path, alike, strict=False)
+    optimizer = torch.optim.SGD(alike.parameters(), lr=0.25)
+    checkpoint.load(tmp_path, alike, optimizer, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.25  # there was none to load
     found, saved = alike.state_dict(), model.state_dict()
     assert_equal(found, {name: saved.get(name, before[name]) for name in found})
     for path, step, text in [
