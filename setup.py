@@ -15,7 +15,7 @@ setup(
     version="0.1.0",
     description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
     license="BSD-3-Clause",
-    packages=["fsdp_wrap"],
+    packages=["fsdp_wrap", "fsdp_wrap.checkpoint"],
     package_data={"fsdp_wrap": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<3", "tqdm", "packaging"],
