@@ -445,6 +445,20 @@ def test_the_command_inspects_converts_and_exports(tmp_path, capsys):
     assert_close({name: found[name] for name in expected}, expected)
 
 
+def test_results_of_the_command_lie_beside_their_source(tmp_path, capsys):
+    model = nn.Linear(3, 2)
+    checkpoint.save(tmp_path / "run", model)
+    for arguments in (("convert", tmp_path / "run"), ("export", tmp_path / "run")):
+        assert command(capsys, *arguments)[0] == 0
+    assert_close(torch.load(tmp_path / "run.pt", weights_only=True)["model"], model.state_dict())
+    again = nn.Linear(3, 2)
+    checkpoint.import_safetensors(again, tmp_path / "run_safetensors")
+    assert_close(again.state_dict(), model.state_dict())
+    (tmp_path / "run").rename(tmp_path / "before")
+    assert command(capsys, "convert", tmp_path / "run.pt")[0] == 0
+    checkpoint.load(tmp_path / "run", nn.Linear(3, 2))
+
+
 def test_the_command_tells_wrong_input_from_damage(tmp_path, capsys):
     model = nn.Linear(3, 2)
     folder = checkpoint.save(tmp_path / "run", model)

@@ -41,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     for command, source in ((inspect, "DIR"), (convert, "DIR|FILE"), (export, "DIR")):
         command.add_argument("source", type=Path, metavar=source, help="folder of steps, or one step's")
         command.add_argument("--step", type=int, metavar="N", help="which step, instead of the newest")
-    for command in (convert, export):
-        command.add_argument("out", type=Path, metavar="OUT")
+    for command, default in ((convert, "DIR.pt"), (export, "DIR_safetensors")):
+        command.add_argument("out", type=Path, nargs="?", metavar="OUT", help=f"{default} if left out")
     return parser
 
 
@@ -57,17 +57,25 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 def _run_convert(options: argparse.Namespace) -> int:
     if options.source.is_file():
-        print(f"wrote {_convert.from_torch_file(options.source, options.out, options.step)}")
+        out = options.out or options.source.with_suffix("")
+        print(f"wrote {_convert.from_torch_file(options.source, out, options.step)}")
     else:
-        folder = _convert.to_torch_file(options.source, options.out, options.step)
-        print(f"wrote model and optimizer of {folder} (extras and random states left out) to {options.out}")
+        out = options.out or _beside(options.source, ".pt")
+        folder = _convert.to_torch_file(options.source, out, options.step)
+        print(f"wrote model and optimizer of {folder} (extras and random states left out) to {out}")
     return 0
 
 
 def _run_export(options: argparse.Namespace) -> int:
-    files = _convert.export(options.source, options.out, options.step, options.max_shard_size)
-    print(f"wrote {', '.join(files)} in {options.out}")
+    out = options.out or _beside(options.source, "_safetensors")
+    files = _convert.export(options.source, out, options.step, options.max_shard_size)
+    print(f"wrote {', '.join(files)} in {out}")
     return 0
+
+
+def _beside(folder: Path, ending: str) -> Path:
+    folder = folder.resolve()
+    return folder.with_name(folder.name + ending)
 
 
 if __name__ == "__main__":
