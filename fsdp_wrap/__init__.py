@@ -24,8 +24,10 @@ from fsdp_wrap.api import (
 )
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
+from fsdp_wrap.full_params import iter_full_params, param_aliases
 from fsdp_wrap.fully_shard import FSDPModule, UnshardHandle, fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_wrap.optim_state_dict import iter_full_optim_state
 
 __all__ = [
     "BackwardPrefetch",
@@ -55,7 +57,10 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "fully_shard",
+    "iter_full_optim_state",
+    "iter_full_params",
     "observe_events",
+    "param_aliases",
     "record_events",
     "register_fsdp_forward_method",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,12 @@ class Communicator(ABC):
         """Fills each of `full` from all ranks, after `fill` has written this rank's own parts."""
 
     @abstractmethod
+    def all_gather_parts(
+        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
+    ) -> Pending:
+        """Fills a 1-D tensor by consecutive parts of these lengths, one per rank; `fill` writes its own."""
+
+    @abstractmethod
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled."""
 
@@ -176,6 +182,11 @@ class SoloCommunicator(Communicator):
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         return lane_of(self.device, "gather").issue(_without_work(fill))
+
+    def all_gather_parts(
+        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
+    ) -> Pending:
+        return self.all_gather([full], lambda: fill(full))
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         for shard, source in zip(shards, full):
@@ -236,6 +247,14 @@ class GroupCommunicator(Communicator):
         starts = [self._gather(_as_transport(tensor)) for tensor in full]
         return self._issue(self._gather_lane, [_without_work(fill), *starts])
 
+    def all_gather_parts(
+        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
+    ) -> Pending:
+        parts = torch.split(full, list(lengths))
+        own = parts[self.rank]
+        starts = [self._send(part, rank) for rank, part in enumerate(parts) if part.numel() > 0]
+        return self._issue(self._gather_lane, [_without_work(lambda: fill(own)), *starts])
+
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         starts = [self._reduce(shard, source) for shard, source in zip(shards, full)]
         # On the CPU a reduce-scatter takes no time limit and does not tell whether it has completed.
@@ -246,6 +265,10 @@ class GroupCommunicator(Communicator):
 
     def _gather(self, full: torch.Tensor) -> Callable[[bool], Any]:
         return lambda async_op: _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
+
+    def _send(self, tensor: torch.Tensor, source: int) -> Callable[[bool], Any]:
+        data = _as_transport(tensor)
+        return lambda async_op: dist.broadcast(data, group=self._group, group_src=source, async_op=async_op)
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[bool], Any]:
         return lambda async_op: reduce_scatter_single(shard, full, group=self._group, async_op=async_op)

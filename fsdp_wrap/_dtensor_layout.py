@@ -228,6 +228,12 @@ class DTensorLayout:
             for first in [_only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
         ]
 
+    def held_by_rank(self) -> list[list[int]]:
+        return [
+            [_only_rows(cut).rows(rank) * cut.shape[1:].numel() for rank in range(self._ranks)]
+            for cut in self._cuts
+        ]
+
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         return [piece.reshape(-1) for piece in self._held(shard)]
 

@@ -1,9 +1,9 @@
-"""Full tensors from what the ranks hold, and from the first rank to all: one segment or tensor at a time."""
+"""Full tensors from what the ranks hold, and from the first rank to all: one tensor at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +12,23 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._device import Pending
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import assemble
-from fsdp_wrap._layout import unpack
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit
 
-__all__ = ["FirstRank", "gathered", "handles_of", "is_first_rank", "is_sharded", "offloaded", "unsharded"]
+__all__ = [
+    "FirstRank",
+    "FullValue",
+    "copier",
+    "full_values",
+    "handles_of",
+    "is_first_rank",
+    "is_sharded",
+    "offloaded",
+    "unsharded",
+]
 
 
 def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
@@ -26,26 +36,50 @@ def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
     return [unit.handle for unit in units if unit.handle is not None]
 
 
-@contextmanager
-def gathered(
-    handle: ParamHandle, segment: Segment, dtype: torch.dtype, write: Callable[[torch.Tensor], None]
-) -> Iterator[list[torch.Tensor]]:
-    """Gathers something of one segment's size, for as long as the context is open.
+@dataclass(frozen=True)
+class FullValue:
+    """A full tensor that ranks hold between them, in consecutive parts, and that can be gathered.
 
-    Args:
-        handle: Owner of the segment.
-        segment: Gives the layout.
-        dtype: Of what is gathered.
-        write: Writes this rank's part, of the shard's size.
-
-    Yields:
-        Views of one buffer, one per original parameter, in its shape; they must not be used afterwards.
+    Attributes:
+        key: What it is: a name, say.
+        shape: Of the full tensor.
+        dtype: In which it is gathered.
+        communicator: Of the ranks.
+        lengths: How many elements each rank holds.
+        write: Writes this rank's elements into a 1-D tensor.
     """
-    buffer = handle.communicator.buffer(segment.layout.numel, dtype)
-    own = handle.communicator.own_part(buffer.tensor)
-    handle.communicator.all_gather([buffer.tensor], lambda: write(own)).wait()
-    yield segment.layout.views(unpack(segment.layout, buffer.tensor))
-    buffer.free()  # not left to whoever still holds the tensor, such as a backend's thread
+
+    key: Any
+    shape: torch.Size
+    dtype: torch.dtype
+    communicator: Communicator
+    lengths: Sequence[int]
+    write: Callable[[torch.Tensor], object]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def gather(self) -> tuple[torch.Tensor, Pending]:
+        """Issues the gather; returns the full tensor, in memory of its own, and what to wait for."""
+        full = self.communicator.empty(self.shape.numel(), self.dtype)
+        pending = self.communicator.all_gather_parts(full, self.lengths, self.write)
+        return full.view(self.shape), pending
+
+
+def full_values(handle: ParamHandle, segment: Segment) -> list[FullValue]:
+    """Returns a segment's parameters, in their order, by their indices; in master dtype."""
+    layout = segment.layout
+    return [
+        FullValue(index, each.shape, layout.dtype, handle.communicator, lengths, copier(each.data))
+        for index, (each, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
+    ]
+
+
+def copier(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Returns what copies a tensor into one of as many elements."""
+    return lambda out: out.view(source.shape).copy_(source.detach(), non_blocking=True)
 
 
 def offloaded(tensor: torch.Tensor, to_host: bool) -> torch.Tensor:
@@ -87,7 +121,7 @@ def is_first_rank(handles: Iterable[ParamHandle]) -> bool:
     """Whether this is the one rank that stands for all that hold these units (0, in the default group)."""
     for handle in handles:
         return handle.communicator.rank == 0 and handle.replicas.rank == 0
-    return dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class FirstRank:

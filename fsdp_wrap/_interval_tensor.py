@@ -161,7 +161,7 @@ class IntervalTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         # By offset: the index counts the chunks of all ranks.
-        return self.boxes()[tuple(index.offset or ())]
+        return _with_own_storage(self.boxes()[tuple(index.offset or ())])
 
     # how torch sees it
 
@@ -295,6 +295,18 @@ def assemble(
     if full.numel() > 0:
         combine(full.view(-1).view(torch.uint8))
     return full
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Returns the same host memory as a tensor whose storage is no larger than it.
+
+    DCP's writer copies a tensor that shares a storage with others, and keeps such copies until its file is
+    done: in all as much as the rank's shards.
+    """
+    if view.device.type != "cpu" or view.numel() == 0 or view.untyped_storage().nbytes() == view.nbytes:
+        return view
+    data = torch.from_numpy(view.detach().view(-1).view(torch.uint8).numpy())
+    return data.view(view.dtype).view(view.shape)
 
 
 def _largest(data: torch.Tensor, group: dist.ProcessGroup | None) -> None:

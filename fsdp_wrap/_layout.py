@@ -241,6 +241,10 @@ class Layout(Protocol):
         """What this rank holds of each original parameter, perhaps nothing, for all that saves."""
         ...
 
+    def held_by_rank(self) -> list[list[int]]:
+        """For each original parameter, how many of its elements each rank holds; these lie in rank order."""
+        ...
+
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts something of the shard's size into this rank's pieces of the original parameters, as views."""
         ...

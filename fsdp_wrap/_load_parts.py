@@ -7,7 +7,8 @@ torch's messages about what does not fit, is left to torch's walk over the modul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
+from torch.utils._pytree import tree_map_only
 
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
@@ -23,12 +25,41 @@ from fsdp_wrap._unit import units_in
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import original_buffers
 
-__all__ = ["load_parts"]
+__all__ = ["ReadsOnAccess", "copies_values", "load_parts", "loads_plainly"]
 
 _PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
     _NormBase._load_from_state_dict,  # adds an entry that old versions lack; here none is missing
 )
+
+
+class ReadsOnAccess(ABC):
+    """A tensor that is elsewhere, in a file say, of which parts can be read; whole in any torch function.
+
+    Attributes:
+        shape: Of the tensor.
+        dtype: Of the tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Returns elements of the flattened tensor, 1-D."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        def whole(value: ReadsOnAccess) -> torch.Tensor:
+            return value.read(0, value.shape.numel()).view(value.shape)
+
+        return func(*tree_map_only(ReadsOnAccess, whole, args), **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -45,7 +76,11 @@ class _Target:
         return has_values and value.shape == self.shape and not self.data.is_meta
 
     def load(self, value: Any) -> None:
-        part = torch.detach(value).reshape(-1)[self.start : self.start + self.data.numel()]
+        stop = self.start + self.data.numel()
+        if isinstance(value, ReadsOnAccess):
+            part = value.read(self.start, stop)
+        else:
+            part = torch.detach(value).reshape(-1)[self.start : stop]
         self.data.copy_(part.view_as(self.data))
 
 
@@ -54,12 +89,13 @@ def _reads_when_asked(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and is_tensor_like(value)  # type: ignore[no-untyped-call]
 
 
-def load_parts(module: nn.Module, state_dict: Mapping[str, Any]) -> bool:
+def load_parts(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> bool:
     """Loads full tensors, on every rank the same, into the units and the modules around them.
 
     Args:
         module: A module whose units are idle.
         state_dict: By clean names.
+        strict: Whether names must match; otherwise those are loaded that do.
 
     Returns:
         Whether it did. Otherwise nothing has changed: a name is missing or unexpected, a value is no plain
@@ -68,16 +104,17 @@ def load_parts(module: nn.Module, state_dict: Mapping[str, Any]) -> bool:
     """
     with original_buffers(units_in(module).values()), torch.no_grad():
         targets = _targets(module)
-        if targets is None or not _fits(targets, state_dict):
+        if targets is None:
+            return False
+        if not strict:
+            targets = {key: target for key, target in targets.items() if key in state_dict}
+        elif len(state_dict) != len(targets) or any(key not in targets for key in state_dict):
+            return False
+        if not all(target.takes(state_dict[key]) for key, target in targets.items()):
             return False
         for key, target in targets.items():
             target.load(state_dict[key])
     return True
-
-
-def _fits(targets: Mapping[str, _Target], state_dict: Mapping[str, Any]) -> bool:
-    same_names = len(state_dict) == len(targets) and all(key in targets for key in state_dict)
-    return same_names and all(target.takes(state_dict[key]) for key, target in targets.items())
 
 
 def _targets(module: nn.Module) -> dict[str, _Target] | None:
@@ -90,7 +127,7 @@ def _targets(module: nn.Module) -> dict[str, _Target] | None:
             sharded.update(_sharded_targets(segment.layout))
     targets: dict[str, _Target] = {}
     for name, child in module.named_modules(remove_duplicate=False):
-        if not _loads_plainly(child):
+        if not loads_plainly(child):
             return None
         for key, target in _own_targets(child, sharded):
             targets[clean_fqn(f"{name}.{key}" if name else key)] = target
@@ -104,12 +141,17 @@ def _handles(module: nn.Module) -> Iterator[ParamHandle]:
                 yield each.handle
 
 
-def _loads_plainly(module: nn.Module) -> bool:
+def loads_plainly(module: nn.Module) -> bool:
+    """Whether a module, those below it aside, only copies values into its parameters and buffers."""
+    return copies_values(module) and type(module).get_extra_state is nn.Module.get_extra_state
+
+
+def copies_values(module: nn.Module) -> bool:
+    """Whether a module, those below it aside, copies values as they are; not where users' hooks run."""
     wrapper = WRAPPED_ATTR in module._modules
     hooks = [*module._load_state_dict_pre_hooks, *module._load_state_dict_post_hooks]
     own_way = type(module)._load_from_state_dict not in _PLAIN_LOADS and not wrapper
-    extra = type(module).get_extra_state is not nn.Module.get_extra_state
-    return not own_way and not extra and len(hooks) == int(wrapper)  # a wrapper has one of its own
+    return not own_way and len(hooks) == int(wrapper)  # a wrapper has one of its own
 
 
 def _sharded_targets(layout: Layout) -> Iterator[tuple[Place, _Target]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fsdp_wrap._full_values import handles_of
+from fsdp_wrap._full_values import FullValue, full_values, handles_of
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Interval
 from fsdp_wrap._modules import Place, clean_fqn
@@ -113,6 +113,26 @@ class Originals:
         if any(len(originals) > 1 for originals in found):
             flat.sort(key=lambda original: original.order)
         return flat
+
+    def full_values(self) -> dict[str, FullValue]:
+        """Returns the parameters that units own, by name."""
+        of_segment: dict[int, list[FullValue]] = {}
+        found = {}
+        for fqn, original in self.by_name.items():
+            handle, segment = original.handle, original.segment
+            if handle is not None and segment is not None:
+                if id(segment) not in of_segment:
+                    of_segment[id(segment)] = full_values(handle, segment)
+                found[fqn] = replace(of_segment[id(segment)][original.index], key=fqn)
+        return found
+
+    def largest_unit_nbytes(self) -> int:
+        """Returns the bytes, in full, of the largest unit's parameters, or parameter outside of units."""
+        sizes: dict[object, int] = {}
+        for fqn, original in self.by_name.items():
+            key = original.handle or fqn
+            sizes[key] = sizes.get(key, 0) + original.shape.numel() * original.source.element_size()
+        return max(sizes.values(), default=0)
 
     def groups(self, params: Any) -> list[list[Original]]:
         """Reads what users give optimizers: parameters, or groups of them; None for all of the module."""

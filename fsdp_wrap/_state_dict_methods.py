@@ -236,7 +236,9 @@ class StateDictMethods(nn.Module):
         self._load_errors += expand_local(self, state_dict, prefix)
         unshard_values(self._unit, self, state_dict, prefix)
         add_wrapped_prefix(state_dict, prefix)
-        self._loading = begin_load(self._unit, self._state_dict_settings.state_dict_type)
+        kind = self._state_dict_settings.state_dict_type
+        assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters
+        self._loading = begin_load(self._unit, kind, in_full=self._defers_load or assigns)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

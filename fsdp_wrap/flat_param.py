@@ -285,6 +285,11 @@ class FlatLayout:
             result.append(Interval(extent.fqn, extent.shape, first, data, source, offset))
         return result
 
+    def held_by_rank(self) -> list[list[int]]:
+        firsts = range(0, self.numel, self.shard_numel)
+        bounds = ([extent.within(first, self.shard_numel) for first in firsts] for extent in self.extents)
+        return [[stop - start for start, stop in ranks] for ranks in bounds]
+
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
         if not self.sharded:

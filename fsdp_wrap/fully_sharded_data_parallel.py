@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -43,7 +43,7 @@ from fsdp_wrap.api import (
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
 from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.forward_methods import register_forward_method
-from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
+from fsdp_wrap.full_params import full_units, is_summoned, iter_full_params, summon_full_params
 from fsdp_wrap.wrap import plan_wrapping
 
 __all__ = [
@@ -363,6 +363,28 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         for wrapper in FullyShardedDataParallel.fsdp_modules(module):
             wrapper._drop_stale_load()
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    @staticmethod
+    def iter_full_params(
+        module: nn.Module,
+        *,
+        budget: int | None = None,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        dtype: torch.dtype | None = None,
+        buffers: bool = False,
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.full_params`."""
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._drop_stale_load()
+        return iter_full_params(
+            module,
+            budget=budget,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            dtype=dtype,
+            buffers=buffers,
+        )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""

@@ -9,23 +9,30 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._full_values import gathered, offloaded
-from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank, offloaded
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._optim_load import options_of
 from fsdp_wrap._originals import Original, Originals, originals_of, params_by_key
-from fsdp_wrap._segment import Segment
+from fsdp_wrap._streaming import check_budget, stream
+from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import OptimStateKeyType
+from fsdp_wrap.full_params import settle
 
-__all__ = ["full_optim_state_dict", "rekey_optim_state_dict", "sharded_optim_state_dict"]
+__all__ = [
+    "full_optim_state_dict",
+    "iter_full_optim_state",
+    "rekey_optim_state_dict",
+    "sharded_optim_state_dict",
+]
 
 State = dict[str, Any]
 
@@ -70,7 +77,7 @@ def full_optim_state_dict(
     to_host: bool,
     wanted: bool,
 ) -> dict[str, Any]:
-    """Gathers the optimizer state, one segment and kind of state at a time; collective.
+    """Gathers the optimizer state; collective.
 
     Args:
         model: The wrapped module, or one that contains it.
@@ -85,28 +92,97 @@ def full_optim_state_dict(
     Raises:
         ValueError: As `sharded_optim_state_dict`.
     """
-    names, saved = originals_of(model, optim, "optim_state_dict()"), state_dict or optim.state_dict()
-    pieces: dict[str, State] = {}
-    others: State = {}
-    error: ValueError | None = None
-    try:
-        pieces, others = _pieces(names, optim, saved)
-    except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
-        error = refusal
-    known = _merged(names, pieces, error)
-    copies: dict[tuple[str, str], torch.Tensor] = {}
-    for kind in _kinds(names, known):
-        copies |= kind.copies(pieces, wanted, to_host)
-    if not wanted:
-        return {}
-    state: State = {
-        fqn: {
-            key: copies[fqn, key] if isinstance(value, torch.dtype) else _copied(value, to_host)
-            for key, value in entry.items()
+    state = _FullState(model, optim, state_dict, "optim_state_dict()")
+    full = dict(state.gathered(budget=state.unit_nbytes, wanted=wanted, to_host=to_host))
+    return state.assembled(full, to_host) if wanted else {}
+
+
+def iter_full_optim_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    *,
+    budget: int | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+) -> Iterator[tuple[str, str, Any]]:
+    """Yields an optimizer's full state value by value, while the next ones are on their way; collective.
+
+    As `fsdp_wrap.full_params.iter_full_params`, also if it is closed early.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        optim: Made from its parameters. Do not step it before the iterator is closed.
+        budget: As there; None for twice what the parameters of the largest unit take.
+        rank0_only: Only the first rank gets tensors; the others yield the same names with tensors on the meta
+            device.
+        offload_to_cpu: Yield tensors in host memory.
+
+    Yields:
+        (parameter's name in the unwrapped module, state's name, value), in module order: a full tensor, or a
+        copy of what is not cut, such as a step count.
+
+    Raises:
+        RuntimeError: At the call: inside a forward, backward or `summon_full_params`.
+        TypeError: If `optim` is no optimizer, or `budget` no int.
+        ValueError: If `budget` is not positive, or as `optim_state_dict`.
+    """
+    check_budget(budget)
+    settle(units_in(model).values(), "iter_full_optim_state()")
+    state = _FullState(model, optim, None, "iter_full_optim_state()")
+    wanted = not rank0_only or is_first_rank(handles_of(units_in(model).values()))
+    return state.values(
+        budget=2 * state.unit_nbytes if budget is None else budget, wanted=wanted, to_host=offload_to_cpu
+    )
+
+
+class _FullState:
+    """The state of an optimizer on all ranks; making one is collective.
+
+    Attributes:
+        unit_nbytes: Bytes of the full parameters of the largest unit.
+    """
+
+    def __init__(
+        self, model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, doing: str
+    ) -> None:
+        self._names, self._saved = originals_of(model, optim, doing), state_dict or optim.state_dict()
+        self._optim = optim
+        self._pieces: dict[str, State] = {}
+        self._others: State = {}
+        error: ValueError | None = None
+        try:
+            self._pieces, self._others = _pieces(self._names, optim, self._saved)
+        except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
+            error = refusal
+        self._known = _merged(self._names, self._pieces, error)
+        self.unit_nbytes = self._names.largest_unit_nbytes()
+
+    def gathered(
+        self, *, budget: int, wanted: bool, to_host: bool
+    ) -> Generator[tuple[tuple[str, str], torch.Tensor]]:
+        """Yields ((name, key), full tensor) of all that is cut; collective."""
+        values = _cut_values(self._names, self._pieces, self._known)
+        return stream(values, budget, wanted=wanted, to_host=to_host)
+
+    def values(self, *, budget: int, wanted: bool, to_host: bool) -> Iterator[tuple[str, str, Any]]:
+        """Yields (name, key, value) of all; collective."""
+        with closing(self.gathered(budget=budget, wanted=wanted, to_host=to_host)) as gathered:
+            for fqn, entry in self._known.items():
+                for key, value in sorted(entry.items(), key=lambda item: item[0]):
+                    cut = isinstance(value, torch.dtype)
+                    yield fqn, key, next(gathered)[1] if cut else _copied(value, to_host)
+
+    def assembled(self, full: Mapping[tuple[str, str], torch.Tensor], to_host: bool) -> dict[str, Any]:
+        """Returns the state dict that has these tensors."""
+        state: State = {
+            fqn: {
+                key: full[fqn, key] if isinstance(value, torch.dtype) else _copied(value, to_host)
+                for key, value in entry.items()
+            }
+            for fqn, entry in self._known.items()
         }
-        for fqn, entry in known.items()
-    }
-    return {"state": {**state, **others}, "param_groups": _named_groups(names, optim, saved)}
+        groups = _named_groups(self._names, self._optim, self._saved)
+        return {"state": {**state, **self._others}, "param_groups": groups}
 
 
 def _pieces(
@@ -183,55 +259,20 @@ def _merged(names: Originals, pieces: Mapping[str, State], error: ValueError | N
     return {fqn: merged[fqn] for fqn in names.by_name if fqn in merged}
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """One kind of elementwise state of one segment.
-
-    Attributes:
-        handle: Owner of the segment.
-        segment: The segment.
-        originals: Its parameters that have such state.
-        key: The state's name.
-        dtype: Its dtype.
-    """
-
-    handle: ParamHandle
-    segment: Segment
-    originals: list[Original]
-    key: str
-    dtype: torch.dtype
-
-    def copies(
-        self, pieces: Mapping[str, State], wanted: bool, to_host: bool
-    ) -> dict[tuple[str, str], torch.Tensor]:
-        """Gathers it; returns copies by (name, key), if they are wanted."""
-
-        def write(own: torch.Tensor) -> None:
-            own.zero_()
-            places = self.segment.layout.pieces(own)
-            for original in self.originals:
-                value = pieces.get(original.fqn, {}).get(self.key)
-                if isinstance(value, IntervalTensor):
-                    places[original.index].view(-1).copy_(value.piece)
-
-        with gathered(self.handle, self.segment, self.dtype, write) as views:
-            return {
-                (original.fqn, self.key): offloaded(views[original.index], to_host)
-                for original in (self.originals if wanted else ())
-            }
-
-
-def _kinds(names: Originals, known: Mapping[str, State]) -> list[_Kind]:
-    """Returns what is to be gathered, on every rank in the same order."""
-    found: dict[tuple[int, str, torch.dtype], _Kind] = {}
+def _cut_values(
+    names: Originals, pieces: Mapping[str, State], known: Mapping[str, State]
+) -> Iterator[FullValue]:
+    """Yields what is to be gathered, by (name, key), on every rank in the same order."""
+    params = names.full_values()
     for fqn, entry in known.items():
-        original = names.by_name[fqn]
-        handle, segment = original.handle, original.segment
         for key, dtype in sorted(entry.items(), key=lambda item: item[0]):
-            if isinstance(dtype, torch.dtype) and handle is not None and segment is not None:
-                kind = _Kind(handle, segment, [], key, dtype)
-                found.setdefault((id(segment), key, dtype), kind).originals.append(original)
-    return list(found.values())
+            if isinstance(dtype, torch.dtype):
+                piece = pieces.get(fqn, {}).get(key)
+                yield replace(params[fqn], key=(fqn, key), dtype=dtype, write=_writer(piece))
+
+
+def _writer(piece: Any) -> Callable[[torch.Tensor], object]:
+    return copier(piece.piece) if isinstance(piece, IntervalTensor) else torch.Tensor.zero_
 
 
 def _initial_state(optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.overrides import is_tensor_like
 
-from fsdp_wrap._full_values import gathered, handles_of, is_first_rank, is_sharded, offloaded, unsharded
+from fsdp_wrap._full_values import full_values, handles_of, is_first_rank, is_sharded, offloaded, unsharded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
+from fsdp_wrap._load_parts import copies_values
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
-from fsdp_wrap._segment import Segment
+from fsdp_wrap._streaming import stream
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -46,6 +47,8 @@ __all__ = [
     "clean_keys",
     "default_settings",
     "expand_local",
+    "key_problems",
+    "refuse_problems",
     "resolve_settings",
     "take_state_dict",
     "unshard_values",
@@ -146,7 +149,7 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool) -> Iterator
     try:
         for handle in _replaceable(unit):
             if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-                shown = [_full_params(handle, segment, offload, wanted) for segment in handle.segments]
+                shown = _full_params(handle, offload, wanted)
             else:
                 shown = [_interval_params(segment.layout, offload) for segment in handle.segments]
             handle.replace(shown)
@@ -166,16 +169,18 @@ def _replaceable(unit: Unit) -> Iterator[ParamHandle]:
             yield handle
 
 
-def _full_params(handle: ParamHandle, segment: Segment, offload: bool, wanted: bool) -> list[nn.Parameter]:
-    layout = segment.layout
-    with gathered(handle, segment, layout.dtype, layout.write_shard) as views:
-        return [
-            nn.Parameter(
-                offloaded(view, offload) if wanted else torch.empty_like(view, device="meta"),
-                requires_grad=source.requires_grad,
-            )
-            for view, source in zip(views, layout.sources)
+def _full_params(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[nn.Parameter]]:
+    """Returns full copies of a unit's parameters, by segment."""
+    segments = handle.segments
+    values = [value for segment in segments for value in full_values(handle, segment)]
+    copies = stream(values, sum(value.nbytes for value in values), wanted=wanted, to_host=offload)
+    return [
+        [
+            nn.Parameter(next(copies)[1], requires_grad=source.requires_grad)
+            for source in segment.layout.sources
         ]
+        for segment in segments
+    ]
 
 
 def _interval_params(
@@ -278,14 +283,22 @@ class ShardedLoad:
                 segment.layout.read_shard(shard)
 
 
-def begin_load(unit: Unit, kind: StateDictType) -> FullLoad | ShardedLoad:
+def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | ShardedLoad:
     """Shows what a state dict of a kind is loaded into.
+
+    Modules that only copy full tensors may as well copy them into what cuts them; others see full parameters.
+
+    Args:
+        unit: The wrapper's unit.
+        kind: Of the state dict.
+        in_full: Whether a full state dict needs full parameters in any case.
 
     Raises:
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     if kind is StateDictType.FULL_STATE_DICT:
-        return FullLoad(unit)
+        plain = not in_full and not is_summoned(unit) and all(map(copies_values, unit.module.modules()))
+        return ShardedLoad(unit) if plain else FullLoad(unit)
     if is_summoned(unit):
         raise RuntimeError(
             f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
@@ -390,17 +403,31 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], strict: bool, k
     given = {clean_fqn(key): value for key, value in state_dict.items()}
     intervals = _no_intervals if kind is StateDictType.FULL_STATE_DICT else _other_intervals
     problems = [*_other_shapes(expected, given), *intervals(module, given)]
-    if strict:
-        unexpected = [key for key in given if key not in expected and not key.startswith(own_way)]
-        missing = [key for key in expected if key not in given]
-        problems += [f"Unexpected key(s) in state_dict: {_quoted(unexpected)}."] if unexpected else []
-        problems += [f"Missing key(s) in state_dict: {_quoted(missing)}."] if missing else []
-    if problems:
-        details = "\n\t".join(problems)
+    unexpected = [key for key in given if key not in expected and not key.startswith(own_way)]
+    missing = [key for key in expected if key not in given]
+    refuse_problems(module, [*problems, *key_problems(missing, unexpected)] if strict else problems)
+    return not own_way
+
+
+def key_problems(missing: list[str], unexpected: list[str]) -> Iterator[str]:
+    """Yields complaints about names, as `torch.nn.Module.load_state_dict` words them."""
+    if unexpected:
+        yield f"Unexpected key(s) in state_dict: {_quoted(unexpected)}."
+    if missing:
+        yield f"Missing key(s) in state_dict: {_quoted(missing)}."
+
+
+def refuse_problems(module: nn.Module, problems: Iterable[str]) -> None:
+    """Refuses what is to be loaded.
+
+    Raises:
+        RuntimeError: If there are any problems.
+    """
+    details = "\n\t".join(problems)
+    if details:
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__} (nothing was loaded):\n\t{details}"
         )
-    return not own_way
 
 
 def _quoted(keys: list[str]) -> str:

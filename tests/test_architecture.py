@@ -29,13 +29,14 @@ LAYERS = [
     [
         "_materialize.py",
         "_init.py",
+        "_full_values.py",
+        "_originals.py",
+        "_streaming.py",
         "full_params.py",
         "forward_methods.py",
         "_copies.py",
-        "_full_values.py",
-        "state_dict.py",
         "_load_parts.py",
-        "_originals.py",
+        "state_dict.py",
         "_optim_load.py",
         "optim_state_dict.py",
         "clip_grad.py",
@@ -47,8 +48,19 @@ LAYERS = [
         "fully_sharded_data_parallel.py",
         "distributed_state_dict.py",
         "fully_shard.py",
-        "checkpoint.py",
+        "_safetensors.py",
         "compat.py",
+        "checkpoint/_team.py",
+        "checkpoint/_manifest.py",
+        "checkpoint/_folders.py",
+        "checkpoint/_writer.py",
+        "checkpoint/_state.py",
+        "checkpoint/_saving.py",
+        "checkpoint/_loading.py",
+        "checkpoint/__init__.py",
+        "checkpoint/_convert.py",
+        "checkpoint/_inspect.py",
+        "checkpoint/__main__.py",
     ],
     ["__init__.py"],
 ]
@@ -60,7 +72,13 @@ MOST_LINES, MOST_ARGUMENTS = 60, 9
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
 
 
 def parse(path: Path) -> ast.Module:
@@ -84,13 +102,23 @@ def imported_files(tree: ast.Module) -> Iterator[tuple[str, bool]]:
             modules = [node.module or ""]
             if modules == ["fsdp_wrap"]:
                 modules = [f"fsdp_wrap.{alias.name}" for alias in node.names]
+            elif modules == ["fsdp_wrap.checkpoint"]:
+                modules = [f"fsdp_wrap.checkpoint.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         else:
             continue
         for module in modules:
             if module.split(".")[0] == "fsdp_wrap":
-                yield f"{module.partition('.')[2].partition('.')[0] or '__init__'}.py", node in for_types
+                yield file_of(module.split(".")[1:]), node in for_types
+
+
+def file_of(names: list[str]) -> str:
+    """The file of a module, or of what is imported from a module."""
+    if names[:1] == ["checkpoint"]:
+        own = (PACKAGE / "checkpoint" / f"{''.join(names[1:2])}.py").exists()
+        return f"checkpoint/{names[1] if own else '__init__'}.py"
+    return f"{names[0] if names else '__init__'}.py"
 
 
 def functions_in(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
@@ -148,19 +176,18 @@ def called_name(node: ast.Call) -> str:
 
 
 def test_every_file_has_a_layer():
-    assert {path.name for path in FILES if layer_of(path.name) is None} == set()
-    assert all(path.parent == PACKAGE for path in FILES), "the package is flat"
+    assert {name_of(path) for path in FILES if layer_of(name_of(path)) is None} == set()
     listed = [name for names in LAYERS for name in names]
     assert len(listed) == len(set(listed))
 
 
 @each_file
 def test_imports_go_downwards(path):
-    level = layer_of(path.name)
+    level = layer_of(name_of(path))
     assert level is not None
     own_layer = LAYERS[level]
     lower = {name for names in LAYERS[:level] for name in names}
-    allowed = lower | set(own_layer[: own_layer.index(path.name)])
+    allowed = lower | set(own_layer[: own_layer.index(name_of(path))])
     for name, for_types in imported_files(parse(path)):
         if for_types and name in own_layer:
             continue  # naming a type is no dependency at run time; of a higher layer not even that
@@ -173,6 +200,9 @@ def test_the_check_of_imports_sees_all_forms():
         import fsdp_wrap.api
         from fsdp_wrap import wrap, _tree
         from fsdp_wrap._unit import Unit
+        from fsdp_wrap import checkpoint
+        from fsdp_wrap.checkpoint import _folders, save
+        from fsdp_wrap.checkpoint._team import Team
         if TYPE_CHECKING:
             from fsdp_wrap._schedule import Schedule
         def late():
@@ -180,6 +210,7 @@ def test_the_check_of_imports_sees_all_forms():
         """
     )
     expected = {"api.py", "wrap.py", "_tree.py", "_unit.py", "__init__.py"}
+    expected |= {f"checkpoint/{name}.py" for name in ("__init__", "_folders", "_team")}
     assert {name for name, for_types in imported_files(tree) if not for_types} == expected
     assert [name for name, for_types in imported_files(tree) if for_types] == ["_schedule.py"]
 

@@ -176,3 +176,20 @@ def test_models_without_our_instances_go_to_torchs(rank, world_size):
         model_state_dict=plain.state_dict(),
         optim_state_dict=theirs.get_optimizer_state_dict(plain, optimizer),
     )
+
+
+@each_form
+@ranks(2)
+def test_torchs_own_functions_serve_the_model_but_not_the_optimizer(rank, world_size, use_orig_params):
+    """As docs/architecture.md says; `fsdp_wrap.compat` puts ours in their place."""
+    model, plain = wrapped_and_plain(Buffered, per_block, use_orig_params)
+    state = theirs.get_model_state_dict(model)
+    assert_equal(state, plain.state_dict())
+    other = changed(state)
+    assert str(theirs.set_model_state_dict(model, other)) == "<All keys matched successfully>"
+    assert_equal(model.state_dict(), other)
+    optimizer = adamw(model)
+    train_side_by_side(1, model, optimizer, plain, adamw(plain))
+    names = {name for name, _ in plain.named_parameters()}
+    assert ours.get_optimizer_state_dict(model, optimizer)["state"].keys() <= names
+    assert not names & theirs.get_optimizer_state_dict(model, optimizer)["state"].keys()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bed import ranks
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -102,19 +107,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def three_steps(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint folder of a run of three steps, for tests to copy."""
-    folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    assert train("--data", data, "--steps", 3, "--checkpoint", folder, "--accumulation", 2).code == 0
-    return folder
-
-
-@pytest.fixture
-def checkpoints(three_steps: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(three_steps, tmp_path / "checkpoints"))
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -147,71 +139,69 @@ def test_minimal_example_trains_and_saves(tmp_path):
 # --- resume -------------------------------------------------------------------------------------------
 
 
-def test_resumed_run_ends_exactly_like_an_uninterrupted_one(data, checkpoints):
-    flags = ("--data", data, "--steps", 6, "--accumulation", 2)
-    whole = train(*flags).report
-    resumed = train(*flags, "--checkpoint", checkpoints, "--checkpoint-every", 1, "--resume").report
-    assert resumed["step"] == whole["step"] == 6
-    assert resumed["val_loss"] == whole["val_loss"]
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000005", "step-000006"]
-
-
-def test_resume_passes_over_a_half_written_checkpoint(data, checkpoints):
-    shutil.copytree(checkpoints / "step-000003", checkpoints / "step-000004")
-    (checkpoints / "step-000004" / "optimizer-1.pt").unlink()
-    flags = ("--data", data, "--steps", 3, "--accumulation", 2, "--checkpoint", checkpoints)
-    result = train(*flags, "--resume")
-    assert result.report["step"] == 3
-    assert "step-000004: optimizer-1.pt is missing" in result.err
-
-
-@pytest.mark.parametrize("state", ["absent", "empty", "half_written"])
-def test_resume_without_a_complete_checkpoint_names_what_is_missing(data, checkpoints, tmp_path, state):
-    folder = checkpoints if state == "half_written" else tmp_path / "none"
-    if state == "empty":
-        folder.mkdir()
-    if state == "half_written":
-        model = folder / "step-000003" / "model.pt"
-        model.write_bytes(model.read_bytes()[:1000])
-        (folder / "step-000006.partial").mkdir()
+def test_resumed_run_ends_exactly_like_an_uninterrupted_one(data, tmp_path):
+    """Over a damaged checkpoint; a run of another number of processes is refused."""
+    flags = ("--data", data, "--steps", 6, "--accumulation", 2, "--checkpoint", tmp_path)
+    whole = train(*flags, "--checkpoint-every", 3).report
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step_00000003", "step_00000006"]
+    part = tmp_path / "step_00000006" / "__1_0.distcp"
+    part.write_bytes(part.read_bytes()[:1000])
     before = contents(tmp_path)
-    result = train("--data", data, "--steps", 6, "--accumulation", 2, "--checkpoint", folder, "--resume")
-    missing = {
-        "absent": ["there is no such folder"],
-        "empty": ["it holds no step-* folder"],
-        "half_written": ["step-000003: model.pt has 1000 of", "step-000006.partial: was never completed"],
-    }
-    assert result.code != 0
-    for text in [str(folder), *missing[state]]:
-        assert text in result.err
-    assert contents(tmp_path) == before
-    assert folder.exists() == (state != "absent")
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes", "message"),
-    [
-        (["--accumulation", "2"], 1, "world size is 2 in the checkpoint and 1 here"),
-        (["--accumulation", "2", "--width", "64"], 2, "width is 32 in the checkpoint and 64 here"),
-    ],
-    ids=["world_size", "model"],
-)
-def test_checkpoint_of_another_run_is_refused_by_both_values(data, checkpoints, flags, processes, message):
-    before = contents(checkpoints)
-    result = train(
-        "--data", data, "--steps", 6, "--checkpoint", checkpoints, "--resume", *flags, processes=processes
+    alone = subprocess.run(
+        [sys.executable, EXAMPLES / "train_lm.py", *TINY, *map(str, flags), "--resume"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
-    assert result.code != 0
-    assert message in result.err
-    assert contents(checkpoints) == before
+    assert alone.returncode != 0
+    assert "error: " in alone.stderr and "world size is 2 in the checkpoint and 1 here" in alone.stderr
+    assert contents(tmp_path) == before
+
+    result = train(*flags, "--checkpoint-every", 1, "--resume")
+    assert result.report["step"] == whole["step"] == 6
+    assert result.report["val_loss"] == whole["val_loss"]
+    assert "step_00000006: __1_0.distcp has 1000 of" in result.err
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step_00000005", "step_00000006"]
 
 
-def test_new_run_does_not_overwrite_the_checkpoints_of_another(data, checkpoints):
-    before = contents(checkpoints)
-    result = train("--data", data, "--steps", 1, "--checkpoint", checkpoints)
-    assert result.code != 0
-    assert "already holds step-000003" in result.err
-    assert contents(checkpoints) == before
+@ranks(2)
+def test_folders_refuse_what_is_not_of_this_run(rank, world_size, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from lm.checkpoint import Folder
+    from lm.launch import RunError
+
+    model = FSDP(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    folder = Folder(tmp_path / "run", {"width": 32, "seed": 0})
+    with pytest.raises(RunError, match="no complete checkpoint in .*run: there is no such folder"):
+        folder.load(5, model, optimizer)
+    assert not folder.path.exists()
+    dist.barrier()
+    folder.prepare()
+    with pytest.raises(RunError, match="no complete checkpoint in .*run: it holds no step folder"):
+        folder.load(5, model, optimizer)
+    folder.save(4, model, optimizer)
+    assert folder.load(5, model, optimizer) == 4
+    before = contents(tmp_path)
+    with pytest.raises(RunError, match="step_00000004 lies beyond the last step asked for, --steps 3"):
+        folder.load(3, model, optimizer)
+    with pytest.raises(RunError, match="already holds step_00000004: pass --resume"):
+        folder.prepare()
+    wider = Folder(folder.path, {"width": 64, "seed": 0})
+    with pytest.raises(RunError, match="does not fit this run: width is 32 in the checkpoint and 64 here"):
+        wider.load(5, model, optimizer)
+    dist.barrier()
+    if rank == 0:
+        part = folder.path / "step_00000004" / "__0_0.distcp"
+        data = bytearray(part.read_bytes())
+        data[100] ^= 1
+        part.write_bytes(data)
+        before[str(part)] = bytes(data)
+    dist.barrier()
+    with pytest.raises(RunError, match="step_00000004 is damaged"):
+        folder.load(5, model, optimizer)
+    assert rank or contents(tmp_path) == before
 
 
 # --- wrong flags --------------------------------------------------------------------------------------
@@ -271,11 +261,11 @@ def wait_for(folder: Path, pattern: str, run: Torchrun) -> None:
 def test_killed_run_resumes_to_the_same_end(data, uninterrupted, tmp_path, moment, rank):
     flags = ["--data", data, *LONG, "--checkpoint", tmp_path / "checkpoints"]
     with Torchrun("train_lm.py", *TINY, *map(str, flags)) as run:
-        wait_for(tmp_path / "checkpoints", "step-000006", run)
+        wait_for(tmp_path / "checkpoints", "step_00000006", run)
         if moment == "in_a_step":
             time.sleep(random.uniform(0, 0.5))
         else:
-            wait_for(tmp_path / "checkpoints", "*.partial", run)
+            wait_for(tmp_path / "checkpoints", ".*.partial", run)
         os.kill(run.ranks()[rank], signal.SIGKILL)
         assert run.result().code != 0
     assert train(*flags, "--resume").report["val_loss"] == uninterrupted

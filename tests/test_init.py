@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bed import ranks
-from bed.memory import live_bytes, only_new_objects
+from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
 from fsdp_wrap import CPUOffload, ShardingStrategy, _materialize
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -555,25 +553,6 @@ UNIT_BYTES = 4 * (512 * 512 + 512)
 
 def choose_squares(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     return recurse or getattr(module, "is_unit", False)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes live at once, looked at whenever a large tensor was made.
-
-    What is above `suspect` is looked at twice: gloo's threads let go of what they sent a moment later.
-    """
-
-    def __init__(self, suspect: float) -> None:
-        super().__init__()
-        self.value, self.suspect = 0, suspect
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.numel() > 10000 and not result.is_meta:
-            if live_bytes() > self.suspect:
-                time.sleep(0.1)
-            self.value = max(self.value, live_bytes())
-        return result
 
 
 @contextmanager

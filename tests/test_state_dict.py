@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
+from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -99,6 +100,21 @@ class WithExtraState(Net):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1] = Counting()
+
+
+class Doubling(nn.Linear):
+    """Loads in a way of its own, which looks at the parameter."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        assert self.weight.detach().flatten().shape == (self.weight.numel(),)
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class WithDoubling(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up = Doubling(WIDTH, 5)
 
 
 class Mixed(Net):
@@ -448,6 +464,23 @@ def test_unstrict_loading_reports_and_loads_like_a_plain_module(rank, world_size
     assert sorted(found.missing_keys) == sorted(expected.missing_keys)
     assert sorted(found.unexpected_keys) == sorted(expected.unexpected_keys)
     assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@pytest.mark.parametrize("cls", [Net, Tied, WithExtraState, WithDoubling])
+@ranks(2)
+def test_full_tensors_are_taken_without_communication_where_modules_only_copy(
+    rank, world_size, cls, use_orig_params
+):
+    for wrap in (per_block, by_hand, *([] if cls is Tied else [below_plain])):
+        model, plain = wrapped_and_plain(cls, wrap, use_orig_params)
+        state = changed(plain.state_dict())
+        del state["shift"]
+        with count_collectives() as traffic:
+            assert list(model.load_state_dict(state, strict=False).missing_keys) == ["shift"]
+        assert (traffic == {}) == (cls is not WithDoubling)
+        plain.load_state_dict(state, strict=False)
+        assert_equal(model.state_dict(), plain.state_dict())
 
 
 @each_form

@@ -1,26 +1,32 @@
 """How much memory live tensors hold: found from Python's objects, so independent of anything under test."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def live_bytes(keep: Callable[[torch.Tensor], bool] | None = None) -> int:
-    """Sum the bytes of the storages of all live tensors (those that ``keep`` accepts), each storage once.
+    """Sum the bytes of the storages of all live tensors (those that ``keep`` accepts), each byte once.
 
     A freed storage (``resize_(0)``) counts nothing. Seen are tensors that have, or once had, a Python object;
     what autograd's C++ nodes made and hold is not. Left out is what has no memory: meta, fake, wrappers.
     """
-    sizes: dict[int, int] = {}
+    ends: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)):
             if _has_storage(tensor) and (keep is None or keep(tensor)):
                 storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = max(storage.nbytes(), sizes.get(storage.data_ptr(), 0))
-    return sum(sizes.values())
+                start = storage.data_ptr()
+                ends[start] = max(start + storage.nbytes(), ends.get(start, 0))
+    total = counted = 0
+    for start, end in sorted(ends.items()):  # storages made over another's memory overlap it
+        total += max(0, end - max(start, counted))
+        counted = max(counted, end)
+    return total
 
 
 @contextmanager
@@ -32,6 +38,25 @@ def only_new_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes live at once, looked at whenever a large tensor was made.
+
+    What is above `suspect` is looked at twice: gloo's threads let go of what they sent a moment later.
+    """
+
+    def __init__(self, suspect: float) -> None:
+        super().__init__()
+        self.value, self.suspect = 0, suspect
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() > 10000 and not result.is_meta:
+            if live_bytes() > self.suspect:
+                time.sleep(0.1)
+            self.value = max(self.value, live_bytes())
+        return result
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

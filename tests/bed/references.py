@@ -1,10 +1,12 @@
 """Counting what really went over a process group, below any library."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -32,27 +34,28 @@ _NAMES = {
 
 
 @contextmanager
-def count_collectives() -> Iterator[dict[str, Traffic]]:
+def count_collectives(objects: bool = True) -> Iterator[dict[str, Traffic]]:
     """Count this rank's collectives by their names in ``torch.distributed``, whoever issues them and however.
 
-    Those issued from a backward count if the backward runs inside the context.
+    Those issued from a backward count if the backward runs inside the context. Without ``objects``, what
+    torch's object collectives issue does not count.
     """
     counts: dict[str, Traffic] = {}
-    with _Counter(counts):
+    with _Counter(counts, objects):
         yield counts
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, counts: dict[str, Traffic]) -> None:
+    def __init__(self, counts: dict[str, Traffic], objects: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counts = counts
+        self._counts, self._objects = counts, objects
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = _collective(func)
-        if name is not None:
+        if name is not None and (self._objects or not _carries_objects()):
             calls, size = self._counts.get(name, Traffic())
             self._counts[name] = Traffic(calls + 1, size + max(map(_bytes, (*args, result)), default=0))
         return result
@@ -65,6 +68,16 @@ def _collective(func: Any) -> str | None:
     if func.namespace == "_c10d_functional" and name != "wait_tensor":
         return name.removesuffix("_out").rstrip("_")
     return None
+
+
+def _carries_objects() -> bool:
+    """Whether one of torch's object collectives is what issues the present one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "_object" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _bytes(argument: Any) -> int:

@@ -1,0 +1,155 @@
+"""Step folders into single files and back, in one process and without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from fsdp_wrap._safetensors import write_safetensors
+from fsdp_wrap.checkpoint._folders import find
+from fsdp_wrap.checkpoint._loading import nested, refuse_damaged
+from fsdp_wrap.checkpoint._manifest import read_metadata
+from fsdp_wrap.checkpoint._saving import Save
+from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
+from fsdp_wrap.checkpoint._writer import KnownReader
+
+__all__ = ["export", "from_torch_file", "to_torch_file"]
+
+_ALONE = Team(None, 0, 1)
+
+
+def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
+    """Writes model and optimizer state, full, as one file that `torch.load(weights_only=True)` reads.
+
+    Extras and random states, which may be anything, are left out.
+
+    Args:
+        dir: Of steps, or a step folder.
+        out: The file, which must not exist.
+        step: Which one; None for the newest complete one.
+
+    Returns:
+        The step folder.
+
+    Raises:
+        DamagedCheckpoint: If the checkpoint is not as it was written.
+        RuntimeError: If an entry, such as a module's extra state, is no plain value.
+        ValueError: If there is no such step, or `out` exists.
+    """
+    _refuse_existing(out)
+    folder = find(dir, step)
+    refuse_damaged(folder)
+    metadata = read_metadata(folder)
+    flat = {
+        key: value
+        for key, path in metadata.planner_data.items()
+        if path[0] in ("model", "optim")
+        for value in [_read(folder, metadata, key)]
+    }
+    partial = out.with_name(f".{out.name}.partial")
+    torch.save(nested(flat, metadata), partial)
+    os.replace(partial, out)
+    return folder
+
+
+def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
+    """Saves what a file holds as a step in `dir`; returns the step folder.
+
+    Args:
+        file: By `to_torch_file`, or a model's state dict by `torch.save`.
+        dir: Of steps; made if it does not exist.
+        step: Its number; None for one after the newest.
+
+    Raises:
+        ValueError: If the file is none of these.
+    """
+    try:
+        state = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{file} is no file that torch.load(weights_only=True) reads: {error}") from error
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{file} holds no state dict")
+    if not (set(state) <= {"model", "optim"} and isinstance(state.get("model"), Mapping)):
+        if not any(isinstance(value, torch.Tensor) for value in state.values()):
+            raise ValueError(f"{file} holds neither 'model' (and 'optim') nor a model's state dict")
+        state = {"model": dict(state)}
+    for group in state.get("optim", {}).get("param_groups", ()):
+        if any(isinstance(name, int) for name in group["params"]):
+            raise ValueError(f"{file}: optimizer state goes by parameter ids; it must go by names")
+    return Save(dir, step).write(dict(state), _ALONE)
+
+
+def export(dir: Path, out: Path, step: int | None = None, max_shard_bytes: int | str = "5GB") -> list[str]:
+    """Writes the model's tensors as safetensors files with Hugging Face's index; holds one at a time.
+
+    Args:
+        dir: Of steps, or a step folder.
+        out: A folder; made if it does not exist.
+        step: Which one; None for the newest complete one.
+        max_shard_bytes: The most bytes of tensors in one file.
+
+    Returns:
+        The names of the files with tensors.
+
+    Raises:
+        DamagedCheckpoint: If the checkpoint is not as it was written.
+        ValueError: If there is no such step, or safetensors has no such dtype.
+    """
+    folder = find(dir, step)
+    refuse_damaged(folder)
+    metadata = read_metadata(folder)
+    keys = [key for key, path in metadata.planner_data.items() if path[0] == "model"]
+    entries = metadata.state_dict_metadata
+    described = {
+        key.removeprefix("model."): (entry.size, entry.properties.dtype)
+        for key in keys
+        if isinstance(entry := entries[key], TensorStorageMetadata)
+    }
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in described:
+            yield name, _read(folder, metadata, f"model.{name}")
+
+    return write_safetensors(out, described, values(), max_shard_bytes=max_shard_bytes)
+
+
+class _PlainValues(DefaultLoadPlanner):
+    """Reads what is pickled only if it is made of plain values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes one pickled entry."""
+        name = read_item.dest_index.fqn
+        try:
+            self.original_state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{name} is no plain value: {error}") from error
+
+
+def _read(folder: Path, metadata: Metadata, key: str) -> Any:
+    """Reads one entry, full."""
+    entry = metadata.state_dict_metadata[key]
+    own = dataclasses.replace(metadata, state_dict_metadata={key: entry})
+    state: dict[str, Any] = {key: None}
+    if isinstance(entry, TensorStorageMetadata):
+        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with errors_of_all_ranks(_ALONE, f"reading {key} in {folder}"):
+        _load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=_PlainValues())
+    return state[key]
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise ValueError(f"{path} exists already: name another file")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")

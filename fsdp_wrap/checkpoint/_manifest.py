@@ -1,0 +1,210 @@
+"""`manifest.json`: what a step folder must hold to be complete, with a CRC-32 of every byte.
+
+The manifest is all that is ours in a step folder; the rest is as `torch.distributed.checkpoint` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = [
+    "MANIFEST",
+    "METADATA",
+    "DamagedCheckpoint",
+    "Fault",
+    "Manifest",
+    "Piece",
+    "concerned",
+    "read_metadata",
+    "sync",
+    "verify",
+]
+
+MANIFEST, METADATA = "manifest.json", ".metadata"
+_CHUNK = 2**22
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A checkpoint that is not as it was written: files are missing, shorter, or have other bytes."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one file's bytes and their CRC-32."""
+
+    file: str
+    offset: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a file, or with some of its bytes.
+
+    Attributes:
+        file: Its name in the step folder.
+        lack: What is wrong.
+        start: The first byte concerned; with `stop` None the whole file.
+        stop: The byte after the last.
+    """
+
+    file: str
+    lack: str
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a step folder holds.
+
+    Attributes:
+        step: Its number.
+        world_size: How many ranks saved it.
+        files: For each file its ranges [offset, length, CRC-32], which follow each other without gaps.
+        versions: Of what wrote it.
+    """
+
+    step: int
+    world_size: int
+    files: dict[str, list[list[int]]]
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Reads it from a step folder.
+
+        Raises:
+            DamagedCheckpoint: If it is missing or not as it was written.
+        """
+        try:
+            data = (folder / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from None
+        try:
+            content = json.loads(data)
+            if content.pop("crc") == zlib.crc32(_encoded(content)):
+                return cls(**content)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")
+
+    def write(self, folder: Path) -> None:
+        """Writes it into a step folder, for good."""
+        content: dict[str, Any] = asdict(self)
+        content["crc"] = zlib.crc32(_encoded(content))
+        with open(folder / MANIFEST, "wb") as file:
+            file.write(_encoded(content))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def size_of(self, name: str) -> int:
+        """Returns the bytes of one file."""
+        return sum(length for _, length, _ in self.files[name])
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(map(self.size_of, self.files))
+
+    def missing(self, folder: Path) -> list[Fault]:
+        """Returns which files are not there or of another size, without reading them."""
+        return [Fault(name, lack) for name in self.files if (lack := self._lack(folder, name))]
+
+    def _lack(self, folder: Path, name: str) -> str | None:
+        try:
+            found, expected = (folder / name).stat().st_size, self.size_of(name)
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read: {error}"
+        return None if found == expected else f"has {found} of {expected} bytes"
+
+    def faults_of_metadata(self, folder: Path) -> list[Fault]:
+        """Verifies the metadata alone."""
+        return list(verify(folder, (Piece(METADATA, *each) for each in self.files[METADATA])))
+
+    def share(self, rank: int, size: int) -> Iterator[Piece]:
+        """Yields what one of several ranks verifies: a range of all bytes, cut between pieces."""
+        total, done = self.size, 0
+        for name, ranges in self.files.items():
+            for offset, length, crc in ranges:
+                if done * size // max(total, 1) == rank:
+                    yield Piece(name, offset, length, crc)
+                done += length
+
+
+def verify(folder: Path, pieces: Iterable[Piece]) -> Iterator[Fault]:
+    """Reads pieces of files and yields those that are not as they were written."""
+    for piece in pieces:
+        stop = piece.offset + piece.length
+        try:
+            if _crc(folder / piece.file, piece.offset, piece.length) != piece.crc:
+                yield Fault(
+                    piece.file, f"bytes {piece.offset} to {stop} are not as written", piece.offset, stop
+                )
+        except OSError as error:
+            yield Fault(piece.file, f"cannot be read: {error}", piece.offset, stop)
+
+
+def concerned(folder: Path, faults: Iterable[Fault]) -> Iterator[tuple[Fault, list[str]]]:
+    """Yields faults with the names of what lies there, as far as the metadata still tell."""
+    faults = list(faults)
+    lost = any(fault.file == METADATA for fault in faults)
+    places = [] if lost else _places(folder)
+    for fault in faults:
+        names = (
+            name
+            for file, start, name in places
+            if file == fault.file and fault.start <= start and (fault.stop is None or start < fault.stop)
+        )
+        yield fault, list(dict.fromkeys(names))
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads what `torch.distributed.checkpoint` knows of the folder's content."""
+    with open(folder / METADATA, "rb") as file:
+        found: Metadata = pickle.load(file)
+    return found
+
+
+def sync(folder: Path) -> None:
+    """Makes a folder's entries last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _places(folder: Path) -> list[tuple[str, int, str]]:
+    try:
+        storage = read_metadata(folder).storage_data
+    except Exception:  # whatever unpickling meets
+        return []
+    return sorted((info.relative_path, info.offset, index.fqn) for index, info in storage.items())
+
+
+def _crc(path: Path, offset: int, length: int) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while length > 0 and (data := file.read(min(length, _CHUNK))):
+            crc, length = zlib.crc32(data, crc), length - len(data)
+    return crc if length == 0 else -1
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

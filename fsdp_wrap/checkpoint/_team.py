@@ -1,0 +1,125 @@
+"""The ranks that save or load together: they agree, or fail alike. One process alone is a team as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+__all__ = ["Team", "errors_of_all_ranks"]
+
+T = TypeVar("T")
+Told = tuple[str, str]
+"""An error as it travels: what to raise, and the text. Exceptions themselves may not be picklable."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """A process group, or this process alone.
+
+    Attributes:
+        group: None where `torch.distributed` is not in use.
+        rank: This process's, in the group.
+        size: Of the group.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Team:
+        """Returns the team of a group, the default group's if None."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1)
+        group = group or dist.group.WORLD
+        rank = dist.get_rank(group)
+        if group is None or rank < 0:
+            raise ValueError("process_group: this rank is none of its ranks")
+        return cls(group, rank, dist.get_world_size(group))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank names, renames and deletes for all."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Returns every rank's value, in the order of ranks."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def on_first(self, decide: Callable[[], T]) -> T:
+        """Lets the first rank decide; all get its result or raise its error."""
+        answer: list[Any] = [None, None]
+        cause = None
+        if self.is_first:
+            try:
+                answer[0] = decide()
+            except Exception as error:
+                answer[1], cause = _told(error), error
+        if self.group is not None:
+            dist.broadcast_object_list(answer, src=dist.get_global_rank(self.group, 0), group=self.group)
+        if answer[1] is not None:
+            raise _rebuilt(*answer[1]) from cause
+        return answer[0]  # type: ignore[no-any-return]
+
+    def together(self, do: Callable[[], T]) -> T:
+        """Does something on every rank and returns this rank's result; if any rank fails, all raise."""
+        value, cause = None, None
+        try:
+            value = do()
+        except Exception as error:
+            cause = error
+        told = self.gather(None if cause is None else _told(cause))
+        failures = {rank: each for rank, each in enumerate(told) if each is not None}
+        if failures:
+            raise _combined(failures, self.size) from cause
+        return value  # type: ignore[return-value]
+
+
+@contextmanager
+def errors_of_all_ranks(team: Team, doing: str) -> Iterator[None]:
+    """Turns what `torch.distributed.checkpoint` raises on all ranks into an ordinary error."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = {rank: _told(each) for rank, (each, _) in error.failures.items()}
+        raise RuntimeError(f"{doing} failed: {_combined(failures, 0)}") from error.failures.get(
+            team.rank, (None,)
+        )[0]
+
+
+def _told(error: BaseException) -> Told:
+    name = type(error).__name__
+    if isinstance(error, (ValueError, TypeError)):
+        return ("TypeError" if isinstance(error, TypeError) else "ValueError"), str(error)
+    return "RuntimeError", str(error) if type(error) is RuntimeError else f"{name}: {error}"
+
+
+def _rebuilt(kind: str, text: str) -> Exception:
+    kinds: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+    return kinds.get(kind, RuntimeError)(text)
+
+
+def _combined(failures: Mapping[int, Told], size: int) -> Exception:
+    """Returns one error for all; texts that not all ranks have get their ranks' numbers."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, text) in failures.items():
+        ranks.setdefault(text, []).append(rank)
+    lines = [
+        text if len(of) == size else f"{'rank' if len(of) == 1 else 'ranks'} {_listed(of)}: {text}"
+        for text, of in ranks.items()
+    ]
+    kinds = {kind for kind, _ in failures.values()}
+    return _rebuilt(kinds.pop() if len(kinds) == 1 else "RuntimeError", "; ".join(lines))
+
+
+def _listed(ranks: list[int], most: int = 8) -> str:
+    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")

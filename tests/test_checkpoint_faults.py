@@ -1,0 +1,188 @@
+"""Checkpoints under kills and corruption: what was complete stays loadable, what is damaged never loads."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bed import Outcome, ranks, run_isolated
+from fsdp_wrap import checkpoint
+from fsdp_wrap.checkpoint import DamagedCheckpoint
+from test_checkpoint import Counter, other, per_block
+from test_dcp import Block, net, train
+from test_state_dict import adamw, assert_equal
+
+pytestmark = pytest.mark.slow
+
+# kills
+
+STEPS, EVERY, KILLS = 60, 2, 20
+
+
+class Noisy(nn.Module):
+    """Depends on random states and on a data position, besides parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), nn.Dropout(0.3), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def run(
+    rank: int, world_size: int, folder: Path, how: str, victim: int, delay: float
+) -> tuple[list[float], float]:
+    """Trains, from the newest checkpoint on; the victim is killed after a while.
+
+    Returns what it ends with, and how many seconds the steps took.
+    """
+    torch.manual_seed(1)
+    model = per_block(Noisy().double(), use_orig_params=True)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    data = Counter(0)
+    extra = {"scheduler": scheduler, "data": data}
+    torch.manual_seed(rank)
+    done = checkpoint.load(folder, model, optimizer, extra).step if checkpoint.latest(folder) else 0
+    started = time.monotonic()
+    if rank == victim:
+        subprocess.Popen(["sh", "-c", f"sleep {delay}; kill -9 $PPID"])
+    pending = None
+    for step in range(done + 1, STEPS + 1):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(data.at * 2 + rank)).double()
+        data.at += 1
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        if step % EVERY == 0:
+            if how == "async_save":
+                pending = checkpoint.async_save(folder, model, optimizer, extra, step=step, keep_last=2)
+            else:
+                checkpoint.save(folder, model, optimizer, extra, step=step, keep_last=2)
+    if pending is not None:
+        pending.result()
+    seconds = time.monotonic() - started
+    values = [value.double().sum().item() for value in model.state_dict().values()]
+    return [*values, torch.rand(()).item()], seconds
+
+
+def ended(outcomes: list[Outcome]) -> list[list[float]]:
+    assert [outcome.kind for outcome in outcomes] == ["passed", "passed"], outcomes
+    return [outcome.value[0] for outcome in outcomes]
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_killed_runs_resume_to_the_same_end(tmp_path, how):
+    whole = run_isolated(run, tmp_path / "whole", how, -1, 0.0, world_size=2)
+    expected, duration = ended(whole), whole[0].value[1]
+    moments, hit = random.Random(how), 0
+    for index in range(KILLS // 2):
+        folder = tmp_path / str(index)
+        delay = round(moments.uniform(0.0, duration), 3)
+        killed = run_isolated(run, folder, how, moments.randrange(2), delay, world_size=2)
+        hit += any(outcome.kind != "passed" for outcome in killed)
+        before = checkpoint.latest(folder)
+        assert ended(run_isolated(run, folder, how, -1, 0.0, world_size=2)) == expected, (delay, before)
+        assert sorted(path.name for path in folder.iterdir()) == [
+            f"step_{step:08d}" for step in (STEPS - EVERY, STEPS)
+        ]
+    assert hit >= KILLS // 4, "too many moments came after the end of a run"
+
+
+# corruption
+
+
+@ranks(2)
+def save_two_steps(rank, world_size, path):
+    model = per_block(net(), use_orig_params=True)
+    optimizer = adamw(model)
+    for step in range(2):
+        train(model, optimizer, rank, world_size, range(step, step + 1))
+        checkpoint.save(path, model, optimizer, {"epoch": step, "data": Counter(rank)})
+
+
+Corruption = Callable[[Path, Path, random.Random], set[str]]
+"""Damages a step folder; returns the names of the files of which one must be told."""
+
+
+def truncate(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
+    path = choice.choice(sorted(folder.iterdir()))
+    os.truncate(path, choice.randrange(path.stat().st_size))
+    return {path.name}
+
+
+def flip(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
+    path = choice.choice(sorted(folder.iterdir()))
+    data = bytearray(path.read_bytes())
+    data[choice.randrange(len(data))] ^= 1 << choice.randrange(8)
+    path.write_bytes(data)
+    return {path.name}
+
+
+def delete(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
+    path = choice.choice(sorted(folder.iterdir()))
+    path.unlink()
+    return {path.name}
+
+
+def swap(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
+    one, two = choice.sample(sorted(folder.iterdir()), 2)
+    aside = folder / "aside"
+    one.rename(aside), two.rename(one), aside.rename(two)
+    return {one.name, two.name}
+
+
+def swap_steps(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
+    path = choice.choice(sorted(folder.iterdir()))
+    shutil.copy(earlier / path.name, path)
+    # A manifest of another step contradicts all the others.
+    return {path.name} if path.name != "manifest.json" else {each.name for each in folder.iterdir()}
+
+
+def append(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
+    path = choice.choice(sorted(folder.iterdir()))
+    path.write_bytes(path.read_bytes() + choice.randbytes(choice.randrange(1, 100)))
+    return {path.name}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_corruption_loads(tmp_path, seed):
+    save_two_steps(path=tmp_path / "run", world_size=2)
+    assert sorted(path.name for path in (tmp_path / "run" / "step_00000002").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "manifest.json",
+    ]
+    earlier, folder = (tmp_path / "run" / f"step_{step:08d}" for step in (1, 2))
+    model = other(net())
+    optimizer, data = adamw(model), Counter(-1)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    choice, corruptions = random.Random(seed), [truncate, flip, delete, swap, swap_steps, append]
+    for index in range(50):
+        corrupt = corruptions[index % len(corruptions)]
+        damaged = shutil.copytree(folder, tmp_path / "damaged" / folder.name)
+        told = corrupt(damaged, earlier, choice)
+        state: Any = torch.get_rng_state()
+        with pytest.raises(DamagedCheckpoint) as refused:
+            checkpoint.load(damaged, model, optimizer, {"data": data})
+        assert any(f"\n  {name} " in str(refused.value) for name in told), (corrupt, told, refused.value)
+        assert_equal(model.state_dict(), expected)
+        assert optimizer.state_dict()["state"] == {} and data.at == -1
+        assert torch.equal(torch.get_rng_state(), state)
+        shutil.rmtree(damaged)
+    with pytest.warns(UserWarning, match="saved by 2 ranks, and data of extra"):
+        checkpoint.load(folder, model, optimizer, {"data": data})
+    assert data.at == 0

@@ -1,0 +1,296 @@
+"""Export and import of full weights as safetensors files, checked with the safetensors library."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bed import ranks
+from bed.memory import Peak, live_bytes, only_new_objects
+from bed.references import count_collectives
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._safetensors import (
+    export_safetensors,
+    import_safetensors,
+    read_safetensors,
+    write_safetensors,
+)
+from test_state_dict import (
+    WIDTH,
+    Buffered,
+    Doubling,
+    Mixed,
+    Net,
+    Shared,
+    Tied,
+    WithExtraState,
+    assert_equal,
+    below_plain,
+    by_hand,
+    changed,
+    each_form,
+    per_block,
+    whole,
+    wrapped_and_plain,
+)
+from test_streaming import ONE, squares
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export, found as Hugging Face's libraries do."""
+    names = [SINGLE]
+    if (folder / INDEX).exists():
+        assert not (folder / SINGLE).exists()
+        index = json.loads((folder / INDEX).read_text())
+        names = sorted(set(index["weight_map"].values()))
+    assert sorted(path.name for path in folder.iterdir() if path.name != INDEX) == names
+    parts = {name: load_file(folder / name) for name in names}
+    if len(names) > 1:
+        assert names == [f"model-{n:05}-of-{len(names):05}.safetensors" for n in range(1, len(names) + 1)]
+        assert index["weight_map"] == {key: name for name, part in parts.items() for key in part}
+        total = sum(value.nbytes for part in parts.values() for value in part.values())
+        assert index["metadata"] == {"total_size": total}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    return {key: value for part in parts.values() for key, value in part.items()}
+
+
+def untied(plain: nn.Module) -> dict[str, torch.Tensor]:
+    """A plain module's state dict with tied parameters and shared buffers once."""
+    firsts = {name for name, _ in (*plain.named_parameters(), *plain.named_buffers())}
+    return {name: value for name, value in plain.state_dict().items() if name in firsts}
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_equal(dict(sorted(found.items())), dict(sorted(expected.items())))
+
+
+@each_form
+@pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, Mixed])
+@ranks(1, 3)
+def test_export_and_import(rank, world_size, cls, use_orig_params, tmp_path):
+    wrappings = [whole, per_block, by_hand, *([] if cls in (Tied, Shared) else [below_plain])]
+    for number, wrap in enumerate(wrappings):
+        model, plain = wrapped_and_plain(cls, wrap, use_orig_params)
+        for most in ("5GB", "0.3KB", 1):
+            files = export_safetensors(model, tmp_path, max_shard_bytes=most, budget=1 if most == 1 else None)
+            dist.barrier()
+            same(stored(tmp_path), untied(plain))
+            assert files == [SINGLE] if most == "5GB" else len(files) > 1
+            assert (most == 1) == (len(files) == len(untied(plain)))
+            expected = plain.state_dict()
+            others = [wrappings[number - 1](cls() if cls is Mixed else cls().double(), use_orig_params=True)]
+            others.append(cls() if cls is Mixed else cls().double())
+            for other in others:
+                other.load_state_dict(changed(other.state_dict()))
+                with count_collectives() as traffic:
+                    assert import_safetensors(other, tmp_path) == ([], [])
+                assert traffic == {}
+                assert_equal(other.state_dict(), expected)
+            dist.barrier()
+
+
+@ranks(2)
+def test_dtypes_and_sizes(rank, world_size, tmp_path):
+    model, plain = wrapped_and_plain(Mixed, per_block, True)
+    export_safetensors(model, tmp_path, dtype=torch.bfloat16)
+    dist.barrier()
+    found = stored(tmp_path)
+    assert found.pop("blocks.0.table").dtype == torch.int64
+    same(found, {name: p.detach().bfloat16() for name, p in plain.named_parameters() if name in found})
+    for size, error in (("5 apples", ValueError), (0, ValueError), ("0GB", ValueError), (5.0, TypeError)):
+        with pytest.raises(error, match="max_shard_bytes must"):
+            export_safetensors(model, tmp_path, max_shard_bytes=size)
+    with pytest.raises(ValueError, match="cannot hold 0.weight, which is of torch.complex128"):
+        export_safetensors(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128)), tmp_path)
+    same(stored(tmp_path) | {}, {**found, "blocks.0.table": plain.blocks[0].table.detach()})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.float16, torch.float8_e4m3fn, torch.complex64]
+)
+def test_tensors_of_all_kinds_without_ranks(dtype, tmp_path):
+    values = {
+        "matrix": torch.arange(12).view(3, 4).t().to(dtype),
+        "bytes": torch.ones(3, dtype=torch.int8),
+        "scalar": torch.tensor(1).to(dtype),
+        "none": torch.empty(0, 4).to(dtype),
+        "after": torch.arange(2.0).double(),
+    }
+    described = {name: (tuple(value.shape), value.dtype) for name, value in values.items()}
+    assert write_safetensors(tmp_path / "new" / "folder", described, values.items()) == [SINGLE]
+    bits = {name: value.contiguous().view(-1).view(torch.uint8) for name, value in values.items()}
+    for found in (stored(tmp_path / "new" / "folder"), read_safetensors(tmp_path / "new" / "folder")):
+        assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == described
+        whole = {name: torch.clone(value) for name, value in found.items()}
+        same({name: value.view(-1).view(torch.uint8) for name, value in whole.items()}, bits)
+    with pytest.raises(ValueError, match="expected bytes of"):
+        write_safetensors(tmp_path / "new" / "folder", described, [("matrix", values["matrix"])])
+    assert torch.equal(stored(tmp_path / "new" / "folder")["after"], values["after"])  # as it was
+
+
+@each_form
+@ranks(2)
+def test_neither_export_nor_import_holds_much(rank, world_size, use_orig_params, tmp_path):
+    with only_new_objects():
+        model = squares(use_orig_params)
+        for budget, most in ((3 * ONE + 1, 3), (1, 2)):
+            before = live_bytes()
+            with Peak(before + 1.02 * most * ONE) as peak:
+                export_safetensors(model, tmp_path, budget=budget, max_shard_bytes=2 * ONE)
+            assert peak.value - before <= 1.02 * most * ONE
+        dist.barrier()
+        assert len(stored(tmp_path)) == 8
+        gc.collect()
+        before = live_bytes()
+        with Peak(before + ONE) as peak:
+            import_safetensors(model, tmp_path)
+        # A matrix at a time: half of it, that is, in parts that are then put together.
+        assert 0.45 * ONE <= peak.value - before <= 1.02 * ONE
+
+
+@ranks(2)
+def test_a_new_export_replaces_the_old_one_or_fails_as_a_whole(rank, world_size, tmp_path):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    for most in (100, 300, "5GB", 200, "5GB"):
+        (tmp_path / "config.json").unlink(missing_ok=True)
+        dist.barrier()
+        export_safetensors(model, tmp_path, max_shard_bytes=most)
+        dist.barrier()
+        same(stored(tmp_path), untied(plain))
+        model.load_state_dict(changed(model.state_dict()))
+        fails = mock.patch("os.fsync", side_effect=OSError("no space left"))
+        with fails, pytest.raises(RuntimeError, match="failed on the first rank: OSError: no space left"):
+            export_safetensors(model, tmp_path, max_shard_bytes=150)
+        dist.barrier()
+        same(stored(tmp_path), untied(plain))  # nor is anything left beside it
+        dist.barrier()
+        plain.load_state_dict(changed(plain.state_dict()))
+    (tmp_path / "file").write_text("no directory") if rank == 0 else None
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="failed on the first rank: .*Exists"):
+        export_safetensors(model, tmp_path / "file")
+    same(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(rank, world_size, use_orig_params, tmp_path):
+    model, plain = wrapped_and_plain(Buffered, per_block, use_orig_params)
+    good, folder = untied(plain), tmp_path / str(rank)
+    folder.mkdir()
+
+    def refused(match: str, changes: dict[str, Any], **options: Any) -> None:
+        values = {name: value for name, value in {**good, **changes}.items() if value is not None}
+        save_file(values, folder / SINGLE)
+        for module in (model, plain):
+            before = module.state_dict()
+            before = {name: value.clone() for name, value in before.items()}
+            with pytest.raises(RuntimeError, match=match):
+                import_safetensors(module, folder, **options)
+            assert_equal(module.state_dict(), before)
+
+    refused(r"size mismatch for stem.weight", {"stem.weight": torch.zeros(2, 3)})
+    refused(
+        r"Missing key\(s\) in state_dict: \"head.bias\", \"norm.bias\"",
+        {"head.bias": None, "norm.bias": None},
+    )
+    refused(r"Unexpected key\(s\) in state_dict: \"more\"", {"more": torch.zeros(1)})
+    refused("dtype mismatch for head.bias: .*int64", {"head.bias": torch.zeros(WIDTH, dtype=torch.int64)})
+    refused("dtype mismatch for norm.num_batches", {"norm.num_batches_tracked": torch.tensor(1.0)})
+    save_file({**good, "blocks.0.gain": good["blocks.0.gain"].view(1)}, folder / SINGLE)  # as torch 0.3 did
+    assert import_safetensors(model, folder) == ([], [])
+    refused("size mismatch", {"more": torch.zeros(1), "stem.bias": torch.zeros(2)}, strict=False)
+
+    save_file({"head.bias": torch.ones(WIDTH), "more": torch.zeros(1)}, folder / SINGLE)  # cast to float64
+    for module in (model, plain):
+        missing, unexpected = import_safetensors(module, folder, strict=False)
+        assert sorted(missing) == sorted(set(good) - {"head.bias"}) and unexpected == ["more"]
+    assert_equal(model.state_dict(), plain.state_dict())
+    assert plain.head.bias.eq(1).all()
+    with pytest.raises(RuntimeError, match="'shift' is on the meta device"):
+        import_safetensors(Buffered().to("meta"), folder, strict=False)
+    with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="inside summon_full_params"):
+        import_safetensors(model, folder)
+
+
+@ranks(2)
+def test_damaged_files_are_named(rank, world_size, tmp_path):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    export_safetensors(model, tmp_path, max_shard_bytes=300)
+    dist.barrier()
+    files = sorted(path for path in tmp_path.iterdir() if path.name != INDEX)
+    before = model.state_dict()
+
+    def refused(path: Path, error: type[Exception], content: bytes | None) -> None:
+        kept = path.read_bytes()
+        dist.barrier()
+        if rank == 0:
+            path.unlink() if content is None else path.write_bytes(content)
+        dist.barrier()
+        with pytest.raises(error, match=path.name):
+            import_safetensors(model, tmp_path)
+        dist.barrier()
+        path.write_bytes(kept) if rank == 0 else None
+        dist.barrier()
+
+    for path in (files[0], files[-1]):
+        whole = path.read_bytes()
+        refused(path, FileNotFoundError, None)
+        for length in (0, 7, 20, len(whole) // 2, len(whole) - 1):
+            refused(path, RuntimeError, whole[:length])
+        refused(path, RuntimeError, whole + b"more")
+    refused(tmp_path / INDEX, FileNotFoundError, None)
+    refused(tmp_path / INDEX, RuntimeError, b"{")
+    refused(tmp_path / INDEX, RuntimeError, b"{}")
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["of.another.model"] = files[0].name
+    refused(tmp_path / INDEX, RuntimeError, json.dumps(index).encode())
+    assert_equal(model.state_dict(), before)
+    assert import_safetensors(model, tmp_path) == ([], [])
+
+
+@each_form
+@ranks(2)
+def test_modules_that_load_in_ways_of_their_own(rank, world_size, use_orig_params, tmp_path):
+    def make() -> nn.Module:
+        net = WithExtraState()
+        net.head = Doubling(WIDTH, WIDTH)
+        return net
+
+    model, plain = wrapped_and_plain(make, per_block, use_orig_params)
+    export_safetensors(model, tmp_path)
+    dist.barrier()
+    same(stored(tmp_path), untied(plain))
+    expected = {**plain.state_dict(), "head.weight": plain.head.weight.detach() * 2}
+    for module in (model, plain):
+        with pytest.raises(RuntimeError, match="_extra_state"):
+            import_safetensors(module, tmp_path)
+        missing, unexpected = import_safetensors(module, tmp_path, strict=False)
+        assert (missing, unexpected) == (["blocks.1._extra_state"], [])
+        assert_equal(module.state_dict(), expected)
+
+
+def test_without_the_library_the_extra_is_named(tmp_path):
+    plain = Net()
+    export_safetensors(plain, tmp_path)  # writing does not need it
+    with mock.patch.dict(sys.modules, {"safetensors": None}):
+        with pytest.raises(ImportError, match=r"pip install \"fsdp-wrap\[safetensors\]\""):
+            import_safetensors(plain, tmp_path)
+    assert os.listdir(tmp_path) == [SINGLE]
+    same(stored(tmp_path), untied(plain))

@@ -1,0 +1,327 @@
+"""Full parameters and optimizer state one by one: names, values, memory, and callers that break off."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bed import ranks
+from bed.memory import Peak, live_bytes, only_new_objects
+from bed.references import count_collectives
+from fsdp_wrap import (
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    iter_full_optim_state,
+    iter_full_params,
+    param_aliases,
+)
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from models import gather_objects
+from test_optim_state_dict import by_name
+from test_state_dict import (
+    WIDTH,
+    Buffered,
+    Mixed,
+    Net,
+    Shared,
+    Tied,
+    adamw,
+    assert_close,
+    assert_equal,
+    below_plain,
+    by_hand,
+    each_form,
+    new_batches,
+    per_block,
+    train_side_by_side,
+    whole,
+    wrapped_and_plain,
+)
+
+WRAPPINGS = [whole, per_block, by_hand, below_plain]
+BUDGETS = [None, 1, 200, 10**9]
+
+
+def parameters(plain: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach() for name, param in plain.named_parameters()}
+
+
+# What is yielded.
+
+
+@each_form
+@pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, Mixed])
+@ranks(1, 3)
+def test_parameters_come_as_the_plain_module_has_them(rank, world_size, cls, use_orig_params):
+    for wrap in WRAPPINGS[:3] if cls in (Tied, Shared) else WRAPPINGS:
+        model, plain = wrapped_and_plain(cls, wrap, use_orig_params)
+        for budget in BUDGETS:
+            found = dict(iter_full_params(model, budget=budget))
+            assert_equal(found, parameters(plain))
+            storages = {value.untyped_storage().data_ptr() for value in found.values()}
+            assert len(storages) == len(found)  # nobody else's memory
+            assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
+        every = plain.named_parameters(remove_duplicate=False)
+        buffers = {name for name, _ in plain.named_buffers(remove_duplicate=False)}
+        aliases = param_aliases(model)
+        names = [name for first in found for name in (first, *aliases.pop(first, ()))]
+        assert sorted(names) == sorted(name for name, _ in every)
+        assert {name for first, others in aliases.items() for name in (first, *others)} <= buffers
+        with_buffers = dict(iter_full_params(model, buffers=True))
+        kept = [name for name in plain.state_dict() if name in buffers]
+        assert list(with_buffers) == [*found, *kept]
+        assert_equal({name: with_buffers[name] for name in kept}, {n: plain.state_dict()[n] for n in kept})
+        blocks = model.blocks if wrap is below_plain else model.module.blocks
+        if wrap is whole or (wrap is per_block and cls in (Tied, Shared)):
+            with pytest.raises(ValueError, match="belongs to a unit around"):
+                iter_full_params(blocks)
+        else:
+            assert_equal(dict(iter_full_params(blocks)), parameters(plain.blocks))
+
+
+@ranks(1)
+def test_a_plain_module_streams_copies_also_without_process_groups(rank, world_size):
+    plain = Tied()
+    found = dict(iter_full_params(plain))
+    assert_equal(found, parameters(plain))
+    found["shift"].zero_()
+    assert plain.shift.any() and "head.weight" not in found
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@ranks(4)
+def test_in_training_with_every_strategy_and_precision(rank, world_size, strategy, use_orig_params):
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": use_orig_params,
+        "cpu_offload": CPUOffload(offload_params=strategy in ("FULL_SHARD", "NO_SHARD")),
+    }
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    plain = Net().double()
+    model = per_block(copy.deepcopy(plain), **options)
+    ours, theirs = adamw(model), adamw(plain)
+    for _ in range(2):  # an iteration inside of an accumulation changes nothing
+        train_side_by_side(1, model, ours, plain, theirs)
+        batch = new_batches()
+        with model.no_sync():
+            model(batch[rank]).square().mean().backward()
+        plain(batch.flatten(0, 1)).square().mean().backward()
+        assert_close(dict(FSDP.iter_full_params(model)), parameters(plain))
+        batch = new_batches()
+        model(batch[rank]).square().mean().backward()
+        plain(batch.flatten(0, 1)).square().mean().backward()
+        ours.step()
+        theirs.step()
+    assert_close(dict(iter_full_params(model, budget=100)), parameters(plain))
+    on_first = dict(iter_full_params(model, rank0_only=True, offload_to_cpu=True))
+    assert {value.is_meta for value in on_first.values()} == {rank != 0}
+    expected = parameters(plain) if rank == 0 else {n: p.to("meta") for n, p in parameters(plain).items()}
+    assert [(n, v.shape, v.dtype) for n, v in on_first.items()] == [
+        (n, v.shape, v.dtype) for n, v in expected.items()
+    ]
+    if rank == 0:
+        assert_close(on_first, expected)
+
+
+@each_form
+@ranks(2)
+def test_dtypes_are_master_ones_or_as_asked_for(rank, world_size, use_orig_params):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    plain = Buffered()
+    model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params, mixed_precision=policy)
+    assert_equal(dict(iter_full_params(model)), parameters(plain))
+    model.eval()(torch.randn(4, WIDTH))
+    kept = dict(iter_full_params(model, buffers=True))
+    assert kept["norm.running_var"].dtype == torch.float32
+    assert_equal({name: kept[name] for name in parameters(plain)}, parameters(plain))
+    half = {name: value.half() for name, value in parameters(plain).items()}
+    with count_collectives() as traffic:
+        assert_equal(dict(iter_full_params(model, dtype=torch.float16)), half)
+    assert traffic["broadcast"].bytes == sum(value.nbytes for value in half.values())  # cast, then sent
+    mixed, plain = wrapped_and_plain(Mixed, whole, use_orig_params)
+    found = dict(iter_full_params(mixed, dtype=torch.float64))
+    assert found.pop("blocks.0.table").dtype == torch.int64
+    assert {value.dtype for value in found.values()} == {torch.float64}
+
+
+@each_form
+@ranks(3)
+def test_optimizer_state_comes_value_by_value(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Tied, per_block, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    assert list(iter_full_optim_state(model, ours)) == []
+    train_side_by_side(2, model, ours, plain, theirs)
+    expected = {
+        (name, key): value
+        for name, entry in by_name(theirs, plain)["state"].items()
+        for key, value in sorted(entry.items())
+    }
+    for budget in BUDGETS:
+        found = {(name, key): value for name, key, value in iter_full_optim_state(model, ours, budget=budget)}
+        assert_close(found, expected)
+    on_first = list(iter_full_optim_state(model, ours, rank0_only=True, offload_to_cpu=True))
+    assert [(name, key) for name, key, _ in on_first] == list(expected)
+    assert {value.is_meta for _, _, value in on_first if value.dim() > 0} == {rank != 0}
+    for number, _ in enumerate(iter_full_optim_state(model, ours)):
+        if number == 2 * rank:  # the ranks stop at different places
+            break
+    train_side_by_side(1, model, ours, plain, theirs)
+    assert_close(dict(iter_full_params(model)), parameters(plain))
+
+
+# Memory and prefetch.
+
+SIDE = 150
+ONE = SIDE * SIDE * 4
+
+
+def squares(use_orig_params: bool, per_unit: int = 2, units: int = 4) -> FSDP:
+    """Units of some square matrices each."""
+
+    def unit() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(per_unit)))
+
+    net = nn.Sequential(*(unit() for _ in range(units)))
+    own = set(net.children())
+    return FSDP(
+        net,
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in own,
+        use_orig_params=use_orig_params,
+    )
+
+
+@each_form
+@ranks(2)
+def test_no_more_is_alive_than_the_budget(rank, world_size, use_orig_params):
+    model = squares(use_orig_params)
+    optimizer = adamw(model)
+    model(torch.ones(1, SIDE)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def held(values: Iterator[Any], most: int) -> float:
+        """How many matrices are alive at most while a loop passes over values."""
+        gc.collect()
+        time.sleep(0.1)  # gloo's threads let go of what they sent a moment later
+        before = live_bytes()
+        with Peak(before + 1.02 * most * ONE) as peak:
+            for _ in values:
+                pass
+        return (peak.value - before) / ONE
+
+    with only_new_objects():
+        # The default is twice a unit of two; at least one is gathered, while the loop holds the one before.
+        for budget, most in ((None, 4), (1, 2), (3 * ONE + 1, 3)):
+            assert 0.95 * most <= held(iter_full_params(model, budget=budget), most) <= 1.02 * most
+            state = iter_full_optim_state(model, optimizer, budget=budget)
+            assert 0.95 * most <= held(state, most) <= 1.02 * most
+        others = held(iter_full_params(model, budget=3 * ONE, rank0_only=True), 3)
+        assert 0.95 * 3 <= others <= 1.02 * 3
+
+
+@each_form
+@ranks(2)
+def test_the_next_parameters_are_on_their_way_while_one_is_used(rank, world_size, use_orig_params):
+    model = squares(use_orig_params, per_unit=1)
+    for budget, ahead in ((1, 0), (2 * ONE, 1), (None, 1), (4 * ONE, 3)):
+        with count_collectives() as traffic, closing(iter_full_params(model, budget=budget)) as params:
+            name, _ = next(params)
+            # A matrix is split over both ranks: two messages each.
+            assert traffic["broadcast"].calls == 2 * (1 + ahead), (budget, name)
+
+
+@each_form
+@ranks(3)
+def test_every_byte_travels_once(rank, world_size, use_orig_params):
+    for wrap in WRAPPINGS:
+        model, plain = wrapped_and_plain(Mixed, wrap, use_orig_params)
+        names = {name for unit in FSDP.fsdp_modules(model) for name, _ in unit.named_parameters()}
+        assert names
+        for budget in (None, 1):
+            with count_collectives() as traffic:
+                found = dict(iter_full_params(model, budget=budget))
+            sharded = {  # below plain modules not all are
+                name: value
+                for name, value in found.items()
+                if wrap is not below_plain or name.startswith(("stem", "blocks.1"))
+            }
+            assert set(traffic) == {"broadcast"}
+            assert traffic["broadcast"].bytes == sum(value.nbytes for value in sharded.values())
+
+
+# Callers that break off, or come at the wrong time.
+
+
+@each_form
+@ranks(3)
+def test_ranks_may_stop_at_different_places(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours, theirs = adamw(model), adamw(plain)
+    for budget in (None, 1):
+        with count_collectives() as traffic:
+            for number, _ in enumerate(iter_full_params(model, budget=budget)):
+                if number == 3 * rank:
+                    break
+        calls = gather_objects(traffic["broadcast"])
+        assert calls == calls[:1] * world_size  # nothing is left to be taken for something else
+        train_side_by_side(1, model, ours, plain, theirs)
+        assert_close(dict(iter_full_params(model)), parameters(plain))
+    with pytest.raises(KeyError), closing(iter_full_params(model)) as params:
+        next(params)
+        raise KeyError(rank)
+    train_side_by_side(1, model, ours, plain, theirs)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_wrong_times_and_arguments_are_refused(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    optimizer, seen = adamw(model), []
+
+    def note(module: nn.Module, args: Any) -> None:
+        for begin in (lambda: iter_full_params(model), lambda: iter_full_optim_state(model, optimizer)):
+            with pytest.raises(RuntimeError, match="must not run inside the forward of"):
+                begin()
+            seen.append(module)
+
+    model.module.head.register_forward_pre_hook(note)
+    output = model(new_batches()[rank])
+
+    def in_backward(grad: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match=r"iter_full_params\(\) must not run inside a backward"):
+            iter_full_params(model)
+        seen.append(grad)
+
+    output.register_hook(in_backward)
+    output.sum().backward()
+    assert len(seen) == 3
+    with FSDP.summon_full_params(model.module.blocks[1]):
+        for begin in (lambda: iter_full_params(model), lambda: iter_full_optim_state(model, optimizer)):
+            with pytest.raises(RuntimeError, match=r"inside summon_full_params.*'blocks.1'"):
+                begin()
+    for budget, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="budget must be a"):
+            iter_full_params(model, budget=budget)
+        with pytest.raises(error, match="budget must be a"):
+            iter_full_optim_state(model, optimizer, budget=budget)
+    for dtype, error in ((torch.int64, ValueError), ("float16", TypeError)):
+        with pytest.raises(error, match="dtype must be a"):
+            iter_full_params(model, dtype=dtype)
+    with pytest.raises(RuntimeError, match="'1.weight' is on the meta device"):
+        iter_full_params(nn.Sequential(model, nn.Linear(3, 3, device="meta")))
+    with pytest.raises(TypeError, match="optim must be"):
+        iter_full_optim_state(model, model)
+    assert_equal(dict(iter_full_params(model)), parameters(plain))
