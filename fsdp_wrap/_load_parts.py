@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
-from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
+from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn, original_class
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import original_buffers
@@ -150,7 +150,7 @@ def copies_values(module: nn.Module) -> bool:
     """Whether a module, those below it aside, copies values as they are; not where users' hooks run."""
     wrapper = WRAPPED_ATTR in module._modules
     hooks = [*module._load_state_dict_pre_hooks, *module._load_state_dict_post_hooks]
-    own_way = type(module)._load_from_state_dict not in _PLAIN_LOADS and not wrapper
+    own_way = original_class(module)._load_from_state_dict not in _PLAIN_LOADS and not wrapper
     return not own_way and len(hooks) == int(wrapper)  # a wrapper has one of its own
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "is_owned",
     "mark_managed",
     "mark_owned",
+    "original_class",
     "own_modules",
     "replace_tensor",
     "show_extra",
@@ -136,6 +137,12 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
             if child is not None and UNIT_ATTR not in child.__dict__ and child not in ignored
         ]
         stack.extend(reversed(children))
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Returns a module's class without what a front-end has mixed into it."""
+    mixed = UNIT_ATTR in module.__dict__ and WRAPPED_ATTR not in module._modules
+    return type(module).__mro__[2] if mixed else type(module)  # itself, what was mixed in, the original
 
 
 def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

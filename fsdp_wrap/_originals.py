@@ -150,12 +150,20 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
     Raises:
         RuntimeError: Inside a forward or backward.
         TypeError: If `optim` is neither an optimizer nor None.
+        ValueError: If parameters were sharded by `fully_shard`.
     """
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
     for unit in units_in(model).values():
         schedule_of(unit).require_idle(doing)
-    return Originals(model)
+    names = Originals(model)
+    for original in names.by_name.values():
+        if isinstance(original.source, DTensor):
+            raise ValueError(
+                f"parameter '{original.fqn}' was sharded by fully_shard, so its optimizer state is made of "
+                "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
+            )
+    return names
 
 
 def params_by_key(
@@ -204,18 +212,8 @@ def _owned(
     for handle in handles_of(units):
         for segment in handle.segments:
             intervals = segment.layout.intervals()
-            for interval in intervals:
-                _refuse_dtensor(interval)
             sources.update(id(interval.source) for interval in intervals)
             for index, places in enumerate(segment.layout.places):
                 for place in places:
                     owned[place] = (handle, segment, index, intervals[index])
     return owned, sources
-
-
-def _refuse_dtensor(interval: Interval) -> None:
-    if isinstance(interval.source, DTensor):
-        raise ValueError(
-            f"parameter '{interval.fqn}' was sharded by fully_shard, so its optimizer state is made of "
-            "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
-        )

@@ -20,7 +20,7 @@ from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._load_parts import copies_values
-from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
+from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn, original_class
 from fsdp_wrap._streaming import stream
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.api import (
@@ -519,5 +519,5 @@ def _entries(
 def _loads_its_own_way(module: nn.Module) -> bool:
     if WRAPPED_ATTR in module._modules:
         return False
-    overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    overridden = original_class(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return overridden or bool(module._load_state_dict_pre_hooks)

@@ -222,3 +222,71 @@ def test_unsharding_by_hand(rank, world_size):
     loss_of(ddp, tokens(rank, 0)).backward()
     torch.optim.SGD(plain.blocks[0].parameters(), lr=1.0).step()
     assert_same(model, plain)
+
+
+@ranks(2)
+def test_only_what_trains_is_reduced_inside_of_autograd(rank, world_size):
+    torch.manual_seed(0)
+    plain = Transformer(2).double()
+    for name, param in plain.named_parameters():
+        param.requires_grad_("mlp" in name or name.startswith("head"))
+    model = shard_blocks(copy.deepcopy(plain))
+    trainable = sum(param.numel() for param in plain.parameters() if param.requires_grad)
+    with record_events() as events:
+        loss_of(model, tokens(rank, 0)).backward()
+    reduced = [event for event in events if event.kind.value == "reduce"]
+    assert [event.phase.value for event in reduced] == ["backward"] * 3
+    assert 8 * trainable <= sum(event.nbytes for event in reduced) < 8.3 * trainable
+    ddp = DDP(plain)
+    loss_of(ddp, tokens(rank, 0)).backward()
+    assert_same(model, plain, exact=False)
+    for one in (plain, model):  # freezing and unfreezing later
+        one.zero_grad()
+        one.blocks[0].mlp.requires_grad_(False), one.embed.requires_grad_(True)
+    ddp = DDP(plain)
+    for one in (ddp, model):
+        for step in range(2):
+            with torch.no_grad():
+                loss_of(one, tokens(rank, step))
+            loss_of(one, tokens(rank, step)).backward()
+    assert_same(model, plain, exact=False)
+
+
+@ranks(2)
+def test_expert_setters(rank, world_size):
+    torch.manual_seed(0)
+    plain = Transformer(1)
+    model = copy.deepcopy(plain)
+    fully_shard(model.embed), fully_shard(model)
+    model.embed.set_unshard_in_backward(False)
+    waited = []
+
+    class Event:
+        def wait(self) -> None:
+            waited.append(model)
+
+    model.set_post_optim_event(Event())
+    for expected in (["u root", "u embed", "r embed"], ["r root", "u root", "u embed", "r embed"]):
+        with record_events() as events:
+            loss = loss_of(model, tokens(rank, 0))
+        assert trace(events) == expected and len(waited) == 1, "an event counts once"
+    with record_events() as events:
+        loss.backward()
+    assert not [event for event in trace(events) if event[0] == "u"]
+    ddp = DDP(plain)
+    loss_of(ddp, tokens(rank, 0)).backward()
+    assert_same(model, plain)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, tokens(rank, 1)).backward()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    for one in (ddp, model):
+        one.zero_grad()
+        loss_of(one, tokens(rank, 2)).backward()
+    assert_same(model, plain)
+    hook = model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, tokens(rank, 0))
+    hook.remove()
+    model.reset_iter_state()
+    torch.testing.assert_close(loss_of(model, tokens(rank, 3)), loss_of(plain, tokens(rank, 3)))

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_wrap import distributed_state_dict as by_torchs_functions
 from fsdp_wrap._optim_load import load_optim_state_dict
-from fsdp_wrap._unit import units_in
 from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 
 __all__ = ["Subject", "packed", "restore_random_state", "staged", "unpacked"]
@@ -91,7 +91,8 @@ class Subject:
 
         Of plain models it is not: torch's function steps an optimizer that was never stepped.
         """
-        return not units_in(self.model) and any(isinstance(p, DTensor) for p in self.model.parameters())
+        wrapped = FullyShardedDataParallel.fsdp_modules(self.model)
+        return not wrapped and any(isinstance(p, DTensor) for p in self.model.parameters())
 
 
 def _listed(optim: Any) -> list[torch.optim.Optimizer]:
