@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,12 @@ def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_p
         pending = checkpoint.async_save(tmp_path, model)
         with pytest.raises(RuntimeError, match="rank 1: OSError"):
             pending.result()
-        checkpoint.async_save(tmp_path, model)
-        with pytest.raises(RuntimeError, match="rank 1: OSError"):  # nobody asked for the result
-            checkpoint.save(tmp_path, model)
+        untold = checkpoint.async_save(tmp_path, model)
+        while not untold.done():
+            time.sleep(0.01)
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="rank 1: OSError"):
+        checkpoint.save(tmp_path, model)
     dist.barrier()
     assert names(tmp_path) == [kept.name]
     checkpoint.load(tmp_path, model)
@@ -334,6 +338,18 @@ def test_damage_is_told_alike_on_all_ranks_before_anything_changes(rank, world_s
     assert lines[1].startswith("  __0_0.distcp is missing (") and "model." in lines[1]
     assert lines[2].startswith("  __1_0.distcp bytes") and lines[2].count("model.") <= 1 and "(" in lines[2]
     assert lines[3] == f"  the step before is complete: load {tmp_path / 'step_00000001'}"
+    manifest = tmp_path / "step_00000001" / "manifest.json"
+    text = manifest.read_text()
+    dist.barrier()
+    if rank == 0:
+        manifest.write_text(text.replace('"world_size":3', '"world_size":4'))
+    dist.barrier()
+    with pytest.raises(ValueError, match="no complete .*step_00000001: manifest.json is not as it was"):
+        checkpoint.load(tmp_path, model, optimizer)
+    dist.barrier()
+    if rank == 0:
+        manifest.write_text(text)
+    dist.barrier()
     assert_equal(model.state_dict(), before)
     with pytest.warns(UserWarning, match="passing over") if rank == 0 else warnings.catch_warnings():
         assert checkpoint.load(tmp_path, model, optimizer).step == 1
