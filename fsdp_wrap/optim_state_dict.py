@@ -10,7 +10,6 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +103,7 @@ def iter_full_optim_state(
     budget: int | None = None,
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
-) -> Iterator[tuple[str, str, Any]]:
+) -> Generator[tuple[str, str, Any]]:
     """Yields an optimizer's full state value by value, while the next ones are on their way; collective.
 
     As `fsdp_wrap.full_params.iter_full_params`, also if it is closed early.
@@ -164,13 +163,20 @@ class _FullState:
         values = _cut_values(self._names, self._pieces, self._known)
         return stream(values, budget, wanted=wanted, to_host=to_host)
 
-    def values(self, *, budget: int, wanted: bool, to_host: bool) -> Iterator[tuple[str, str, Any]]:
+    def values(self, *, budget: int, wanted: bool, to_host: bool) -> Generator[tuple[str, str, Any]]:
         """Yields (name, key, value) of all; collective."""
-        with closing(self.gathered(budget=budget, wanted=wanted, to_host=to_host)) as gathered:
+        gathered = self.gathered(budget=budget, wanted=wanted, to_host=to_host)
+        try:
             for fqn, entry in self._known.items():
                 for key, value in sorted(entry.items(), key=lambda item: item[0]):
-                    cut = isinstance(value, torch.dtype)
-                    yield fqn, key, next(gathered)[1] if cut else _copied(value, to_host)
+                    if isinstance(value, torch.dtype):
+                        yield fqn, key, next(gathered)[1]
+                    else:
+                        yield fqn, key, _copied(value, to_host) if wanted else _without_memory(value)
+        except GeneratorExit:
+            for _ in gathered:  # takes part in the rest, also where nothing has been gathered yet
+                pass
+            raise
 
     def assembled(self, full: Mapping[tuple[str, str], torch.Tensor], to_host: bool) -> dict[str, Any]:
         """Returns the state dict that has these tensors."""
@@ -217,6 +223,10 @@ def _kept(value: Any, to_host: bool) -> Any:
 
 def _copied(value: Any, to_host: bool) -> Any:
     return offloaded(value, to_host) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _without_memory(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _named_groups(
