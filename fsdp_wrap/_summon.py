@@ -45,7 +45,7 @@ class SummonedSegment:
         self._full = self._transport.collect(layout.write_shard)
         self._grads = _SummonedGrads(layout, self._transport) if how.with_grads else None
         self._params: list[nn.Parameter] = []
-        self._edited: list[torch.Tensor] = []
+        self._edited: list[torch.Tensor | None] = []
         if self._full is not None:
             self._params = [
                 nn.Parameter(view, requires_grad=source.requires_grad)
@@ -71,11 +71,12 @@ class SummonedSegment:
         shown = [
             param if found is None else found for param, found in zip(self._params, self._layout.shown())
         ]
-        for fqn, param, found in zip(self._layout.fqns, self._params, shown):
-            _check_fits(f"parameter '{prefix}{fqn}'", param, found)
+        # Not against the parameters: their `.data` may be what was replaced.
+        for fqn, view, found in zip(self._layout.fqns, self._layout.views(self._full), shown):
+            _check_fits(f"parameter '{prefix}{fqn}'", view, found)
             if self._grads is not None and found.grad is not None:
-                _check_fits(f"the gradient of parameter '{prefix}{fqn}'", param, found.grad)
-        self._edited = [found.detach() for found in shown]
+                _check_fits(f"the gradient of parameter '{prefix}{fqn}'", view, found.grad)
+        self._edited = _noted(self._layout.views(self._full), [found.detach() for found in shown])
         if self._grads is not None:
             self._grads.take([found.grad for found in shown])
 
@@ -88,18 +89,32 @@ class SummonedSegment:
             self._grads.write_back()
 
 
-def _check_fits(what: str, param: torch.Tensor, found: torch.Tensor) -> None:
-    if found.shape != param.shape or found.dtype != param.dtype:
+def _check_fits(what: str, view: torch.Tensor, found: torch.Tensor) -> None:
+    if found.shape != view.shape or found.dtype != view.dtype:
         raise ValueError(
             f"{what} was replaced inside summon_full_params by one of shape {tuple(found.shape)} and dtype "
-            f"{found.dtype}; it must keep {tuple(param.shape)} and {param.dtype}. No edit was written back"
+            f"{found.dtype}; it must keep {tuple(view.shape)} and {view.dtype}. No edit was written back"
         )
 
 
-def _fill(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for view, value in zip(views, values):
-        if value.data_ptr() != view.data_ptr():
+def _noted(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Returns copies of the values that do not lie in their views as they should, which may be in others."""
+    return [
+        value.detach().clone() if value is not None and not _is(view, value) else value
+        for view, value in zip(views, values)
+    ]
+
+
+def _fill(views: Sequence[torch.Tensor], noted: Sequence[torch.Tensor | None]) -> None:
+    for view, value in zip(views, noted):
+        if value is None:
+            view.zero_()
+        elif not _is(view, value):
             view.copy_(value)
+
+
+def _is(view: torch.Tensor, value: torch.Tensor) -> bool:
+    return value.data_ptr() == view.data_ptr() and value.stride() == view.stride()
 
 
 class _Transport:
@@ -176,6 +191,7 @@ class _SummonedGrads:
         self._layout, self._transport = layout, transport
         self._present = transport.any_rank([source.grad is not None for source in layout.sources])
         self._full = transport.collect(layout.write_gradient) if any(self._present) else None
+        self._edited: list[torch.Tensor | None] = []
 
     def show(self) -> None:
         """Gives the parameters that are shown their gradients."""
@@ -188,19 +204,16 @@ class _SummonedGrads:
     def take(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Notes the gradients that the parameters have now."""
         self._present = [grad is not None for grad in grads]
-        if not any(self._present):
-            return
-        if self._full is None:
+        if self._full is None and any(self._present):
             with torch.inference_mode(False):
                 self._full = torch.zeros(self._layout.full_numel, dtype=self._layout.dtype)
-        for view, grad in zip(self._layout.views(self._full), grads):
-            if grad is None:
-                view.zero_()
-            elif grad.data_ptr() != view.data_ptr():
-                view.copy_(grad)
+        if self._full is not None:
+            self._edited = _noted(self._layout.views(self._full), grads)
 
     def write_back(self) -> None:
         """Takes this rank's part of the noted gradients."""
+        if self._full is not None:
+            _fill(self._layout.views(self._full), self._edited)
         present = self._transport.of_first_rank(self._present)
         own = self._transport.distribute(self._full) if any(present) else None
         self._layout.read_gradient(own, present)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -76,8 +76,13 @@ HYBRID_SPACE = {**SPACE, "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FU
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
 
 
-def pairwise(space: dict[str, Sequence[Any]], seed: int) -> list[Scenario]:
-    """Few scenarios in which every value of an option meets every value of every other one."""
+def pairwise(
+    space: dict[str, Sequence[Any]], seed: int, settle: Callable[[Scenario], Scenario] = dict
+) -> list[Scenario]:
+    """Few scenarios in which every value of an option meets every value of every other one.
+
+    Where one value decides about another, `settle` does so; pairs that it does not leave alone cannot be.
+    """
     generator = random.Random(seed)
     left = {
         frozenset([(a, x), (b, y)])
@@ -85,10 +90,11 @@ def pairwise(space: dict[str, Sequence[Any]], seed: int) -> list[Scenario]:
         for x in space[a]
         for y in space[b]
     }
+    left = {pair for pair in left if pair <= settle(dict(pair)).items()}
     chosen: list[Scenario] = []
     while left:
         seeds = sorted(left, key=lambda pair: sorted(map(str, pair)))
-        candidates = [draw(space, generator, dict(generator.choice(seeds))) for _ in range(40)]
+        candidates = [settle(draw(space, generator, dict(generator.choice(seeds)))) for _ in range(40)]
         best = max(candidates, key=lambda scenario: len(left & _pairs(scenario)))
         left -= _pairs(best)
         chosen.append(best)

@@ -99,12 +99,18 @@ RESUMES = {f"{side}_{name}": values for side in ("from", "to") for name, values 
 RESUMES["kind"] = ["full", "sharded"]
 
 
+def settle(scenario: dict[str, Any]) -> dict[str, Any]:
+    """A hybrid mesh takes all ranks."""
+    sides = [side for side in ("from", "to") if scenario.get(f"{side}_strategy") == "HYBRID_SHARD"]
+    return scenario | {f"{side}_ranks": 4 for side in sides}
+
+
 class Run:
     """A model and optimizer on the first few ranks."""
 
     def __init__(self, scenario: dict[str, Any], side: str, groups: dict[int, Any]) -> None:
         strategy = scenario[f"{side}_strategy"]
-        self.size = 4 if strategy == "HYBRID_SHARD" else scenario[f"{side}_ranks"]
+        self.size = scenario[f"{side}_ranks"]
         self.rank = dist.get_rank()
         self.group = groups[self.size]
         self.takes_part = self.rank < self.size
@@ -170,7 +176,7 @@ def sharded(model: nn.Module, offload: bool = False) -> Any:
     )
 
 
-@pytest.mark.parametrize("scenario", pairwise(RESUMES, seed=5), ids=name_of)
+@pytest.mark.parametrize("scenario", pairwise(RESUMES, 5, settle), ids=name_of)
 @ranks(4)
 def test_resuming_elsewhere_equals_a_plain_model_that_went_on(rank, world_size, scenario, tmp_path):
     groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
@@ -189,17 +195,19 @@ def test_resuming_elsewhere_equals_a_plain_model_that_went_on(rank, world_size, 
         assert_same(FSDP.optim_state_dict(after.model, after.optimizer), by_name(optimizer, plain))
 
 
-@each_form
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@ranks(3)
-def test_resuming_in_the_same_way_is_exact(rank, world_size, kind, use_orig_params, tmp_path):
-    same = {"strategy": "FULL_SHARD", "orig": use_orig_params, "ranks": 3, "wrap": "block"}
-    scenario = {f"{side}_{name}": value for side in ("from", "to") for name, value in same.items()}
-    before, after = (Run(scenario, side, {3: dist.group.WORLD}) for side in ("from", "to"))
+SAME = {**_ONE, "to_orig": [False, True], "kind": ["full", "sharded"], "ranks": [4]}
+
+
+@pytest.mark.parametrize("same", pairwise(SAME, seed=1), ids=name_of)
+@ranks(4)
+def test_resuming_with_the_same_sharding_is_exact(rank, world_size, same, tmp_path):
+    scenario = {f"{side}_{name}": value for name, value in same.items() for side in ("from", "to")}
+    scenario["to_orig"] = same["to_orig"]
+    before, after = (Run(scenario, side, {4: dist.group.WORLD}) for side in ("from", "to"))
     before.train(range(3))
-    before.save(tmp_path, kind)
+    before.save(tmp_path, same["kind"])
     dist.barrier()
-    after.load(tmp_path, kind)
+    after.load(tmp_path, same["kind"])
     for run in (before, after):
         run.train(range(3, 6))
     assert_equal(after.model.state_dict(), before.model.state_dict())

@@ -265,6 +265,28 @@ def test_replaced_parameters_are_taken(rank, world_size, wrap, use_orig_params):
     twins.check()
 
 
+@each_form
+@ranks(2)
+def test_data_in_the_place_of_other_data(rank, world_size, use_orig_params):
+    """Swapped within a unit and between units, transposed in place; gradients likewise."""
+    twins = Twins(per_block, use_orig_params)
+    twins.backward(twins.forward())
+    with FSDP.summon_full_params(twins.model, with_grads=True):
+        for net in (twins.model.module, twins.plain):
+            swap(net.stem.weight, net.head.weight)
+            swap(net.blocks[0].up.weight, net.blocks[1].up.weight)
+            swap(net.blocks[0].down.bias, net.blocks[1].down.bias)
+            net.stem.weight.data = net.stem.weight.data.t()
+            net.stem.weight.grad = net.stem.weight.grad.t()
+    twins.update()
+    twins.check()
+
+
+def swap(one: nn.Parameter, other: nn.Parameter) -> None:
+    one.data, other.data = other.data, one.data
+    one.grad, other.grad = other.grad, one.grad
+
+
 MISFITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
     "longer": (lambda full: torch.zeros(7, dtype=full.dtype), ["(7,)", "(6,)"]),
     "other rank": (lambda full: full.reshape(2, 3).clone(), ["(2, 3)", "(6,)"]),
@@ -275,17 +297,18 @@ MISFITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
 @each_form
 @each_wrapping
 @pytest.mark.parametrize(
-    ("how", "place"),
+    ("how", "place", "only_data"),
     [
-        ("longer", "stem"),
-        ("longer", "blocks.0.down"),
-        ("longer", "head"),
-        ("other rank", "blocks.1.down"),
-        ("dtype", "blocks.1.down"),
+        ("longer", "stem", False),
+        ("longer", "blocks.0.down", True),
+        ("longer", "head", False),
+        ("other rank", "blocks.1.down", True),
+        ("dtype", "blocks.1.down", False),
+        ("dtype", "stem", True),
     ],
 )
 @ranks(2)
-def test_replaced_parameters_must_fit(rank, world_size, wrap, use_orig_params, how, place):
+def test_replaced_parameters_must_fit(rank, world_size, wrap, use_orig_params, how, place, only_data):
     twins = Twins(wrap, use_orig_params)
     twins.step()
     make, words = MISFITS[how]
@@ -295,7 +318,11 @@ def test_replaced_parameters_must_fit(rank, world_size, wrap, use_orig_params, h
             with FSDP.summon_full_params(twins.model):
                 twins.edit(lambda param: param.fill_(9))
                 misfit = twins.model.get_submodule(shown_path(twins.model, place))
-                misfit.bias = nn.Parameter(make(misfit.bias.detach()))
+                value = make(misfit.bias.detach())
+                if only_data:
+                    misfit.bias.data = value
+                else:
+                    misfit.bias = nn.Parameter(value)
     for word in (f"'{place}.bias'", "summon_full_params", *words):
         assert word in str(caught.value)
     twins.plain.load_state_dict(kept)
