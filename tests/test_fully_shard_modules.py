@@ -231,8 +231,9 @@ def test_ranks_that_use_different_parameters(rank, world_size):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()
     model.set_reduce_scatter_unused_params(True)
+    model.right.requires_grad_(False)
     model(torch.ones(1, 4), "left").sum().backward()
-    assert not model.neither.weight.grad.full_tensor().any()
+    assert not model.neither.weight.grad.full_tensor().any() and model.right.weight.grad is None
 
 
 class Branches(nn.Module):
