@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
@@ -9,6 +11,9 @@ from fsdp_wrap._layout import Layout, same_elements
 from fsdp_wrap._precision import SegmentDtypes
 
 __all__ = ["Segment"]
+
+_FEW_RANKS = 16
+"""Up to so many, dividing before a sum costs at most four of fp16's small exponents."""
 
 
 class Segment:
@@ -109,7 +114,8 @@ class Segment:
     def average_over(self, contributors: float) -> None:
         """Divides gradients taken from now on by another number of ranks.
 
-        Before they are summed; in fp16, whose range is small, one half of the exponent before and one after.
+        Before they are summed, so that no sum overflows. At many ranks this would lose small ones in fp16:
+        there about the square root goes before, and the rest after.
         """
         before = _divisor_before(contributors) if self.dtypes.reduce == torch.float16 else contributors
         self._scale, self._scale_after = 1.0 / before, before / contributors
@@ -203,10 +209,9 @@ class Segment:
 
 
 def _divisor_before(contributors: float) -> float:
-    divisor = 1.0
-    while divisor * divisor < contributors:
-        divisor *= 2.0
-    return min(divisor, contributors)
+    if contributors <= _FEW_RANKS:
+        return contributors
+    return float(2 ** math.ceil(math.log2(contributors) / 2))
 
 
 def _accumulate(view: torch.Tensor, grad: torch.Tensor, scale: float, filled: bool) -> None:

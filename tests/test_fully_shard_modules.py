@@ -22,11 +22,13 @@ from fsdp_wrap import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
+    record_events,
     register_fsdp_forward_method,
 )
 from fsdp_wrap.clip_grad import grad_norms
 from models import Transformer, loss_of, tokens, train
 from test_fully_shard import assert_same, shard_blocks
+from test_fully_shard_order import trace
 
 
 def refused(error: type[Exception], match: str, module: Any, **kwargs: Any) -> None:
@@ -229,8 +231,9 @@ def test_ranks_that_use_different_parameters(rank, world_size):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()
     model.set_reduce_scatter_unused_params(True)
+    model.right.requires_grad_(False)
     model(torch.ones(1, 4), "left").sum().backward()
-    assert not model.neither.weight.grad.full_tensor().any()
+    assert not model.neither.weight.grad.full_tensor().any() and model.right.weight.grad is None
 
 
 class Branches(nn.Module):
@@ -302,6 +305,11 @@ def test_a_list_of_modules_is_one_unit(rank, world_size):
     found.backward()
     torch.testing.assert_close(found, expected)
     assert_same(model, plain, exact=False)
+    model = Transformer(1)
+    fully_shard([model.embed, model.head]), fully_shard(model)
+    with record_events() as events:
+        loss_of(model, tokens(rank, 0))
+    assert trace(events) == ["u root", "u embed, head", "r embed, head"]
 
 
 @ranks(2)

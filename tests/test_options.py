@@ -42,13 +42,13 @@ def test_hybrid_with_other_options(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.parametrize("scenario", few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 3), ids=name_of)
+@pytest.mark.parametrize("scenario", few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 6), ids=name_of)
 @ranks(2)
 def test_every_pair_of_options_of_fully_shard(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.parametrize("scenario", few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 12), ids=name_of)
+@pytest.mark.parametrize("scenario", few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 20), ids=name_of)
 @ranks(4)
 def test_fully_shard_on_four_ranks(rank, world_size, scenario):
     check(scenario, rank, world_size)
