@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ if not __package__:  # run as a file: let the repository be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fsdp_wrap
-from benchmarks.harness import Summary, interleave, machine, run_ranks, summarize, table, write_json
+from benchmarks.harness import Summary, interleave, machine, peak_bytes, run_ranks, summarize, table, write_json
 from benchmarks.step import CASES, IMPLEMENTATIONS, Case, _count, _names
 
 WARMUP = 1
@@ -171,17 +170,6 @@ def _for_objects() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def peak_bytes(action: Callable[[], object]) -> int:
-    """Most host memory that tensors of this thread took during an action, beyond that before it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = action()  # kept until the end of the measurement
-    events = profile.profiler.kineto_results.events()
-    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns())
-    del result
-    return max(accumulate((event.nbytes() for event in memory), initial=0))
 
 
 def measure(case_name: str, names: list[str], rounds: int, folder: str, sync: bool) -> dict[str, Any]:
