@@ -34,7 +34,16 @@ if not __package__:  # run as a file: let the repository be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fsdp_wrap
-from benchmarks.harness import Summary, interleave, machine, peak_bytes, run_ranks, summarize, table, write_json
+from benchmarks.harness import (
+    Summary,
+    interleave,
+    machine,
+    peak_bytes,
+    run_ranks,
+    summarize,
+    table,
+    write_json,
+)
 from benchmarks.step import CASES, IMPLEMENTATIONS, Case, _count, _names
 
 WARMUP = 1
