@@ -24,7 +24,7 @@ from fsdp_wrap.api import (
 )
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
-from fsdp_wrap.full_params import iter_full_params, param_aliases
+from fsdp_wrap.full_stream import iter_full_params, param_aliases
 from fsdp_wrap.fully_shard import FSDPModule, UnshardHandle, fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.optim_state_dict import iter_full_optim_state

@@ -13,13 +13,21 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_wrap._full_values import FullValue, full_values, handles_of
 from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._layout import Interval
+from fsdp_wrap._layout import Interval, Layout
 from fsdp_wrap._modules import Place, clean_fqn
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit, units_in
 
-__all__ = ["Original", "Originals", "originals_of", "params_by_key"]
+__all__ = [
+    "Original",
+    "Originals",
+    "indexed_names",
+    "names_in",
+    "names_of_places",
+    "originals_of",
+    "params_by_key",
+]
 
 
 @dataclass(frozen=True)
@@ -217,3 +225,27 @@ def _owned(
                 for place in places:
                     owned[place] = (handle, segment, index, intervals[index])
     return owned, sources
+
+
+def names_of_places(module: nn.Module) -> dict[Place, list[str]]:
+    """Returns the clean names under which every place in a module shows a parameter."""
+    names: dict[Place, list[str]] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name in child._parameters:
+            full = clean_fqn(f"{prefix}.{name}" if prefix else name)
+            names.setdefault((child, name), []).append(full)
+    return names
+
+
+def indexed_names(layout: Layout, names: Mapping[Place, list[str]]) -> Iterator[tuple[int, str]]:
+    """Yields (index of an original parameter, name) for every name of every place."""
+    for index, places in enumerate(layout.places):
+        for place in places:
+            for name in names.get(place, ()):
+                yield index, name
+
+
+def names_in(layout: Layout, names: Mapping[Place, list[str]]) -> Iterator[str]:
+    """Yields every name of every place."""
+    for _, name in indexed_names(layout, names):
+        yield name

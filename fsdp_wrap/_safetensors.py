@@ -22,12 +22,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._full_values import FirstRank, handles_of
 from fsdp_wrap._interval_tensor import boxes_of
+from fsdp_wrap._load_checks import check_fits, key_problems, refuse_problems
 from fsdp_wrap._load_parts import ReadsOnAccess, load_parts, loads_plainly
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import StateDictType
-from fsdp_wrap.full_params import FullParams, param_aliases
-from fsdp_wrap.state_dict import check_fits, key_problems, refuse_problems
+from fsdp_wrap.full_stream import FullParams, param_aliases
 
 __all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from fsdp_wrap._load_checks import check_fits
 from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
@@ -35,7 +36,6 @@ from fsdp_wrap.state_dict import (
     add_wrapped_metadata,
     add_wrapped_prefix,
     begin_load,
-    check_fits,
     clean_keys,
     default_settings,
     expand_local,

@@ -1,35 +1,24 @@
-"""Full parameters in the user's hands: all by `summon_full_params`, one by one by `iter_full_params`."""
+"""`summon_full_params`: full parameters in the user's hands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._collectives import make_communicator
-from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank
 from fsdp_wrap._handle import HandleState
-from fsdp_wrap._modules import Place, clean_fqn, is_owned
-from fsdp_wrap._originals import Originals
-from fsdp_wrap._precision import is_castable
 from fsdp_wrap._schedule import schedule_of
-from fsdp_wrap._streaming import check_budget, stream
 from fsdp_wrap._summon import Summoning
 from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap.flat_param import FlatParameter
 
 __all__ = [
-    "FullParams",
     "dismiss",
     "full_units",
     "is_summoned",
-    "iter_full_params",
     "original_buffers",
-    "param_aliases",
     "refuse_hidden",
     "settle",
     "summon",
@@ -213,117 +202,6 @@ def is_summoned(unit: Unit) -> bool:
     return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
 
 
-# one by one
-
-
-def iter_full_params(
-    module: nn.Module,
-    *,
-    budget: int | None = None,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    dtype: torch.dtype | None = None,
-    buffers: bool = False,
-) -> Generator[tuple[str, torch.Tensor]]:
-    """Yields full parameters one by one, in module order, while the next are on their way; collective.
-
-    Every rank iterates with the same arguments. A rank that breaks off early leaves a usable model and no
-    work in flight, whatever the others do: closing the iterator, as `break` in a for loop does, takes part in
-    the remaining gathers. So that saves nothing; iterate over a submodule where a part is enough. Use
-    `contextlib.closing` where the iterator is kept in a variable or the loop may raise, and do not train
-    before it is closed: each parameter is yielded as it is when its gather begins.
-
-    Args:
-        module: Any module; all units at and below it take part, and parameters outside of units are copied.
-        budget: The most bytes alive at any time of what is on its way, the tensor yielded last, and the one
-            before it, which a loop's variable holds while the next one is fetched. One parameter is gathered
-            in any case. None for twice the largest unit. What the caller keeps is the caller's own.
-        rank0_only: Only the first rank gets them (see `summon_full_params`); the others yield the same names
-            with tensors on the meta device.
-        offload_to_cpu: Yield them in host memory.
-        dtype: Cast floating-point parameters to this before they travel, save quantised ones; None for the
-            master dtype.
-        buffers: Yield the persistent buffers after the parameters, in their own dtype.
-
-    Yields:
-        (name in the unwrapped module, full tensor). The tensor is a copy, which stays valid. A tied parameter
-        comes once, under the first of its names; `param_aliases` knows the others.
-
-    Raises:
-        RuntimeError: At the call: inside a forward, backward or `summon_full_params`; if a parameter is on
-            the meta device.
-        TypeError: If `budget` is no int, or `dtype` no dtype.
-        ValueError: If `budget` is not positive, `dtype` not a floating-point type, or `module` a part of a
-            unit.
-    """
-    params = FullParams(module, "iter_full_params()", dtype=dtype, buffers=buffers)
-    return params.stream(budget=budget, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
-
-
-def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns the further names of tied parameters and buffers, by the one under which they are yielded."""
-    sharded = (original for original in Originals(module).by_name.values() if original.handle is not None)
-    owners = {place: original.fqn for original in sharded for place in original.places}
-    names: dict[object, list[str]] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, tensor in (*child._parameters.items(), *_persistent(child)):
-            full = clean_fqn(f"{prefix}.{name}" if prefix else name)
-            key: object = owners.get((child, name), id(tensor))
-            if isinstance(key, str) or not (tensor is None or isinstance(tensor, FlatParameter)):
-                names.setdefault(key, []).append(full)
-    return {first: tuple(others) for first, *others in names.values() if others}
-
-
-def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
-
-
-class FullParams:
-    """What `iter_full_params` yields, known before anything is gathered.
-
-    Args:
-        module: As there.
-        doing: Who asks, for messages.
-        dtype: As there.
-        buffers: As there.
-
-    Raises:
-        RuntimeError: As there.
-        TypeError: If `dtype` is none.
-        ValueError: As there.
-    """
-
-    def __init__(
-        self, module: nn.Module, doing: str, *, dtype: torch.dtype | None = None, buffers: bool = False
-    ) -> None:
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point type, not {dtype}")
-        units = units_in(module)
-        self._handles = handles_of(units.values())
-        settle(units.values(), doing)
-        names = Originals(module)
-        _refuse_foreign(module, names, doing)
-        self._values = [_cast(value, dtype) for value in _params(names)]
-        self._budget = 2 * names.largest_unit_nbytes()
-        self._values += _buffers(module) if buffers else []
-
-    def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Returns shapes and dtypes by name, in order."""
-        return {value.key: (value.shape, value.dtype) for value in self._values}
-
-    def stream(
-        self, *, budget: int | None = None, rank0_only: bool = False, offload_to_cpu: bool = False
-    ) -> Generator[tuple[str, torch.Tensor]]:
-        """Gathers them, as `iter_full_params`; collective."""
-        check_budget(budget)
-        wanted = not rank0_only or is_first_rank(self._handles)
-        return stream(self._values, budget or self._budget, wanted=wanted, to_host=offload_to_cpu)
-
-
 def settle(units: Iterable[Unit], doing: str) -> None:
     """Reshards units to read what they hold.
 
@@ -340,68 +218,3 @@ def settle(units: Iterable[Unit], doing: str) -> None:
     for unit in used:
         if unit.handle is not None and not unit.handle.settle():
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
-
-
-def _refuse_foreign(module: nn.Module, names: Originals, doing: str) -> None:
-    """Refuses a part of a unit, which shows only what this rank holds.
-
-    Raises:
-        ValueError: Naming a parameter that a unit around `module` owns.
-    """
-    sharded = (original for original in names.by_name.values() if original.handle is not None)
-    known = {place for original in sharded for place in original.places}
-    for prefix, child in module.named_modules():
-        for name, param in child._parameters.items():
-            hidden = param is None and isinstance(child.__dict__.get(name), torch.Tensor)
-            if (child, name) in known or not (hidden or (param is not None and is_owned(param))):
-                continue
-            if not isinstance(param, FlatParameter):
-                raise ValueError(
-                    f"{doing} needs whole units, but '{clean_fqn(f'{prefix}.{name}' if prefix else name)}' "
-                    "belongs to a unit around this module: pass the wrapped module itself"
-                )
-
-
-def _params(names: Originals) -> Iterator[FullValue]:
-    sharded = names.full_values()
-    for fqn, original in names.by_name.items():
-        if fqn in sharded:
-            yield sharded[fqn]
-        else:
-            yield _alone(fqn, original.source, copier(original.source))
-
-
-def _alone(key: str, tensor: torch.Tensor, write: Callable[[torch.Tensor], object]) -> FullValue:
-    if tensor.is_meta:
-        raise RuntimeError(f"'{key}' is on the meta device and has no values")
-    communicator = make_communicator(None, tensor.device)
-    return FullValue(key, tensor.shape, tensor.dtype, communicator, [tensor.numel()], write)
-
-
-def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
-    return replace(value, dtype=dtype) if dtype is not None and is_castable(value.dtype) else value
-
-
-def _buffers(module: nn.Module) -> list[FullValue]:
-    units = list(units_in(module).values())
-    with original_buffers(units):
-        return [
-            _alone(
-                clean_fqn(f"{prefix}.{name}" if prefix else name),
-                buffer,
-                _buffer_copier(units, (child, name)),
-            )
-            for prefix, child in module.named_modules()
-            for name, buffer in _persistent(child)
-        ]
-
-
-def _buffer_copier(units: Sequence[Unit], place: Place) -> Callable[[torch.Tensor], object]:
-    def write(out: torch.Tensor) -> None:
-        module, name = place
-        with original_buffers(units):
-            buffer = module._buffers[name]
-            assert buffer is not None
-            copier(buffer)(out)
-
-    return write

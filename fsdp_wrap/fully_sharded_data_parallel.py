@@ -43,7 +43,8 @@ from fsdp_wrap.api import (
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
 from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.forward_methods import register_forward_method
-from fsdp_wrap.full_params import full_units, is_summoned, iter_full_params, summon_full_params
+from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
+from fsdp_wrap.full_stream import iter_full_params
 from fsdp_wrap.wrap import plan_wrapping
 
 __all__ = [
@@ -374,7 +375,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         dtype: torch.dtype | None = None,
         buffers: bool = False,
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.full_params`."""
+        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.full_stream`."""
         for wrapper in FullyShardedDataParallel.fsdp_modules(module):
             wrapper._drop_stale_load()
         return iter_full_params(
