@@ -286,9 +286,10 @@ class ParamHandle:
         for segment in self.segments:
             segment.layout.hide_full()
         self.state = HandleState.SHARDED
-        if writeback:
-            for each in summoned:
+        for each in summoned:
+            if writeback:
                 each.write_back()
+            each.leave()
 
     def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
         """Lets a settled unit's modules show other parameters, given by segment."""

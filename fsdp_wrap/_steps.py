@@ -1,13 +1,21 @@
-"""Counts the steps of all optimizers in this process: their kernels do not always move version counters."""
+"""What is to be known of optimizers' steps: how many there were, and with parameters that training has left.
+
+Their kernels do not always move version counters, so steps are counted.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["steps_taken"]
+__all__ = ["refuse_in_steps", "steps_taken"]
+
+_LEFT = "_fsdp_left_by_training"
 
 
 class _Counter:
@@ -28,3 +36,27 @@ def _counter() -> _Counter:
 def steps_taken() -> int:
     """Returns how many steps optimizers have taken since the first call."""
     return _counter().steps
+
+
+def refuse_in_steps(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Lets optimizers that hold these parameters, given with names, raise when they step."""
+    _watch_steps()
+    for fqn, param in params:
+        setattr(param, _LEFT, fqn)
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_left)
+
+
+def _refuse_left(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            fqn = param.__dict__.get(_LEFT)
+            if fqn is not None:
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} was made inside summon_full_params and holds '{fqn}' "
+                    "as shown there, which training does not reach: make it outside, or wrap with "
+                    "use_orig_params=True"
+                )

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._layout import Layout, pack, unpack
+from fsdp_wrap._steps import refuse_in_steps
 
 __all__ = ["SummonedSegment", "Summoning"]
 
@@ -59,6 +60,10 @@ class SummonedSegment:
     def shows_full(self) -> bool:
         """Whether this rank shows the full parameters."""
         return self._full is not None
+
+    def leave(self) -> None:
+        """Leaves the shown parameters to whoever keeps them; optimizers are told so when they step."""
+        refuse_in_steps(zip(self._layout.fqns, self._params))
 
     def take_edits(self, prefix: str) -> None:
         """Notes what the modules show now, for `write_back`, or refuses what does not fit.

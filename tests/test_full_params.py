@@ -677,6 +677,21 @@ def test_optimizer_made_inside(rank, world_size, wrap):
     twins.check()
 
 
+@each_wrapping
+@ranks(2)
+def test_optimizer_made_inside_of_what_training_leaves(rank, world_size, wrap):
+    twins = Twins(wrap, use_orig_params=False)
+    with FSDP.summon_full_params(twins.model):
+        optimizer = torch.optim.SGD(twins.model.parameters(), lr=0.1)
+        for param in twins.model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()  # of what is shown, while it is
+    with pytest.raises(RuntimeError, match=r"made inside summon_full_params and holds '.+'"):
+        optimizer.step()
+    twins.step(2)
+    twins.check()
+
+
 @each_form
 @each_wrapping
 @ranks(2)
