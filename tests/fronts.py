@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import models
-from fsdp_wrap import CPUOffload, CPUOffloadPolicy, FSDPModule, ShardingStrategy, fully_shard
+from fsdp_wrap import CPUOffloadPolicy, FSDPModule, OffloadPolicy, ShardingStrategy, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import plan_wrapping
 
@@ -48,8 +48,8 @@ def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options
 def _translated(name: str, value: Any) -> tuple[str, Any]:
     if name == "sharding_strategy":
         return "reshard_after_forward", {FULL: True, KEPT: False}[value]
-    assert name == "cpu_offload" and value == CPUOffload(True), name
-    return "offload_policy", CPUOffloadPolicy()
+    assert name == "cpu_offload", f"fully_shard has nothing like {name}"
+    return "offload_policy", CPUOffloadPolicy() if value.offload_params else OffloadPolicy()
 
 
 def twins(
