@@ -66,6 +66,11 @@ def full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def local_numel(param: torch.Tensor) -> int:
+    """Elements that this rank holds."""
+    return (param.to_local() if isinstance(param, DTensor) else param).numel()
+
+
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict, with full values."""
     return {name: full(value) for name, value in model.state_dict().items()}
