@@ -96,3 +96,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
+
+
+def clip(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+    """Clips by the means of the front-end, for `fully_shard` and plain modules torch's function."""
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(max_norm, norm_type)
+    return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm, float(norm_type)))
