@@ -61,6 +61,11 @@ def twins(
     return plain, shard(front, copy.deepcopy(plain), **options)
 
 
+def inner(module: Any) -> Any:
+    """The module below a wrapper; `fully_shard` puts none around it."""
+    return module.module if isinstance(module, FSDP) else module
+
+
 def full(value: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor, a plain one as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -45,15 +45,14 @@ def scaled_step(scaler: GradScaler, optimizer: torch.optim.Optimizer, loss: torc
     scaler.update()
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 @pytest.mark.parametrize(
-    ("front", "strategy", "clips", "kind"),
+    ("front", "strategy", "clips", "offload", "kind"),
     [
         *itertools.product(
-            ("flat", "orig"), ("FULL_SHARD", "NO_SHARD"), (False, True), (ShardedGradScaler,)
+            ("flat", "orig"), ("FULL_SHARD", "NO_SHARD"), (False, True), (False, True), (ShardedGradScaler,)
         ),
-        ("composable", "FULL_SHARD", True, GradScaler),
-        ("composable", "FULL_SHARD", False, ShardedGradScaler),
+        ("composable", "FULL_SHARD", True, False, GradScaler),
+        ("composable", "FULL_SHARD", False, True, ShardedGradScaler),
     ],
 )
 @ranks(2, 3)
