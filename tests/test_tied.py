@@ -118,3 +118,40 @@ def test_tied_modules_without_a_common_root(rank, world_size, front):
     for name, param in plain[0].named_parameters():
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(full_grads(wrapped[1])["bias"], plain[1].bias.grad, rtol=1e-12, atol=1e-12)
+
+
+class _Shared(nn.Module):
+    """The root runs a module of the first layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.again = self.layers[0][0]
+
+    def forward(self, x):
+        x = self.again(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.again(x)
+
+
+@each_front
+@ranks(2)
+def test_a_module_of_two_units(rank, world_size, front):
+    plain, model = twins(front, _Shared, torch.float64, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    for module in (plain, model):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(torch.ones(2, 6, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+    _assert_same(plain, model)
+
+
+@ranks(2)
+def test_what_is_tied_to_a_dtensor_is_refused(rank, world_size):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    shard("composable", model[0])
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'1\.weight' is the sharded parameter of another unit; tie"):
+        shard("composable", model)
