@@ -21,7 +21,7 @@ each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat
 each_wrapping = pytest.mark.parametrize(
     ("front", "wrapping"),
     [(front, wrapping) for front in ("flat", "orig") for wrapping in WRAPPINGS]
-    + [("composable", wrapping) for wrapping in ("whole", "size")],
+    + [("composable", "size")],
 )
 
 
