@@ -29,6 +29,7 @@ from fsdp_wrap._mesh import ShardMesh
 from fsdp_wrap._modules import (
     Ignored,
     ParamSlot,
+    Place,
     collect_borrowed,
     collect_slots,
     is_owned,
@@ -288,14 +289,27 @@ def _borrow(module: nn.Module, ignored: Ignored) -> list[Unit]:
         owners = (ownership.unit() for ownership in _users.get(current, ()))
         lenders.update({id(owner): owner for owner in owners if owner is not None})
     for fqn, place, param in list(collect_borrowed(module, ignored)):
+        if _shows(place):
+            continue
         owner, layout = _owner(fqn, param)
         layout.add_place(_owners[param].index, place)
         lenders[id(owner)] = owner
     return list(lenders.values())
 
 
+def _shows(place: Place) -> bool:
+    """Whether a unit shows a parameter in this place already, as in a module that two units share."""
+    owners = (ownership.unit() for ownership in _users.get(place[0], ()))
+    handles = [owner.handle for owner in owners if owner is not None and owner.handle is not None]
+    return any(place in segment.layout.shapes() for handle in handles for segment in handle.segments)
+
+
 def _owner(fqn: str, param: nn.Parameter) -> tuple[Unit, Layout]:
     """Returns the unit that has taken a parameter, and the layout in which it is."""
+    if param not in _owners:
+        raise ValueError(
+            f"parameter '{fqn}' is the sharded parameter of another unit; tie parameters before sharding them"
+        )
     ownership: _Ownership = _owners[param]
     owner = ownership.unit()
     if owner is None or owner.handle is None:

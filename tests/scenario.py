@@ -10,16 +10,17 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from fronts import full, no_sync
 from fsdp_wrap import (
     BackwardPrefetch,
     CPUOffload,
@@ -274,22 +275,6 @@ def _fail(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
-@contextmanager
-def _unsynced(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients, by the means of the front-end."""
-    if isinstance(model, FSDP):
-        with model.no_sync():
-            yield
-    else:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> None:
     """One forward and backward in which a module raises on every rank."""
 
@@ -332,7 +317,7 @@ def check(scenario: Scenario, rank: int, world_size: int) -> None:
             optimizer.step()
     expected = plain.state_dict()
     for name, value in model.state_dict().items():
-        found, wanted = _full(value), expected[name]
+        found, wanted = full(value), expected[name]
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
 
 
@@ -352,7 +337,7 @@ def _step(
                 model.eval()
                 batches.loss(model, rank, number, 1)
                 model.train()
-        with _unsynced(model) if unsynced else nullcontext():
+        with no_sync(model) if unsynced else nullcontext():
             loss = batches.loss(model, rank, number, forwards)
             loss.backward()
         references = [batches.loss(plain, r, number, forwards) for r in range(world_size)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from models import WRAPPINGS, Transformer, full_grads, loss_of, named_state, tokens, train, twins
+from fronts import each_front, full_grads, full_state, no_sync, twins
+from models import WRAPPINGS, Transformer, loss_of, named_state, tokens, train
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_wrapping = pytest.mark.parametrize("wrapping", ["whole", "block"])
 
 
@@ -18,19 +20,17 @@ def _accumulate(model, rank, inside):
     """One backward per entry of `inside`, within `no_sync` where it is True."""
     for step, unsynced in enumerate(inside):
         if unsynced:
-            with model.no_sync():
+            with no_sync(model):
                 loss_of(model, tokens(rank, step)).backward()
         else:
             loss_of(model, tokens(rank, step)).backward()
 
 
-@each_form
+@each_front
 @each_wrapping
 @ranks(2)
-def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, use_orig_params, wrapping):
-    plain, wrapped = twins(
-        Transformer, auto_wrap_policy=WRAPPINGS[wrapping](), use_orig_params=use_orig_params
-    )
+def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
+    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS[wrapping]())
     ddp = DDP(plain)
     for model in (ddp, wrapped):
         _accumulate(model, rank, [True, True, False])
@@ -39,14 +39,18 @@ def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, use_orig_params
         assert torch.equal(found[name], param.grad), name
 
 
-@pytest.mark.parametrize("zeroing", ["to_none", "in_place"])
-@pytest.mark.parametrize("inside", ["TTTFFFTTTF", "FFFTTTFFF", "FTFTF", "TF"])
-@each_form
+INTERLEAVINGS = ["TTTFFFTTTF", "FFFTTTFFF", "FTFTF", "TF"]
+ZEROINGS = ["to_none", "in_place"]
+
+
+@pytest.mark.parametrize(
+    ("front", "inside", "zeroing"),
+    [*itertools.product(("flat", "orig"), INTERLEAVINGS, ZEROINGS)]
+    + [("composable", "TTTFFFTTTF", "in_place"), ("composable", "FTFTF", "to_none")],
+)
 @ranks(2)
-def test_every_interleaving_equals_one_large_batch(rank, world_size, use_orig_params, inside, zeroing):
-    plain, wrapped = twins(
-        Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params
-    )
+def test_every_interleaving_equals_one_large_batch(rank, world_size, front, inside, zeroing):
+    plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"]())
     for _ in range(2):  # the second round starts from zeroed gradients
         wrapped.zero_grad(set_to_none=zeroing == "to_none")
         _accumulate(wrapped, rank, [letter == "T" for letter in inside])
@@ -58,13 +62,11 @@ def test_every_interleaving_equals_one_large_batch(rank, world_size, use_orig_pa
 
 
 @pytest.mark.parametrize("zeroing", ["to_none", "in_place"])
-@each_form
+@each_front
 @ranks(2)
-def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, use_orig_params, zeroing):
-    plain, wrapped = twins(
-        Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params
-    )
-    with wrapped.no_sync():
+def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, front, zeroing):
+    plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"]())
+    with no_sync(wrapped):
         loss_of(wrapped, tokens(rank, 7)).backward()
     wrapped.zero_grad(set_to_none=zeroing == "to_none")
     loss_of(wrapped, tokens(rank, 0)).backward()
@@ -74,11 +76,11 @@ def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, use_orig_p
         torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_no_sync_reduces_nothing(rank, world_size, use_orig_params):
-    _, wrapped = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params)
-    with wrapped.no_sync(), count_collectives() as traffic:
+def test_no_sync_reduces_nothing(rank, world_size, front):
+    _, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+    with no_sync(wrapped), count_collectives() as traffic:
         loss_of(wrapped, tokens(rank, 0)).backward()
     assert set(traffic) == {"all_gather_into_tensor"}
     with count_collectives() as traffic:
@@ -88,7 +90,7 @@ def test_no_sync_reduces_nothing(rank, world_size, use_orig_params):
 
 @ranks(2)
 def test_no_sync_before_the_first_forward_and_nested(rank, world_size):
-    plain, wrapped = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
+    plain, wrapped = twins("orig", Transformer, auto_wrap_policy=WRAPPINGS["block"]())
     ddp = DDP(plain)
     for model in (ddp, wrapped):
         with model.no_sync():
@@ -101,18 +103,16 @@ def test_no_sync_before_the_first_forward_and_nested(rank, world_size):
         assert torch.equal(found[name], param.grad), name
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_training_goes_on_after_accumulation(rank, world_size, use_orig_params):
-    plain, wrapped = twins(
-        Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params
-    )
+def test_training_goes_on_after_accumulation(rank, world_size, front):
+    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
     ddp = DDP(plain)
     for model in (ddp, wrapped):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         _accumulate(model, rank, [True, False])
         optimizer.step()
         train(model, optimizer, rank, range(3))
-    state = wrapped.state_dict()
+    state = full_state(wrapped)
     for name, param in named_state(ddp):
         assert torch.equal(state[name], param.detach()), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_front, full_state, inner, shard
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+each_form = pytest.mark.parametrize("front", ["flat", "orig"])
 
 
 class Block(nn.Module):
@@ -63,21 +66,25 @@ class Net(nn.Module):
         return self.head(self.last(torch.tanh(x)))
 
 
-def per_block(net: nn.Module, **options: Any) -> FSDP:
-    return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+def whole(front: str, net: nn.Module, **options: Any) -> Any:
+    return shard(front, net, **options)
 
 
-def by_hand(net: Net, **options: Any) -> FSDP:
+def per_block(front: str, net: nn.Module, **options: Any) -> Any:
+    return shard(front, net, ModuleWrapPolicy({Block}), **options)
+
+
+def by_hand(front: str, net: Net, **options: Any) -> Any:
     """Units that lend parameters to each other, in both directions of the tree's order."""
     for name in ("last", "embed"):
-        setattr(net, name, FSDP(getattr(net, name), **options))
-    net.blocks[0] = FSDP(net.blocks[0], **options)
-    net.first = FSDP(net.first, **options)
-    return FSDP(net, **options)
+        setattr(net, name, shard(front, getattr(net, name), **options))
+    net.blocks[0] = shard(front, net.blocks[0], **options)
+    net.first = shard(front, net.first, **options)
+    return shard(front, net, **options)
 
 
 each_wrapping = pytest.mark.parametrize(
-    "wrap", [FSDP, per_block, by_hand], ids=["whole", "per_block", "by_hand"]
+    "wrap", [whole, per_block, by_hand], ids=["whole", "per_block", "by_hand"]
 )
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -88,19 +95,22 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+OF_WRAPPERS = [*itertools.product(("flat", "orig"), STRATEGIES)]
+
+
 def make_plain() -> Net:
     torch.manual_seed(0)
     return Net().double()
 
 
-def make_pair(wrap: Callable[..., FSDP], **options: Any) -> tuple[FSDP, Net]:
-    return wrap(make_plain(), **options), make_plain()
+def make_pair(wrap: Callable[..., Any], front: str, **options: Any) -> tuple[Any, Net]:
+    return wrap(front, make_plain(), **options), make_plain()
 
 
 def train(modules: Iterable[nn.Module], seed: int, lr: float = 0.1) -> None:
     """Two steps of each; wrapped ones see this rank's batch, plain ones those of all ranks."""
     for module in modules:
-        wrapped = any(isinstance(child, FSDP) for child in module.modules())
+        wrapped = bool(units_in(module))
         optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
         for step in range(2):
             batches = batches_of(100 * seed + step)
@@ -115,7 +125,7 @@ def batches_of(seed: int) -> torch.Tensor:
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    found, expected = model.state_dict(), plain.state_dict()
+    found, expected = full_state(model), plain.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
@@ -124,13 +134,12 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
 # Copies.
 
 
-@each_form
 @each_wrapping
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize(("front", "strategy"), [*OF_WRAPPERS, ("composable", "FULL_SHARD")])
 @pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
 @ranks(2)
-def test_copy_and_original_train_on_their_own(rank, world_size, use_orig_params, wrap, strategy, trained):
-    model, plain = make_pair(wrap, use_orig_params=use_orig_params, **STRATEGIES[strategy])
+def test_copy_and_original_train_on_their_own(rank, world_size, front, wrap, strategy, trained):
+    model, plain = make_pair(wrap, front, **STRATEGIES[strategy])
     if trained:
         train((model, plain), seed=1)
         model.zero_grad()
@@ -154,10 +163,10 @@ def test_copy_and_original_train_on_their_own(rank, world_size, use_orig_params,
 
 @each_form
 @ranks(4)
-def test_copy_under_a_hybrid_strategy(rank, world_size, use_orig_params):
+def test_copy_under_a_hybrid_strategy(rank, world_size, front):
     mesh = init_device_mesh("cpu", (2, 2))
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-    model, plain = make_pair(per_block, use_orig_params=use_orig_params, **options)
+    model, plain = make_pair(per_block, front, **options)
     train((model, plain), seed=1)
     second, twin = copy.deepcopy(model), copy.deepcopy(plain)
     train((second, twin, model), seed=2)
@@ -169,8 +178,8 @@ def test_copy_under_a_hybrid_strategy(rank, world_size, use_orig_params):
 @each_form
 @each_wrapping
 @ranks(2)
-def test_tied_parameters_stay_tied(rank, world_size, use_orig_params, wrap):
-    model, _ = make_pair(wrap, use_orig_params=use_orig_params)
+def test_tied_parameters_stay_tied(rank, world_size, front, wrap):
+    model, _ = make_pair(wrap, front)
     second = copy.deepcopy(model)
     assert len(list(second.parameters())) == len(list(model.parameters()))
     with FSDP.summon_full_params(second):
@@ -179,10 +188,10 @@ def test_tied_parameters_stay_tied(rank, world_size, use_orig_params, wrap):
         assert not any(param is other for param in second.parameters() for other in model.parameters())
 
 
-@each_form
+@each_front
 @pytest.mark.parametrize("parts", [(0, 1), (1, 0)], ids=["lender first", "borrower first"])
 @ranks(2)
-def test_plain_parent_of_wrappers(rank, world_size, use_orig_params, parts):
+def test_plain_parent_of_wrappers(rank, world_size, front, parts):
     """Two roots that share a weight, under a module that is not wrapped."""
 
     def make() -> nn.Sequential:
@@ -192,10 +201,10 @@ def test_plain_parent_of_wrappers(rank, world_size, use_orig_params, parts):
         return nn.Sequential(nn.Embedding(11, WIDTH), *layers).double()
 
     model, plain = make(), make()
-    wrapped = [FSDP(layer, use_orig_params=use_orig_params) for layer in (model[1], model[2])]
+    wrapped = [shard(front, layer) for layer in (model[1], model[2])]
     model = nn.Sequential(model[0], *(wrapped[part] for part in parts))
     plain = nn.Sequential(plain[0], *(plain[1 + part] for part in parts))
-    model[0] = FSDP(model[0], use_orig_params=use_orig_params)
+    model[0] = shard(front, model[0])
     train((model, plain), seed=1, lr=0.01)
     second, twin = copy.deepcopy(model), copy.deepcopy(plain)
     train((second, twin), seed=2, lr=0.01)
@@ -208,8 +217,8 @@ def test_plain_parent_of_wrappers(rank, world_size, use_orig_params, parts):
 
 @each_form
 @ranks(2)
-def test_copy_of_a_nested_unit_is_a_root(rank, world_size, use_orig_params):
-    model, plain = make_pair(per_block, use_orig_params=use_orig_params)
+def test_copy_of_a_nested_unit_is_a_root(rank, world_size, front):
+    model, plain = make_pair(per_block, front)
     model(batches_of(0)[rank])
     part, twin = copy.deepcopy(model.blocks[1]), copy.deepcopy(plain.blocks[1])
     x = torch.ones(1, 3, WIDTH, dtype=torch.float64)
@@ -228,14 +237,14 @@ def test_copy_of_a_nested_unit_is_a_root(rank, world_size, use_orig_params):
 
 @each_form
 @ranks(2)
-def test_copied_modules_can_be_wrapped_into_a_whole_but_not_again(rank, world_size, use_orig_params):
+def test_copied_modules_can_be_wrapped_into_a_whole_but_not_again(rank, world_size, front):
     parent = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
     plain = copy.deepcopy(parent)
-    parent[1] = FSDP(parent[1], use_orig_params=use_orig_params)
+    parent[1] = shard(front, parent[1])
     second = copy.deepcopy(parent)
     with pytest.raises(ValueError, match="already wrapped"):
         FSDP(second[1].module)
-    model = FSDP(second, use_orig_params=use_orig_params)
+    model = shard(front, second)
     train((model, plain), seed=1)
     assert_same(model, plain)
     assert second[1].check_is_root() is False
@@ -243,8 +252,8 @@ def test_copied_modules_can_be_wrapped_into_a_whole_but_not_again(rank, world_si
 
 @each_form
 @ranks(2)
-def test_guards_of_a_copy_look_at_the_copy(rank, world_size, use_orig_params):
-    model, _ = make_pair(FSDP, use_orig_params=use_orig_params)
+def test_guards_of_a_copy_look_at_the_copy(rank, world_size, front):
+    model, _ = make_pair(whole, front)
     second = copy.deepcopy(model)
     assert parametrize.is_parametrized(second.blocks[0].normed)
     with FSDP.summon_full_params(model):
@@ -253,11 +262,11 @@ def test_guards_of_a_copy_look_at_the_copy(rank, world_size, use_orig_params):
             second.blocks[0].normed.weight  # noqa: B018
 
 
-@each_form
+@each_front
 @each_wrapping
 @ranks(2)
-def test_copy_of_a_copy_after_the_original_is_gone(rank, world_size, use_orig_params, wrap):
-    model, plain = make_pair(wrap, use_orig_params=use_orig_params)
+def test_copy_of_a_copy_after_the_original_is_gone(rank, world_size, front, wrap):
+    model, plain = make_pair(wrap, front)
     model = copy.deepcopy(copy.deepcopy(model))
     train((model, plain), seed=1)
     assert_same(model, plain)
@@ -265,8 +274,8 @@ def test_copy_of_a_copy_after_the_original_is_gone(rank, world_size, use_orig_pa
 
 @each_form
 @ranks(2)
-def test_copy_keeps_what_users_set(rank, world_size, use_orig_params):
-    model, _ = make_pair(per_block, use_orig_params=use_orig_params)
+def test_copy_keeps_what_users_set(rank, world_size, front):
+    model, _ = make_pair(per_block, front)
     for param in model.parameters():
         param.note = "weight decay"
     model.blocks[0].set_reshard_after_forward(False)
@@ -278,14 +287,14 @@ def test_copy_keeps_what_users_set(rank, world_size, use_orig_params):
     assert [name for name, _ in second.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_references_to_parameters_are_copied_along(rank, world_size, use_orig_params):
-    model, plain = make_pair(per_block, use_orig_params=use_orig_params)
-    model.module.kept = [model.module.first._parameters["weight"]]
+def test_references_to_parameters_are_copied_along(rank, world_size, front):
+    model, plain = make_pair(per_block, front)
+    inner(model).kept = [inner(model).first._parameters["weight"]]
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in (model, plain)]
     second, optimizer = copy.deepcopy((model, optimizers[0]))
-    assert second.module.kept[0] is second.module.first._parameters["weight"]
+    assert inner(second).kept[0] is inner(second).first._parameters["weight"]
     for net, its in ((second, optimizer), (plain, optimizers[1])):
         batches = batches_of(0)
         net(batches[rank] if net is second else batches.flatten(0, 1)).square().mean().backward()
@@ -296,8 +305,8 @@ def test_references_to_parameters_are_copied_along(rank, world_size, use_orig_pa
 @each_form
 @each_wrapping
 @ranks(2)
-def test_copies_are_refused_while_parameters_are_full(rank, world_size, use_orig_params, wrap):
-    model, plain = make_pair(wrap, use_orig_params=use_orig_params)
+def test_copies_are_refused_while_parameters_are_full(rank, world_size, front, wrap):
+    model, plain = make_pair(wrap, front)
     model.module.spy = lambda: copy.deepcopy(model)
     with pytest.raises(RuntimeError, match=r"copy.deepcopy\(\) must not run inside the forward"):
         model(batches_of(0)[rank])
@@ -309,11 +318,11 @@ def test_copies_are_refused_while_parameters_are_full(rank, world_size, use_orig
     assert_same(model, plain)
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_copy_after_a_failed_backward(rank, world_size, use_orig_params):
-    model, plain = make_pair(per_block, use_orig_params=use_orig_params)
-    hook = model.blocks[1].module.down.register_full_backward_hook(lambda *args: 1 / 0)
+def test_copy_after_a_failed_backward(rank, world_size, front):
+    model, plain = make_pair(per_block, front)
+    hook = inner(model.blocks[1]).down.register_full_backward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(batches_of(0)[rank]).sum().backward()
     hook.remove()
@@ -344,12 +353,11 @@ class Normed(Net):
         return self.norm(super().forward(tokens).flatten(0, 1))
 
 
-@each_form
 @pytest.mark.parametrize("how", list(AVERAGES))
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize(("front", "strategy"), [*OF_WRAPPERS, ("composable", "offloaded")])
 @ranks(2)
-def test_average_of_parameters(rank, world_size, use_orig_params, how, strategy):
-    model, plain = make_pair(per_block, use_orig_params=use_orig_params, **STRATEGIES[strategy])
+def test_average_of_parameters(rank, world_size, front, how, strategy):
+    model, plain = make_pair(per_block, front, **STRATEGIES[strategy])
     averages = [AveragedModel(module, **AVERAGES[how]) for module in (model, plain)]
     for step in range(3):
         train((model, plain), seed=step)
@@ -367,13 +375,13 @@ def test_average_of_parameters(rank, world_size, use_orig_params, how, strategy)
     assert_same(resumed, averages[1])
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_statistics_of_an_average(rank, world_size, use_orig_params):
+def test_statistics_of_an_average(rank, world_size, front):
     torch.manual_seed(0)
     net = Normed().double()
     plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    model = per_block(front, net)
     averages = [AveragedModel(module, use_buffers=True) for module in (model, plain)]
     batch = batches_of(0)[0]  # the same on all ranks: statistics are not shared
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import nn
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, register_fsdp_forward_method
+from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH, VOCABULARY = 6, 11
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 class Encoder(nn.Module):
@@ -70,11 +72,10 @@ class Writer(nn.Module):
         return self(tokens)
 
 
-def make_pair(use_orig_params: bool, **options: Any) -> tuple[FSDP, Writer]:
+def make_pair(front: str, **options: Any) -> tuple[Any, Writer]:
     torch.manual_seed(0)
     plain = Writer().double()
-    policy = ModuleWrapPolicy({Encoder})
-    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
+    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({Encoder}), **options)
     for name in ("generate", "score"):
         register_fsdp_forward_method(model, name)
     model.blocks[0].register_forward_method("encode")
@@ -86,7 +87,7 @@ def tokens_of(seed: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (dist.get_world_size(), 2, 3), generator=generator)
 
 
-def assert_trains_like(model: FSDP, plain: Writer) -> None:
+def assert_trains_like(model: nn.Module, plain: Writer) -> None:
     """Steps whose loss comes from forward and from `score`, mixed with `generate`."""
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
     for step in range(3):
@@ -100,29 +101,32 @@ def assert_trains_like(model: FSDP, plain: Writer) -> None:
                 net.score(batch)[0].backward()
             optimizer.step()
         assert torch.equal(model.generate(batches[0]), plain.generate(batches[0]))
-    found = model.state_dict()
+    found = full_state(model)
     for name, expected in plain.state_dict().items():
         torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
 
 
-def assert_sharded(model: FSDP) -> None:
-    for unit in FSDP.fsdp_modules(model):
-        assert unit._handle.state.name == "SHARDED" and not unit._handle.shows_full
+def assert_sharded(model: nn.Module) -> None:
+    for unit in units_in(model).values():
+        assert unit.handle.state.name == "SHARDED" and not unit.handle.shows_full
 
 
-@each_form
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("front", "strategy"),
+    [*itertools.product(("flat", "orig"), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))]
+    + [("composable", "FULL_SHARD"), ("composable", "SHARD_GRAD_OP")],
+)
 @ranks(2)
-def test_training_and_generating(rank, world_size, use_orig_params, strategy):
-    model, plain = make_pair(use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+def test_training_and_generating(rank, world_size, front, strategy):
+    model, plain = make_pair(front, sharding_strategy=ShardingStrategy[strategy])
     assert_trains_like(model, plain)
     assert_sharded(model)
 
 
-@each_form
+@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
-def test_called_on_the_wrapped_module(rank, world_size, use_orig_params):
-    model, plain = make_pair(use_orig_params)
+def test_called_on_the_wrapped_module(rank, world_size, front):
+    model, plain = make_pair(front)
     batch = tokens_of(0)[0]
     with torch.no_grad():
         assert torch.equal(model.module.generate(batch, steps=2), plain.generate(batch, steps=2))
@@ -137,10 +141,10 @@ def test_called_on_the_wrapped_module(rank, world_size, use_orig_params):
                 torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_root_stays_unsharded_while_generating(rank, world_size, use_orig_params):
-    model, _ = make_pair(use_orig_params)
+def test_root_stays_unsharded_while_generating(rank, world_size, front):
+    model, _ = make_pair(front)
     batch = tokens_of(0)[0]
     with count_collectives() as counts:
         model.generate(batch, steps=3)
@@ -148,12 +152,12 @@ def test_root_stays_unsharded_while_generating(rank, world_size, use_orig_params
     assert gathers == 1 + 3 * 2  # the root once, each block in every step
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_child_method_alone(rank, world_size, use_orig_params):
-    model, plain = make_pair(use_orig_params)
+def test_child_method_alone(rank, world_size, front):
+    model, plain = make_pair(front)
     x = torch.ones(2, WIDTH, dtype=torch.float64)
-    for net in (model, model.module):
+    for net in (model, getattr(model, "module", model)):
         with torch.no_grad():
             found = net.blocks[0].encode(x, scale=3.0)["code"]
         assert torch.equal(found, plain.blocks[0].encode(x, scale=3.0)["code"])
@@ -161,10 +165,10 @@ def test_child_method_alone(rank, world_size, use_orig_params):
     assert_trains_like(model, plain)
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_exception_inside_leaves_a_usable_model(rank, world_size, use_orig_params):
-    model, plain = make_pair(use_orig_params)
+def test_exception_inside_leaves_a_usable_model(rank, world_size, front):
+    model, plain = make_pair(front)
     with pytest.raises(TypeError, match="nonsense"):
         model.generate(tokens_of(0)[0], nonsense=True)
     with pytest.raises(IndexError):
@@ -172,10 +176,10 @@ def test_exception_inside_leaves_a_usable_model(rank, world_size, use_orig_param
     assert_trains_like(model, plain)
 
 
-@each_form
+@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
-def test_copies_have_methods_of_their_own(rank, world_size, use_orig_params):
-    model, plain = make_pair(use_orig_params)
+def test_copies_have_methods_of_their_own(rank, world_size, front):
+    model, plain = make_pair(front)
     second = copy.deepcopy(model)
     with torch.no_grad():
         for net in (model, plain):
@@ -189,10 +193,10 @@ def test_copies_have_methods_of_their_own(rank, world_size, use_orig_params):
     assert_trains_like(model, plain)
 
 
-@each_form
+@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
-def test_what_a_registered_method_looks_like(rank, world_size, use_orig_params):
-    model, plain = make_pair(use_orig_params)
+def test_what_a_registered_method_looks_like(rank, world_size, front):
+    model, plain = make_pair(front)
     assert model.generate is model.module.generate
     assert inspect.signature(model.generate) == inspect.signature(plain.generate)
     assert model.generate.__name__ == "generate" and model.generate.__doc__ == "Greedy."
@@ -217,17 +221,17 @@ def test_what_a_registered_method_looks_like(rank, world_size, use_orig_params):
 )
 @ranks(2)
 def test_methods_that_cannot_be_registered(rank, world_size, name, said):
-    model, plain = make_pair(True)
+    model, plain = make_pair("orig")
     with pytest.raises(ValueError, match=said):
         register_fsdp_forward_method(model, name)
     assert name not in vars(model.module)
     assert_trains_like(model, plain)
 
 
-@each_form
+@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
-def test_refused_inside_summon(rank, world_size, use_orig_params):
-    model, plain = make_pair(use_orig_params)
+def test_refused_inside_summon(rank, world_size, front):
+    model, plain = make_pair(front)
     with FSDP.summon_full_params(model):
         with pytest.raises(RuntimeError, match="shown in full by summon_full_params"):
             model.generate(tokens_of(0)[0])

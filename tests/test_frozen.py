@@ -11,13 +11,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_front, full_grads, full_state, shard, twins
 from fsdp_wrap import BackwardPrefetch, CPUOffload, EventKind, Phase, ShardingStrategy, record_events
-from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import full_grads, named_state, twins
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-each_strategy = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+from models import named_state
 
 
 def _six_linears() -> nn.Module:
@@ -27,24 +25,23 @@ def _six_linears() -> nn.Module:
     return model
 
 
-def _is_wrapped_linear(module: nn.Module) -> bool:
-    return isinstance(module, FSDP) and isinstance(module.module, nn.Linear)
-
-
 @pytest.mark.parametrize("unfreeze_at", [None, 2])
 @pytest.mark.parametrize("input_grad", [False, True])
-@each_strategy
-@each_form
+@pytest.mark.parametrize(
+    ("front", "strategy"),
+    [*itertools.product(("flat", "orig"), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))]
+    + [("composable", "FULL_SHARD")],
+)
 @ranks(2)
-def test_every_second_linear_frozen(rank, world_size, use_orig_params, strategy, input_grad, unfreeze_at):
+def test_every_second_linear_frozen(rank, world_size, front, strategy, input_grad, unfreeze_at):
     """Units reshard inside of autograd, save a frozen first one whose input needs no gradient.
 
     That one takes no part in backward, and is sharded again when its forward is over.
     """
     plain, model = twins(
+        front,
         _six_linears,
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
         sharding_strategy=ShardingStrategy[strategy],
     )
     for step in range(4):
@@ -62,8 +59,8 @@ def test_every_second_linear_frozen(rank, world_size, use_orig_params, strategy,
         all_take_part = input_grad or plain[0].weight.requires_grad
         expected = [str(index) for index in (5, 4, 3, 2, 1, 0)][: 6 if all_take_part else 5]
         assert over == [(name, Phase.BACKWARD) for name in expected]
-        wrapped = [module for module in model.modules() if _is_wrapped_linear(module)]
-        assert all(module._unit.handle.state.value == "sharded" for module in wrapped)
+        handles = [unit.handle for unit in units_in(model).values() if unit.handle is not None]
+        assert len(handles) == 6 and all(handle.state.value == "sharded" for handle in handles)
         grads = full_grads(model)
         for name, param in named_state(ddp):
             if param.grad is not None:
@@ -89,18 +86,18 @@ class _Reused(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@pytest.mark.parametrize(
+    ("front", "prefetch"),
+    [*itertools.product(("flat", "orig"), ("BACKWARD_PRE", "BACKWARD_POST", None))]
+    + [("composable", "default")],
+)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@each_form
 @ranks(2)
-def test_modules_used_many_times(rank, world_size, use_orig_params, strategy, prefetch):
-    plain, model = twins(
-        _Reused,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
-    )
+def test_modules_used_many_times(rank, world_size, front, strategy, prefetch):
+    options = {"sharding_strategy": ShardingStrategy[strategy]}
+    if prefetch != "default":
+        options["backward_prefetch"] = BackwardPrefetch[prefetch] if prefetch else None
+    plain, model = twins(front, _Reused, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
     ddp = DDP(plain)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, model)]
     for step in range(3):
@@ -109,7 +106,7 @@ def test_modules_used_many_times(rank, world_size, use_orig_params, strategy, pr
             optimizer.zero_grad()
             module(x).square().sum().backward()
             optimizer.step()
-    state = model.state_dict()
+    state = full_state(model)
     for name, param in named_state(ddp):
         assert torch.equal(state[name], param.detach()), name
 
@@ -136,28 +133,28 @@ class _WithUnusedInput(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@each_form
+@each_front
 @ranks(2)
-def test_frozen_unit_with_an_unused_input(rank, world_size, use_orig_params, dtype):
+def test_frozen_unit_with_an_unused_input(rank, world_size, front, dtype):
     """Equals the same model with the parameters trainable but left out of the optimizer."""
     # SGD's half-precision kernel rounds the last elements of a tensor in another way than the others.
     slack = 0 if dtype is torch.float32 else 2**-11
+    prefetches = ("default",) if front == "composable" else ("BACKWARD_PRE", "BACKWARD_POST")
     for strategy, offload, prefetch in itertools.product(
-        ("FULL_SHARD", "SHARD_GRAD_OP"), (False, True), ("BACKWARD_PRE", "BACKWARD_POST")
+        ("FULL_SHARD", "SHARD_GRAD_OP"), (False, True), prefetches
     ):
         torch.manual_seed(0)
         left_out = _WithUnusedInput().to(dtype)
         torch.manual_seed(0)
         module = _WithUnusedInput().to(dtype)
         module.frozen.requires_grad_(False)
-        model = FSDP(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear, _Ignores}),
-            use_orig_params=use_orig_params,
-            sharding_strategy=ShardingStrategy[strategy],
-            cpu_offload=CPUOffload(offload_params=offload),
-            backward_prefetch=BackwardPrefetch[prefetch],
-        )
+        options = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "cpu_offload": CPUOffload(offload_params=offload),
+        }
+        if prefetch != "default":
+            options["backward_prefetch"] = BackwardPrefetch[prefetch]
+        model = shard(front, module, ModuleWrapPolicy({nn.Linear, _Ignores}), **options)
         ddp = DDP(left_out)
         trained = [p for name, p in ddp.named_parameters() if "frozen" not in name]
         optimizers = [torch.optim.SGD(params, lr=0.1) for params in (trained, model.parameters())]
@@ -167,7 +164,7 @@ def test_frozen_unit_with_an_unused_input(rank, world_size, use_orig_params, dty
                 optimizer.zero_grad()
                 each(x).float().square().mean().backward()
                 optimizer.step()
-        state = model.state_dict()
+        state = full_state(model)
         for name, param in named_state(ddp):
             torch.testing.assert_close(
                 state[name], param.detach(), rtol=0, atol=slack, msg=f"{name} {strategy} {offload} {prefetch}"
@@ -189,13 +186,20 @@ class _AdapterLast(nn.Module):
         return self.last(x) + self.up(self.down(x))
 
 
-@each_form
+def _reduced_numel(front: str, params: list[nn.Parameter], world_size: int) -> int:
+    """`fully_shard` sends whole chunks of rows, and with each a number that tells of its use."""
+    if front != "composable":
+        return sum(param.numel() for param in params)
+    return sum(world_size * (param.chunk(world_size)[0].numel() + 1) for param in params)
+
+
+@each_front
 @ranks(2)
-def test_frozen_first_layer_and_adapter_on_the_last(rank, world_size, use_orig_params):
+def test_frozen_first_layer_and_adapter_on_the_last(rank, world_size, front):
     plain, model = twins(
+        front,
         lambda: nn.Sequential(nn.Linear(16, 16), *[_AdapterLast() for _ in range(3)]),
         auto_wrap_policy=ModuleWrapPolicy({_AdapterLast}),
-        use_orig_params=use_orig_params,
     )
     ddp = DDP(plain)
     x = torch.randn(3, 16)
@@ -208,16 +212,17 @@ def test_frozen_first_layer_and_adapter_on_the_last(rank, world_size, use_orig_p
         # and once more in backward unless it is the root's.
         assert traffic["all_gather_into_tensor"].calls == (3 * 2 + 1) + 3 * 2
         assert traffic["reduce_scatter_tensor"].calls == 3 + 1
-        trained = sum(p.numel() * 4 for p in plain.parameters() if p.requires_grad)
-        assert traffic["reduce_scatter_tensor"].bytes == trained
+        trained = [param for param in plain.parameters() if param.requires_grad]
+        assert traffic["reduce_scatter_tensor"].bytes == 4 * _reduced_numel(front, trained, world_size)
     grads = full_grads(model)
     for name, param in named_state(ddp):
         if param.requires_grad:
             assert torch.equal(grads[name], param.grad), name
 
 
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
-def test_mixed_dtypes_in_a_unit(rank, world_size):
+def test_mixed_dtypes_in_a_unit(rank, world_size, front):
     """Frozen int8 weights with trainable adapters, as quantised fine-tuning has them."""
 
     class Quantised(nn.Module):
@@ -232,9 +237,9 @@ def test_mixed_dtypes_in_a_unit(rank, world_size):
             return x @ (self.weight * self.scale / 127).t() + self.adapter(x)
 
     plain, model = twins(
+        front,
         lambda: nn.Sequential(*[Quantised() for _ in range(3)]),
         auto_wrap_policy=ModuleWrapPolicy({Quantised}),
-        use_orig_params=True,
     )
     ddp = DDP(plain)
     x = torch.randn(3, 8, requires_grad=True)
@@ -244,5 +249,5 @@ def test_mixed_dtypes_in_a_unit(rank, world_size):
     for name, param in named_state(ddp):
         if param.requires_grad:
             assert torch.equal(grads[name], param.grad), name
-    state = model.state_dict()
+    state = full_state(model)
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())

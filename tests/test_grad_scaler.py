@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 
+import fronts
 from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import CPUOffload, ShardingStrategy
@@ -42,25 +45,30 @@ def scaled_step(scaler: GradScaler, optimizer: torch.optim.Optimizer, loss: torc
     scaler.update()
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clip"])
-@each_form
+@pytest.mark.parametrize(
+    ("front", "strategy", "clips", "offload", "kind"),
+    [
+        *itertools.product(
+            ("flat", "orig"), ("FULL_SHARD", "NO_SHARD"), (False, True), (False, True), (ShardedGradScaler,)
+        ),
+        ("composable", "FULL_SHARD", True, False, GradScaler),
+        ("composable", "FULL_SHARD", False, True, ShardedGradScaler),
+    ],
+)
 @ranks(2, 3)
-def test_training_equals_plain(rank, world_size, use_orig_params, clips, strategy, offload):
-    plain, model = twins(
+def test_training_equals_plain(rank, world_size, front, strategy, clips, kind, offload):
+    plain, model = fronts.twins(
+        front,
         Transformer,
         torch.float64,
         auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
         sharding_strategy=ShardingStrategy[strategy],
         cpu_offload=CPUOffload(offload),
     )
-    ours, reference = ShardedGradScaler("cpu", **SCALING), GradScaler("cpu", **SCALING)
+    ours, reference = kind("cpu", **SCALING), GradScaler("cpu", **SCALING)
     sgd = {"lr": 0.1, "momentum": 0.9}
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), **sgd) for each in (model, plain))
-    clip = model.clip_grad_norm_ if clips else None
-    plain_clip = (lambda bound: nn.utils.clip_grad_norm_(plain.parameters(), bound)) if clips else None
+    clip, plain_clip = (partial(fronts.clip, each) if clips else None for each in (model, plain))
     scales = []
     for step in range(8):
         scaled_step(ours, optimizer, loss_at(model, rank, world_size, step), clip)
@@ -69,7 +77,7 @@ def test_training_equals_plain(rank, world_size, use_orig_params, clips, strateg
         assert ours.state_dict() == reference.state_dict()
         scales.append(ours.get_scale())
     assert scales == [2.0**power for power in (10, 9, 9, 10, 9, 9, 10, 10)]
-    state = model.state_dict()
+    state = fronts.full_state(model)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(state[name], param.detach(), rtol=0, atol=1e-10, msg=name)
 

@@ -10,13 +10,12 @@ from torch import nn
 
 from bed import ranks
 from bed.memory import live_bytes
+from fronts import each_front, shard
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
-from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, loss_of, tokens, train
 
 WIDTH = 64
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -34,11 +33,11 @@ class _Square(nn.Module):
         return x + self.linear(x).tanh()
 
 
-def _squares(count: int, **kwargs: object) -> tuple[FSDP, int]:
-    """Returns a wrapped stack of equal units, whose root owns nothing, and the bytes of one unit."""
+def _squares(front: str, count: int, **kwargs: object) -> tuple[nn.Module, int]:
+    """Returns a sharded stack of equal units, whose root owns nothing, and the bytes of one unit."""
     module = nn.Sequential(*[_Square() for _ in range(count)])
     unit = _nbytes(module[0])
-    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({_Square}), **kwargs), unit
+    return shard(front, module, ModuleWrapPolicy({_Square}), **kwargs), unit
 
 
 class _Peak:
@@ -55,10 +54,10 @@ class _Peak:
         self.value = max(self.value, live_bytes())
 
 
-@each_form
+@each_front
 @ranks(4)
-def test_forward_holds_the_shard_and_at_most_three_units(rank, world_size, use_orig_params):
-    model, unit = _squares(8, use_orig_params=use_orig_params)
+def test_forward_holds_the_shard_and_at_most_three_units(rank, world_size, front):
+    model, unit = _squares(front, 8)
     peak = _Peak(model)
     with torch.no_grad():
         model(torch.ones(1, 512))
@@ -68,11 +67,11 @@ def test_forward_holds_the_shard_and_at_most_three_units(rank, world_size, use_o
     assert peak.value <= shard + 3 * unit
 
 
-@each_form
+@each_front
 @ranks(4)
-def test_backward_holds_few_units(rank, world_size, use_orig_params):
+def test_backward_holds_few_units(rank, world_size, front):
     """Shards, their gradients, and: the running unit, the prefetched one, gradients taken and travelling."""
-    model, unit = _squares(8, use_orig_params=use_orig_params)
+    model, unit = _squares(front, 8)
     model(torch.ones(1, 512)).sum().backward()
     model.zero_grad()
     peak = _Peak(model)
@@ -82,16 +81,17 @@ def test_backward_holds_few_units(rank, world_size, use_orig_params):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"])
-@each_form
+@pytest.mark.parametrize(
+    ("front", "prefetch"),
+    [(front, prefetch) for front in ("flat", "orig") for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST")]
+    + [("composable", "default")],
+)
 @ranks(2)
-def test_only_shards_remain_after_each_step(rank, world_size, use_orig_params, strategy, prefetch):
-    model, unit = _squares(
-        4,
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
-    )
+def test_only_shards_remain_after_each_step(rank, world_size, front, strategy, prefetch):
+    options = {}
+    if prefetch != "default":
+        options["backward_prefetch"] = BackwardPrefetch[prefetch] if prefetch else None
+    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy], **options)
     gc.collect()
     slack = unit // 8  # activations and biases' padding
     at_rest = 4 * unit // world_size
@@ -109,10 +109,11 @@ def test_only_shards_remain_after_each_step(rank, world_size, use_orig_params, s
     assert live_bytes() <= at_rest + slack
 
 
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
-def test_eval_forward_leaves_nothing_unsharded(rank, world_size):
+def test_eval_forward_leaves_nothing_unsharded(rank, world_size, front):
     torch.manual_seed(0)
-    model = FSDP(Transformer(width=WIDTH), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    model = shard(front, Transformer(width=WIDTH), ModuleWrapPolicy({Block}))
     gc.collect()
     at_rest = live_bytes()
     model.eval()
@@ -124,12 +125,13 @@ def test_eval_forward_leaves_nothing_unsharded(rank, world_size):
     assert torch.isfinite(loss_of(model, tokens(rank, 0)))
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_a_dropped_model_is_freed(rank, world_size, use_orig_params):
+def test_a_dropped_model_is_freed(rank, world_size, front):
+    shard(front, nn.Linear(1, 1))  # torch keeps the mesh of all ranks for ever
     gc.collect()
     before = live_bytes()
-    model, _ = _squares(2, use_orig_params=use_orig_params)
+    model, _ = _squares(front, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.ones(1, 512, requires_grad=True)).sum().backward()
@@ -140,9 +142,10 @@ def test_a_dropped_model_is_freed(rank, world_size, use_orig_params):
     assert live_bytes() <= before
 
 
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
-def test_steps_do_not_accumulate_memory(rank, world_size):
-    model = FSDP(Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+def test_steps_do_not_accumulate_memory(rank, world_size, front):
+    model = shard(front, Transformer(), ModuleWrapPolicy({Block}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer, rank, range(2))
     gc.collect()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
+from fronts import clip, full_state, no_sync, shard
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -20,28 +21,46 @@ from scenario import pairwise
 
 SPACE: dict[str, list[Any]] = {
     "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
-    "use_orig_params": [False, True],
+    "front": ["flat", "orig"],
     "per_block": [False, True],
     "accumulation": ["F", "FF", "TF"],
     "max_norm": [None, 0.01],
     "optimizer": ["AdamW", "SGD"],
     "mixed_precision": [False, True],
 }
+COMPOSABLE_SPACE = {
+    **SPACE,
+    "strategy": ["FULL_SHARD", "SHARD_GRAD_OP"],
+    "front": ["composable"],
+    "optimizer": ["SGD"],
+    "mixed_precision": [False],
+}
 
 
 @pytest.mark.parametrize("scenario", pairwise(SPACE, seed=1), ids=lambda s: "-".join(map(str, s.values())))
 @ranks(1, 2)
 def test_training_equals_ddp(rank, world_size, scenario):
+    _check_training(rank, scenario)
+
+
+@ranks(2)
+def test_training_by_fully_shard_equals_ddp(rank, world_size):
+    for scenario in pairwise(COMPOSABLE_SPACE, seed=1):
+        _check_training(rank, scenario)
+
+
+def _check_training(rank: int, scenario: dict[str, Any]) -> None:
     torch.manual_seed(0)
     net = Transformer(blocks=2).double()
     ddp = DDP(copy.deepcopy(net))
-    model = FSDP(
+    options = {"mixed_precision": MixedPrecision(torch.float64)} if scenario["mixed_precision"] else {}
+    model = shard(
+        scenario["front"],
         net,
-        auto_wrap_policy=ModuleWrapPolicy({Block}) if scenario["per_block"] else None,
+        ModuleWrapPolicy({Block}) if scenario["per_block"] else None,
         sharding_strategy=ShardingStrategy[scenario["strategy"]],
-        use_orig_params=scenario["use_orig_params"],
         cpu_offload=CPUOffload(offload_params=True),
-        mixed_precision=MixedPrecision(torch.float64) if scenario["mixed_precision"] else None,
+        **options,
     )
     make = getattr(torch.optim, scenario["optimizer"])
     optimizers = [make(each.parameters(), lr=1e-2) for each in (ddp, model)]
@@ -49,7 +68,7 @@ def test_training_equals_ddp(rank, world_size, scenario):
         for part, unsynced in enumerate(scenario["accumulation"]):
             losses = []
             for each in (ddp, model):
-                with each.no_sync() if unsynced == "T" else nullcontext():
+                with no_sync(each) if unsynced == "T" else nullcontext():
                     loss = loss_of(each, tokens(rank, 10 * step + part))
                     loss.backward()
                 losses.append(loss.detach())
@@ -57,13 +76,13 @@ def test_training_equals_ddp(rank, world_size, scenario):
         assert all(param.grad is None or param.grad.device.type == "cpu" for param in model.parameters())
         if scenario["max_norm"] is not None:
             expected = nn.utils.clip_grad_norm_(ddp.parameters(), scenario["max_norm"])
-            norm = model.clip_grad_norm_(scenario["max_norm"])
+            norm = clip(model, scenario["max_norm"])
             torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     expected_state = ddp.module.state_dict()
-    for name, value in model.state_dict().items():
+    for name, value in full_state(model).items():
         if "in_proj_bias" in name and scenario["optimizer"] == "AdamW":
             continue  # its key part has a true gradient of zero, which AdamW blows up
         torch.testing.assert_close(value, expected_state[name], rtol=1e-9, atol=1e-11, msg=name)

@@ -10,24 +10,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
+from fronts import each_front, full_grads, full_state, shard, twins
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import always_wrap_policy
-from models import (
-    WRAPPINGS,
-    Transformer,
-    full_grads,
-    gather_objects,
-    loss_of,
-    named_state,
-    tokens,
-    train,
-    twins,
-)
+from models import WRAPPINGS, Transformer, gather_objects, loss_of, named_state, tokens, train
 
 STEPS = 10
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-each_wrapping = pytest.mark.parametrize("wrapping", list(WRAPPINGS))
+each_wrapping = pytest.mark.parametrize(
+    ("front", "wrapping"),
+    [(front, wrapping) for front in ("flat", "orig") for wrapping in WRAPPINGS]
+    + [("composable", "size")],
+)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -40,32 +35,26 @@ def _assert_bit_equal(found: dict[str, torch.Tensor], reference: nn.Module, what
         assert torch.equal(found[name], expected), f"{what} of {name} differs"
 
 
-@each_form
 @each_wrapping
 @ranks(2)
-def test_fp32_training_is_bit_equal_to_ddp(rank, world_size, use_orig_params, wrapping):
-    plain, wrapped = twins(
-        Transformer, auto_wrap_policy=WRAPPINGS[wrapping](), use_orig_params=use_orig_params
-    )
+def test_fp32_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
+    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS[wrapping]())
     ddp = DDP(plain)
     references, ours = _adamw(ddp), _adamw(wrapped)
     assert train(wrapped, ours, rank, range(STEPS)) == train(ddp, references, rank, range(STEPS))
-    _assert_bit_equal(wrapped.state_dict(), ddp, "parameter")
+    _assert_bit_equal(full_state(wrapped), ddp, "parameter")
     _assert_bit_equal(full_grads(wrapped), ddp, "grad")
 
 
-@each_form
 @each_wrapping
 @ranks(1, 3, 4)
-def test_float64_training_equals_ddp(rank, world_size, use_orig_params, wrapping):
+def test_float64_training_equals_ddp(rank, world_size, front, wrapping):
     policy = WRAPPINGS[wrapping]()
-    plain, wrapped = twins(
-        Transformer, torch.float64, auto_wrap_policy=policy, use_orig_params=use_orig_params
-    )
+    plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=policy)
     ddp = DDP(plain)
     train(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2), rank, range(STEPS))
     train(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2), rank, range(STEPS))
-    state, grads = wrapped.state_dict(), full_grads(wrapped)
+    state, grads = full_state(wrapped), full_grads(wrapped)
     for name, param in named_state(ddp):
         if name.endswith("attention.in_proj_bias"):
             continue  # the key's part has a true gradient of zero, whose sign AdamW blows up
@@ -79,9 +68,9 @@ def test_float64_training_equals_ddp(rank, world_size, use_orig_params, wrapping
 @ranks(2)
 def test_strategy_and_prefetch_change_no_bit(rank, world_size, use_orig_params, strategy, prefetch):
     plain, wrapped = twins(
+        "orig" if use_orig_params else "flat",
         Transformer,
         auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
         sharding_strategy=ShardingStrategy[strategy],
         backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
     )
@@ -91,30 +80,30 @@ def test_strategy_and_prefetch_change_no_bit(rank, world_size, use_orig_params, 
     _assert_bit_equal(wrapped.state_dict(), ddp, "parameter")
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_wrapping_by_hand_nested_and_side_by_side(rank, world_size, use_orig_params):
+def test_wrapping_by_hand_nested_and_side_by_side(rank, world_size, front):
     torch.manual_seed(0)
     plain = Transformer()
     by_hand = copy.deepcopy(plain)
-    by_hand.blocks[0].mlp = FSDP(by_hand.blocks[0].mlp, use_orig_params=use_orig_params)
-    by_hand.blocks[0] = FSDP(by_hand.blocks[0], use_orig_params=use_orig_params)
-    by_hand.blocks[2] = FSDP(by_hand.blocks[2], use_orig_params=use_orig_params)
-    wrapped = FSDP(by_hand, use_orig_params=use_orig_params)
+    by_hand.blocks[0].mlp = shard(front, by_hand.blocks[0].mlp)
+    by_hand.blocks[0] = shard(front, by_hand.blocks[0])
+    by_hand.blocks[2] = shard(front, by_hand.blocks[2])
+    wrapped = shard(front, by_hand)
     ddp = DDP(plain)
     train(ddp, _adamw(ddp), rank, range(3))
     train(wrapped, _adamw(wrapped), rank, range(3))
-    _assert_bit_equal(wrapped.state_dict(), ddp, "parameter")
+    _assert_bit_equal(full_state(wrapped), ddp, "parameter")
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_plain_root_with_wrapped_children(rank, world_size, use_orig_params):
+def test_plain_root_with_wrapped_children(rank, world_size, front):
     """Without a wrapper around all, each child is a root of its own; the rest is reduced by hand."""
     torch.manual_seed(0)
     plain = Transformer(blocks=2)
     mixed = copy.deepcopy(plain)
-    mixed.blocks = nn.ModuleList(FSDP(block, use_orig_params=use_orig_params) for block in mixed.blocks)
+    mixed.blocks = nn.ModuleList(shard(front, block) for block in mixed.blocks)
     ddp = DDP(plain)
     for model in (ddp, mixed):
         loss_of(model, tokens(rank, 0)).backward()
@@ -142,7 +131,7 @@ def test_process_group_of_some_ranks(rank, world_size):
 
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]
-    plain, wrapped = twins(Transformer, process_group=group, auto_wrap_policy=WRAPPINGS["block"]())
+    plain, wrapped = twins("flat", Transformer, process_group=group, auto_wrap_policy=WRAPPINGS["block"]())
     ddp = DDP(plain, process_group=group)
     train(ddp, _adamw(ddp), rank, range(3))
     train(wrapped, _adamw(wrapped), rank, range(3))
@@ -155,7 +144,7 @@ def test_device_mesh_and_device_id(rank, world_size):
 
     mesh = init_device_mesh("cpu", (2,))
     for device_id in (None, "cpu", "cpu:0", torch.device("cpu")):
-        plain, wrapped = twins(Transformer, device_mesh=mesh, device_id=device_id)
+        plain, wrapped = twins("flat", Transformer, device_mesh=mesh, device_id=device_id)
         ddp = DDP(plain)
         train(ddp, _adamw(ddp), rank, range(2))
         train(wrapped, _adamw(wrapped), rank, range(2))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from bed import ranks
+from fronts import each_front, full_grads, full_state, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
-from models import full_grads, twins
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 class Tied(nn.Module):
@@ -30,10 +31,10 @@ class Tied(nn.Module):
         return self.head(self.last(self.middle(x).tanh()))
 
 
-def _wrap_by_hand(model: nn.Module, names: list[str], **kwargs) -> FSDP:
+def _wrap_by_hand(front: str, model: nn.Module, names: list[str]) -> nn.Module:
     for name in names:
-        setattr(model, name, FSDP(getattr(model, name), **kwargs))
-    return FSDP(model, **kwargs)
+        setattr(model, name, shard(front, getattr(model, name)))
+    return shard(front, model)
 
 
 HAND = {
@@ -54,7 +55,7 @@ def _train(model, steps, seed=0):
 
 
 def _assert_same(plain, model):
-    state, grads = model.state_dict(), full_grads(model)
+    state, grads = full_state(model), full_grads(model)
     assert list(state) == list(plain.state_dict())
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
@@ -63,22 +64,21 @@ def _assert_same(plain, model):
 
 
 @pytest.mark.parametrize("how", ["always", "linear", *HAND])
-@each_form
+@each_front
 @ranks(2)
-def test_training_tied_parameters(rank, world_size, use_orig_params, how):
+def test_training_tied_parameters(rank, world_size, front, how):
     if how in HAND:
-        plain, _ = twins(Tied, torch.float64)
         torch.manual_seed(0)
-        model = _wrap_by_hand(Tied().double(), HAND[how], use_orig_params=use_orig_params)
-        model.load_state_dict(plain.state_dict())
+        plain = Tied().double()
+        model = _wrap_by_hand(front, copy.deepcopy(plain), HAND[how])
     else:
         policy = always_wrap_policy if how == "always" else ModuleWrapPolicy({nn.Linear})
-        plain, model = twins(Tied, torch.float64, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        plain, model = twins(front, Tied, torch.float64, auto_wrap_policy=policy)
     for module in (plain, model):
         _train(module, 4)
     _assert_same(plain, model)
     names = [name for name, _ in plain.named_parameters()]
-    with FSDP.summon_full_params(model):
+    with FSDP.summon_full_params(model) if isinstance(model, FSDP) else nullcontext():
         assert [name for name, _ in model.named_parameters()] == names
         assert model.embed.weight is model.head.weight
         with torch.no_grad():
@@ -89,19 +89,19 @@ def test_training_tied_parameters(rank, world_size, use_orig_params, how):
     _assert_same(plain, model)
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_a_tied_parameter_counts_once(rank, world_size, use_orig_params):
-    plain, _ = twins(Tied)
-    model = _wrap_by_hand(Tied(), HAND["all"], use_orig_params=use_orig_params)
-    total = torch.tensor(sum(param.numel() for param in model.parameters()))
+def test_a_tied_parameter_counts_once(rank, world_size, front):
+    plain = Tied()
+    model = _wrap_by_hand(front, Tied(), HAND["all"])
+    total = torch.tensor(sum(local_numel(param) for param in model.parameters()))
     torch.distributed.all_reduce(total)
     assert abs(total.item() - sum(param.numel() for param in plain.parameters())) <= 16  # alignment
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_tied_modules_without_a_common_root(rank, world_size, use_orig_params):
+def test_tied_modules_without_a_common_root(rank, world_size, front):
     """Two wrapped modules that share a weight, each a root of its own."""
     torch.manual_seed(0)
     plain = nn.ModuleList([nn.Linear(6, 6).double(), nn.Linear(6, 6).double()])
@@ -109,7 +109,7 @@ def test_tied_modules_without_a_common_root(rank, world_size, use_orig_params):
     torch.manual_seed(0)
     raw = nn.ModuleList([nn.Linear(6, 6).double(), nn.Linear(6, 6).double()])
     raw[1].weight = raw[0].weight
-    wrapped = [FSDP(module, use_orig_params=use_orig_params) for module in raw]
+    wrapped = [shard(front, module) for module in raw]
     x = torch.randn(3, 6, dtype=torch.float64)
     for _ in range(2):
         for first, second in (plain, wrapped):
@@ -118,3 +118,40 @@ def test_tied_modules_without_a_common_root(rank, world_size, use_orig_params):
     for name, param in plain[0].named_parameters():
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(full_grads(wrapped[1])["bias"], plain[1].bias.grad, rtol=1e-12, atol=1e-12)
+
+
+class _Shared(nn.Module):
+    """The root runs a module of the first layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.again = self.layers[0][0]
+
+    def forward(self, x):
+        x = self.again(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.again(x)
+
+
+@each_front
+@ranks(2)
+def test_a_module_of_two_units(rank, world_size, front):
+    plain, model = twins(front, _Shared, torch.float64, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    for module in (plain, model):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(torch.ones(2, 6, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+    _assert_same(plain, model)
+
+
+@ranks(2)
+def test_what_is_tied_to_a_dtensor_is_refused(rank, world_size):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    shard("composable", model[0])
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'1\.weight' is the sharded parameter of another unit; tie"):
+        shard("composable", model)

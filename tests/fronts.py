@@ -1,0 +1,110 @@
+"""Both front-ends behind one set of options, for tests that hold for either.
+
+A `front` is "flat" or "orig", the wrapper without and with `use_orig_params`, or "composable", `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import models
+from fsdp_wrap import CPUOffloadPolicy, FSDPModule, OffloadPolicy, ShardingStrategy, fully_shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import plan_wrapping
+
+FRONTS = ["flat", "orig", "composable"]
+each_front = pytest.mark.parametrize("front", FRONTS)
+
+FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+
+
+def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options: Any) -> nn.Module:
+    """Makes units of the modules that the policy chooses, and of `module`.
+
+    Args:
+        front: The front-end.
+        module: It changes in place.
+        auto_wrap_policy: As the wrapper takes it.
+        options: The wrapper's; `fully_shard` gets those that say the same. Unlike it, the wrapper reshards
+            the root after forward with FULL_SHARD, and so does `fully_shard` if that is given.
+    """
+    if front != "composable":
+        return FSDP(module, auto_wrap_policy=auto_wrap_policy, use_orig_params=front == "orig", **options)
+    translated = dict(_translated(name, value) for name, value in options.items())
+    chosen = [] if auto_wrap_policy is None else plan_wrapping(module, auto_wrap_policy, fully_shard).targets
+    for child in chosen:
+        fully_shard(child, **translated)
+    return fully_shard(module, **translated)
+
+
+def _translated(name: str, value: Any) -> tuple[str, Any]:
+    if name == "sharding_strategy":
+        return "reshard_after_forward", {FULL: True, KEPT: False}[value]
+    assert name == "cpu_offload", f"fully_shard has nothing like {name}"
+    return "offload_policy", CPUOffloadPolicy() if value.offload_params else OffloadPolicy()
+
+
+def twins(
+    front: str, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, nn.Module]:
+    """A plain model and a sharded one with the same parameters."""
+    torch.manual_seed(0)
+    plain = make().to(dtype)
+    return plain, shard(front, copy.deepcopy(plain), **options)
+
+
+def inner(module: Any) -> Any:
+    """The module below a wrapper; `fully_shard` puts none around it."""
+    return module.module if isinstance(module, FSDP) else module
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, a plain one as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local_numel(param: torch.Tensor) -> int:
+    """Elements that this rank holds."""
+    return (param.to_local() if isinstance(param, DTensor) else param).numel()
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, with full values."""
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Full gradients by clean name; zeros where there is none."""
+    if isinstance(model, FSDP):
+        return models.full_grads(model)
+    return {
+        name: full(torch.zeros_like(param) if param.grad is None else param.grad)
+        for name, param in model.named_parameters()
+    }
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients, by the means of the front-end, or of DDP."""
+    if not isinstance(model, FSDPModule):
+        with model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+
+def clip(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+    """Clips by the means of the front-end, for `fully_shard` and plain modules torch's function."""
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(max_norm, norm_type)
+    return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm, float(norm_type)))
