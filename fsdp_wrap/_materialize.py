@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._collectives import Communicator, all_gather_object
 from fsdp_wrap._modules import Ignored, ParamSlot, children_first, own_modules, replace_tensor
 
 __all__ = [
@@ -108,9 +108,7 @@ def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]
     """
     seen = None if error is None else f"on rank {dist.get_rank()}, {error}"
     for group in groups:
-        of_ranks: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, seen, group=group)
-        seen = next((each for each in of_ranks if each is not None), None)
+        seen = next((each for each in all_gather_object(seen, group) if each is not None), None)
     if error is None and seen is not None:
         raise ValueError(f"nothing was wrapped here, since {seen}")
 

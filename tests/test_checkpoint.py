@@ -9,6 +9,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -501,3 +502,17 @@ def test_the_command_tells_wrong_input_from_damage(tmp_path, capsys):
         code, _, err = command(capsys, *arguments)
         assert code == 1 and "is damaged" in err
     assert names(tmp_path) == ["list.pt", "run", "text"]
+
+
+@ranks(2)
+def test_what_needs_numpy_says_so_and_nothing_else_needs_it(rank, world_size, tmp_path):
+    missing = RuntimeError("Numpy is not available")
+    with mock.patch.object(torch.Tensor, "numpy", side_effect=missing):
+        model = FSDP(net(), sync_module_states=True)
+        optimizer = stepped(model, rank, world_size)
+        assert FSDP.optim_state_dict(model, optimizer)["state"]
+        assert list(model.state_dict()) == list(net().state_dict())
+    with mock.patch("fsdp_wrap.checkpoint._team.find_spec", return_value=None):
+        with pytest.raises(ImportError, match=r'numpy package.*"fsdp-wrap\[checkpoint\]"'):
+            checkpoint.save(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -40,6 +41,11 @@ class Team:
         rank = dist.get_rank(group)
         if group is None or rank < 0:
             raise ValueError("process_group: this rank is none of its ranks")
+        if find_spec("numpy") is None:
+            raise ImportError(
+                "torch.distributed.checkpoint needs the numpy package to send metadata between ranks: pip "
+                'install "fsdp-wrap[checkpoint]"'
+            )
         return cls(group, rank, dist.get_world_size(group))
 
     @property
