@@ -335,6 +335,12 @@ def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:
 
 
 def check_param(slot: ParamSlot) -> None:
+    """Refuses a parameter that leaves could not stand for.
+
+    Raises:
+        TypeError: If its class may behave differently from a plain parameter.
+        ValueError: If it has gradient hooks.
+    """
     param = slot.param
     if type(param) is not nn.Parameter:
         raise TypeError(
