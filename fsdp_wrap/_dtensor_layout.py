@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_wrap._gradient_mark import GradientMark, held_by_this_rank, version_of
+from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
 from fsdp_wrap._layout import Interval
 from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, mark_owned
 from fsdp_wrap.flat_param import Allocator
@@ -153,7 +153,7 @@ class DTensorLayout:
         self.full_numel = self.numel if self.in_place else _up(self._cuts[-1].stop, allocator.size)
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
-        self._marks: dict[nn.Parameter, GradientMark] = {}
+        self._marks = GradientMarks()
         self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
         for cut, slot, piece in zip(self._cuts, slots, self._pieces):
             piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
@@ -298,8 +298,7 @@ class DTensorLayout:
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         own = reduced.to(self._shard.device)
         for index, (param, piece) in enumerate(zip(self.sources, self._held(own))):
-            mark = self._marks.get(param)
-            if mark is not None and mark.made:
+            if self._marks.made(param):
                 param.grad = None
             # Looking at the number waits for the device: only where this rank does not know by itself.
             if not param.requires_grad or not (used[index] or own[self._used][index].item()):
@@ -315,12 +314,10 @@ class DTensorLayout:
             param.grad_dtype = None
 
     def mark_unsynced(self) -> None:
-        for param in self.sources:
-            if param.requires_grad:
-                self._marks[param] = GradientMark(param, self._marks.get(param))
+        self._marks.put(self.sources)
 
     def zeroed(self) -> list[bool]:
-        return [source in self._marks and self._marks[source].zeroed for source in self.sources]
+        return self._marks.zeroed(self.sources)
 
     def write_gradient(self, out: torch.Tensor) -> None:
         out.zero_()
@@ -360,7 +357,7 @@ class DTensorLayout:
 
     def copied(self, memo: dict[int, Any]) -> DTensorLayout:
         new = copy.copy(self)
-        new._marks = {}
+        new._marks = GradientMarks()
         new._adopt_shard(self._new_shard(self.dtype, self._shard.is_meta).copy_(self._shard))
         new.sources = [new._parameter(index, source) for index, source in enumerate(self.sources)]
         memo.update((id(old), param) for old, param in zip(self.sources, new.sources))

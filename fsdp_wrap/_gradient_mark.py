@@ -1,12 +1,14 @@
-"""`GradientMark`: tells whether a user has zeroed a gradient since unreduced ones were left behind."""
+"""`GradientMarks`: tell whether a user has zeroed gradients since unreduced ones were left behind."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["GradientMark", "held_by_this_rank", "version_of"]
+__all__ = ["GradientMarks", "held_by_this_rank", "version_of"]
 
 
 def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,13 +21,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version + held_by_this_rank(tensor)._version
 
 
-class GradientMark:
+class _Mark:
     """How a sharded parameter's gradient looked when unreduced gradients were left behind.
 
     A parameter without a gradient gets one of zeros, so that `zero_grad` of either kind leaves a trace.
     """
 
-    def __init__(self, param: nn.Parameter, before: GradientMark | None) -> None:
+    def __init__(self, param: nn.Parameter, before: _Mark | None) -> None:
         self._param = param
         self._made = param.grad is None or (before is not None and before.made)
         if param.grad is None:
@@ -45,3 +47,28 @@ class GradientMark:
             return True
         changed = grad is not self._grad or version_of(grad) != self._version
         return changed and not held_by_this_rank(grad).any()
+
+
+class GradientMarks:
+    """The marks of a layout's sharded parameters, from what was left unreduced to the next reduction."""
+
+    def __init__(self) -> None:
+        self._marks: dict[nn.Parameter, _Mark] = {}
+
+    def put(self, params: Iterable[nn.Parameter]) -> None:
+        """Marks, perhaps again, the parameters that need a gradient."""
+        for param in params:
+            if param.requires_grad:
+                self._marks[param] = _Mark(param, self._marks.get(param))
+
+    def made(self, param: nn.Parameter) -> bool:
+        """Whether a parameter's gradient is the mark's own."""
+        return param in self._marks and self._marks[param].made
+
+    def zeroed(self, params: Iterable[nn.Parameter]) -> list[bool]:
+        """For each parameter, whether it was marked and its gradient zeroed since."""
+        return [param in self._marks and self._marks[param].zeroed for param in params]
+
+    def clear(self) -> None:
+        """Forgets all marks."""
+        self._marks.clear()

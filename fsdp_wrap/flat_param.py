@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_wrap._gradient_mark import GradientMark
+from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._layout import Interval
 from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, show_extra
 
@@ -125,7 +125,7 @@ class FlatLayout:
         self._front.hide_full()
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
             slot.param.data = piece  # whoever holds the original does not keep its memory alive
-        self._marks: dict[nn.Parameter, GradientMark] = {}
+        self._marks = GradientMarks()
 
     @property
     def name(self) -> str:
@@ -215,7 +215,7 @@ class FlatLayout:
         holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
         for param, piece, param_used in holders:
             if param.requires_grad:
-                _add_gradient(param, piece, param_used, self._marks.get(param))
+                _add_gradient(param, piece, param_used, self._marks.made(param))
         self._marks.clear()
 
     def allow_gradients_of_any_dtype(self) -> None:
@@ -223,12 +223,10 @@ class FlatLayout:
             param.grad_dtype = None
 
     def mark_unsynced(self) -> None:
-        for param in self._front.holders:
-            if param.requires_grad:
-                self._marks[param] = GradientMark(param, self._marks.get(param))
+        self._marks.put(self._front.holders)
 
     def zeroed(self) -> list[bool]:
-        return [source in self._marks and self._marks[source].zeroed for source in self.sources]
+        return self._marks.zeroed(self.sources)
 
     def write_gradient(self, out: torch.Tensor) -> None:
         out.zero_()
@@ -266,7 +264,7 @@ class FlatLayout:
         new.flat_param = FlatParameter(new._shard, self.flat_param.requires_grad, self.extents)
         new.flat_param.__dict__.update(self.flat_param.__dict__)
         new._front = self._front.copied(new, memo)
-        new._marks = {}
+        new._marks = GradientMarks()
         memo[id(self.flat_param)] = new.flat_param
         return new
 
@@ -298,8 +296,8 @@ class FlatLayout:
         return [shard[start:stop] for start, stop in bounds]
 
 
-def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, mark: GradientMark | None) -> None:
-    if mark is not None and mark.made:
+def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, is_mark: bool) -> None:
+    if is_mark:
         param.grad = None
     if piece.numel() == 0:
         param.grad = None  # an empty slice has nothing to update
