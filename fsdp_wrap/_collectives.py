@@ -1,7 +1,7 @@
 """The communicator of a group: allocates the buffers that travel and moves them.
 
 1-D buffers in, `Pending` out. Nothing here knows of parameters, and nothing above here knows which way of
-communicating is in use: `make_communicator` is the one place that chooses.
+communicating is in use: `make_communicator` (`_communicators.py`) is the one place that chooses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = [
     "ResidentBuffer",
     "all_gather_object",
     "broadcast_object",
-    "make_communicator",
     "reduce_scatter_single",
 ]
 
@@ -366,8 +365,3 @@ def _as_transport(tensor: torch.Tensor) -> torch.Tensor:
     # Backends know few dtypes; gathering moves bytes, so any dtype may travel as bytes.
     known = tensor.dtype.is_floating_point and tensor.element_size() > 1
     return tensor if known or tensor.numel() == 0 else tensor.view(torch.uint8)
-
-
-def make_communicator(ranks: Ranks | None, device: torch.device) -> Communicator:
-    """Chooses the way of communicating for a group (None: this rank alone) and a device."""
-    return SoloCommunicator(device) if ranks is None or ranks.size == 1 else GroupCommunicator(ranks, device)

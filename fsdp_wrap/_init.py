@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_wrap._collectives import Communicator, make_communicator
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compile import skip_runtime_frames
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout

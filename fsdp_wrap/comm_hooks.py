@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._collectives import make_communicator, reduce_scatter_single
+from fsdp_wrap._collectives import reduce_scatter_single
+from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._device import Pending, lane_of
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._schedule import schedule_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp_wrap._collectives import make_communicator
+from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank
 from fsdp_wrap._modules import Place, clean_fqn, is_owned
 from fsdp_wrap._originals import Originals

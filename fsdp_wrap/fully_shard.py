@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fsdp_wrap._collectives import Communicator, make_communicator
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._dtensor_layout import DTensorLayout
 from fsdp_wrap._handle import HandleState

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from fsdp_wrap._collectives import make_communicator
+from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._mesh import Ranks
 
 __all__ = ["ShardedGradScaler"]

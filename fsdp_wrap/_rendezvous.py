@@ -1,0 +1,124 @@
+"""How the ranks of a group that share a host open a channel: all of them, or none.
+
+Each offers its memory and a pipe per peer, by process id and descriptor, and reaches what the others offer
+through `/proc`. That takes no name that could be left behind, and is granted to processes of the same user
+only. When all have told each other that it went well, the offers are withdrawn: nobody else can attach later.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_wrap._channel import Channel, Peer
+from fsdp_wrap._shared_memory import PeerMemory, SharedMemory
+from fsdp_wrap._signals import Inbox, Outbox
+
+__all__ = ["open_channel"]
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where peers find what a rank offers.
+
+    Attributes:
+        host: What only ranks have in common that can share memory.
+        process: The rank's.
+        memory: Descriptor of its memory.
+        word: What that begins with.
+        doors: Descriptors of pipes, by the rank that is to write to each.
+    """
+
+    host: tuple[str, int, int]
+    process: int
+    memory: int
+    word: bytes
+    doors: dict[int, int]
+
+
+class _Offer:
+    """What a rank offers its peers.
+
+    Raises:
+        OSError: If the host does not allow it.
+    """
+
+    def __init__(self, rank: int, peers: Iterable[int]) -> None:
+        self._rank = rank
+        self._memory = SharedMemory()
+        self._inboxes = {peer: Inbox() for peer in peers}
+
+    def address(self) -> _Address:
+        """Returns where peers find it."""
+        doors = {rank: inbox.door.number for rank, inbox in self._inboxes.items()}
+        return _Address(_host(), os.getpid(), self._memory.door.number, self._memory.word, doors)
+
+    def channel(self, addresses: list[_Address]) -> Channel:
+        """Returns the channel to those at some addresses, given by rank.
+
+        Raises:
+            OSError: If one cannot be reached.
+        """
+        peers = {}
+        for rank, inbox in self._inboxes.items():
+            there = addresses[rank]
+            memory = PeerMemory(there.process, there.memory, there.word)
+            peers[rank] = Peer(inbox, Outbox(there.process, there.doors[self._rank]), memory)
+        return Channel(self._memory, peers)
+
+    def withdraw(self) -> None:
+        """Lets nobody attach any more."""
+        self._memory.door.close()
+        for inbox in self._inboxes.values():
+            inbox.door.close()
+
+
+def open_channel(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> Channel | None:
+    """Opens the channel of a group; None where its ranks cannot share memory. Collective.
+
+    Where they share a host that does not allow it, the first rank warns.
+
+    Args:
+        rank: This rank.
+        size: How many there are.
+        exchange: Returns every rank's small picklable value, by rank.
+    """
+    offer = _or_error(lambda: _Offer(rank, [peer for peer in range(size) if peer != rank]))
+    addresses = exchange(offer.address() if isinstance(offer, _Offer) else offer)
+    if _refused(addresses, rank) or len({address.host for address in addresses}) > 1:
+        return None
+    assert isinstance(offer, _Offer)
+    channel = _or_error(lambda: offer.channel(addresses))
+    refused = _refused(exchange(None if isinstance(channel, Channel) else channel), rank)
+    offer.withdraw()
+    return None if refused else channel
+
+
+def _or_error(make: Callable[[], Any]) -> Any:
+    """Returns what `make` does, or what went wrong, to tell the others."""
+    try:
+        return make()
+    except (AttributeError, OSError, ValueError) as error:  # no such call here, refused, or too large a map
+        return f"{type(error).__name__}: {error}"
+
+
+def _refused(answers: list[Any], rank: int) -> bool:
+    """Whether a rank has told of something that went wrong."""
+    errors = [f"rank {other}: {answer}" for other, answer in enumerate(answers) if isinstance(answer, str)]
+    if errors and rank == 0:
+        warnings.warn(
+            f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
+            "process group, which is slower; without FSDP_WRAP_SHARED_MEMORY=1 this is not tried",
+            stacklevel=2,
+        )
+    return bool(errors)
+
+
+def _host() -> tuple[str, int, int]:
+    """Identifies the running system, and on it the space of process ids and the network."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
