@@ -26,6 +26,9 @@ __all__ = ["Channel", "Kind", "Peer"]
 _SHORT = 2048
 """Up to so many bytes travel within the message."""
 
+_LARGE = 1 << 20
+"""From so many bytes on, their owner learns at once that it has them back; else with the next message."""
+
 _ALIGNMENT = 64
 _UNSENT_PAUSE = 0.001  # seconds between attempts to write where a pipe was full
 
@@ -87,7 +90,9 @@ class Peer:
         if message is None:
             self._unwanted.add(number)
         elif message.begin:
-            self.outbox.send(Message(Kind.DONE, begin=message.begin).encoded())
+            self.outbox.add(Message(Kind.DONE, begin=message.begin).encoded())
+            if message.nbytes >= _LARGE:
+                self.outbox.flush()
 
 
 class Channel:
@@ -130,7 +135,8 @@ class Channel:
             message = Message(kind, number, nbytes, self._place(tensors, places, nbytes, len(peers)))
         encoded = message.encoded()
         for peer in peers:
-            peer.outbox.send(encoded)
+            peer.outbox.add(encoded)
+            peer.outbox.flush()
 
     def _place(self, tensors: Sequence[torch.Tensor], places: list[int], nbytes: int, readers: int) -> int:
         self._receive()  # tells which pieces are free again

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp_wrap._channel import Channel, Kind
 from fsdp_wrap._collectives import GroupCommunicator
 from fsdp_wrap._device import Pending
-from fsdp_wrap._rendezvous import open_channel
+from fsdp_wrap._rendezvous import Exchange, open_channel
 
 __all__ = ["HostCommunicator"]
 
@@ -28,8 +28,6 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
 }
-
-_ADDRESS_BYTES = 1 << 14
 
 Tensors = Sequence[torch.Tensor]
 Posts = Sequence[tuple[Tensors, Iterable[int]]]  # what goes to which ranks
@@ -46,14 +44,13 @@ class HostCommunicator(GroupCommunicator):
     def _channel(self) -> Channel | None:
         group = self._group
         if group not in _channels:
-            _channels[group] = open_channel(self.rank, self.size, self._exchange_addresses)
+            _channels[group] = open_channel(self.rank, self.size, self._exchange)
         return _channels[group]
 
-    def _exchange_addresses(self, value: Any) -> list[Any]:
-        every = torch.zeros(self.size, _ADDRESS_BYTES, dtype=torch.uint8)
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        super().all_gather([every.view(-1)], lambda: every[self.rank, : own.numel()].copy_(own)).wait()
-        return [_unpickled(each) for each in every]
+    def _exchange(self, value: Any) -> list[Any]:
+        exchange = Exchange(self._group, self.rank, self.size, value)
+        self._watch.issue(lambda: [exchange], limited=True).wait()
+        return exchange.values()
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         if (channel := self._channel) is None:

@@ -8,16 +8,21 @@ only. When all have told each other that it went well, the offers are withdrawn:
 from __future__ import annotations
 
 import os
+import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from fsdp_wrap._channel import Channel, Peer
 from fsdp_wrap._shared_memory import PeerMemory, SharedMemory
 from fsdp_wrap._signals import Inbox, Outbox
 
-__all__ = ["open_channel"]
+__all__ = ["Exchange", "open_channel"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,43 @@ class _Offer:
         self._memory.door.close()
         for inbox in self._inboxes.values():
             inbox.door.close()
+
+
+_PAUSE = 0.002  # seconds between looks into the store
+
+
+class Exchange:
+    """Ranks tell each other something through the store, since their collectives may be counted or fail.
+
+    Args:
+        group: Whose ranks.
+        rank: This one's number in it.
+        size: Of the group.
+        value: What this rank tells, which can be pickled.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, value: Any) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        name = f"fsdp_wrap/exchange/{group.group_name}"
+        turn = self._store.add(f"{name}/{rank}", 1)  # the store may have seen another group of the name
+        self._keys = [f"{name}/{other}/{turn}" for other in range(size)]
+        self._store.set(self._keys[rank], pickle.dumps(value).hex())
+
+    def wait(self) -> None:
+        while not self.wait_for(timedelta(seconds=1)):
+            pass
+
+    def wait_for(self, limit: timedelta) -> bool:
+        begin = time.monotonic()
+        while not self._store.check(self._keys):  # stores differ in how they tell that a wait was too long
+            if time.monotonic() - begin > limit.total_seconds():
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+    def values(self) -> list[Any]:
+        """Returns what each rank has told, by rank, once it was waited for."""
+        return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
 
 
 def open_channel(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> Channel | None:

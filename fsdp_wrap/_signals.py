@@ -104,13 +104,12 @@ class Outbox:
         self.end = Descriptor(os.open(f"/proc/{process}/fd/{door}", os.O_WRONLY | os.O_NONBLOCK))
         self._unsent = b""
 
-    def send(self, message: bytes) -> None:
-        """Writes as much as there is room for; the rest waits for `flush`."""
+    def add(self, message: bytes) -> None:
+        """Adds a message to what the next `flush` writes."""
         self._unsent += message
-        self.flush()
 
     def flush(self) -> bool:
-        """Writes what has waited; returns whether all is written."""
+        """Writes as much of what was added as there is room for; returns whether that is all."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self.end.number, self._unsent) :]
