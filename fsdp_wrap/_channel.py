@@ -68,18 +68,9 @@ class Peer:
             self._unwanted.remove(message.number)
             self.release(message.number)
 
-    def data(self, kind: Kind, number: int, nbytes: int | None) -> torch.Tensor:
-        """Returns the bytes that it has posted, until `release`.
-
-        Raises:
-            RuntimeError: If it has posted something else.
-        """
+    def data(self, number: int) -> torch.Tensor:
+        """Returns the bytes that it has posted, until `release`."""
         message = self.posted[number]
-        if message.kind != kind or nbytes not in (None, message.nbytes):
-            raise RuntimeError(
-                f"ranks communicate differently: {Kind(message.kind).name} of {message.nbytes} bytes on one "
-                f"rank while {kind.name} of {nbytes} bytes on another"
-            )
         if message.begin:
             return self._memory.tensor(message.begin, message.nbytes)
         return torch.frombuffer(bytearray(message.payload or b"\0"), dtype=torch.uint8)[: message.nbytes]
@@ -207,10 +198,14 @@ class Channel:
         Raises:
             RuntimeError: If it has posted something else.
         """
-        if like is None:
-            return [self.peers[rank].data(kind, number, None)]
-        places, nbytes = _places(like)
-        return _views(self.peers[rank].data(kind, number, nbytes), like, places)
+        message, data = self.peers[rank].posted[number], self.peers[rank].data(number)
+        places, nbytes = ([], message.nbytes) if like is None else _places(like)
+        if (message.kind, message.nbytes) != (kind, nbytes):
+            raise RuntimeError(
+                f"ranks communicate differently: this one takes part in {kind.name} of {nbytes} bytes while "
+                f"rank {rank} of the group takes part in {Kind(message.kind).name} of {message.nbytes}"
+            )
+        return [data] if like is None else _views(data, like, places)
 
     def release(self, number: int, ranks: Iterable[int]) -> None:
         """Ends the reading of what some ranks have posted, or the wish to."""

@@ -1,0 +1,337 @@
+"""Memory shared by the ranks of one host: the process group's results, waits in any order, and no traces."""
+
+import contextlib
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bed import ranks
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, _host_communicator
+from fsdp_wrap._collectives import GroupCommunicator
+from fsdp_wrap._communicators import make_communicator
+from fsdp_wrap._host_communicator import HostCommunicator
+from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._shared_memory import SharedMemory
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+CPU = torch.device("cpu")
+DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
+SIZES = [0, 1, 37, 3000, 70_001]
+"""Elements a rank: none, within the message, across pages."""
+
+
+def sharing(group: dist.ProcessGroup | None = None) -> HostCommunicator:
+    group = group or dist.group.WORLD
+    return HostCommunicator(Ranks(group, dist.get_rank(group), dist.get_world_size(group)), CPU)
+
+
+def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel * 100 + rank)
+    return torch.randint(0, 5, (numel,), generator=generator).to(dtype)
+
+
+def switched_on() -> None:
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"
+
+
+@ranks(2, 3)
+def test_every_dtype_and_size(rank, world_size):
+    communicator = sharing()
+    for dtype in DTYPES:
+        every = [[values(numel, dtype, each) for numel in SIZES] for each in range(world_size)]
+        full = [torch.empty(numel * world_size, dtype=dtype) for numel in SIZES]
+
+        def fill(full=full, own=every[rank]):
+            for target, source in zip(full, own):
+                communicator.own_part(target).copy_(source)
+
+        communicator.all_gather(full, fill).wait()
+        for index, gathered in enumerate(full):
+            assert torch.equal(gathered.float(), torch.cat([each[index] for each in every]).float()), dtype
+        if not dtype.is_complex:
+            check_reductions(communicator, full)
+    assert communicator._channel is not None
+
+
+def check_reductions(communicator, full):
+    """Every rank has the same tensors, and adds its number to them."""
+    own = [(tensor.float() + communicator.rank).to(tensor.dtype) for tensor in full]
+    size = communicator.size
+    each = [[(tensor.float() + rank).to(tensor.dtype) for tensor in full] for rank in range(size)]
+    shards = [torch.empty(tensor.numel() // size, dtype=tensor.dtype) for tensor in full]
+    communicator.reduce_scatter(shards, [tensor.clone() for tensor in own]).wait()
+    for index, shard in enumerate(shards):
+        total = sum(tensors[index].float() for tensors in each).to(shard.dtype)
+        assert torch.equal(shard.float(), communicator.own_part(total).float()), shard.dtype
+    if own[0].element_size() > 1 or not own[0].is_floating_point():
+        communicator.all_reduce(own, dist.ReduceOp.MAX).wait()
+        assert all(torch.equal(a, b) for a, b in zip(own, each[-1]))
+
+
+@ranks(3)
+def test_other_collectives(rank, world_size):
+    communicator = sharing()
+    for numel in (5, 5000):
+        mine = values(numel, torch.float32, rank).view(-1, 5)
+        first = values(numel, torch.float32, 0).view(-1, 5)
+        communicator.broadcast(mine)
+        assert torch.equal(mine, first)
+
+        own = values(numel, torch.int32, rank)
+        expected = torch.cat([values(numel, torch.int32, each) for each in range(world_size)])
+        full = torch.empty(numel * world_size, dtype=torch.int32) if rank == 0 else None
+        communicator.gather(own, full)
+        assert rank != 0 or torch.equal(full, expected)
+        back = torch.empty_like(own)
+        communicator.scatter(back, full)
+        assert torch.equal(back, own)
+
+        lengths = [numel, 0, 2 * numel]  # of parts
+        full = torch.full((sum(lengths),), -1.0)
+        communicator.all_gather_parts(full, lengths, lambda part: part.fill_(rank)).wait()
+        assert full.tolist() == [0.0] * numel + [2.0] * 2 * numel
+
+        value = {"rank": rank, "text": "x" * numel}
+        assert [each["rank"] for each in communicator.all_gather_object(value)] == [0, 1, 2]
+        assert communicator.broadcast_object(value) == {**value, "rank": 0}
+
+
+@ranks(2)
+def test_waits_in_any_order_and_never(rank, world_size):
+    """What is issued completes in whatever order ranks wait, on full pipes as well; memory comes back."""
+    communicator = sharing()
+    memory = communicator._channel._memory
+    for numel in (8, 400, 40_000):
+        full = [torch.empty(2 * numel) for _ in range(200)]
+        shards = [torch.empty(numel) for _ in full]
+        pending = []
+        for number, (each, shard) in enumerate(zip(full, shards)):
+            part, grads = own(each), torch.full((2 * numel,), float(number))
+            gathered = communicator.all_gather([each], lambda part=part, n=number: part.fill_(n + rank))
+            pending += [gathered, communicator.reduce_scatter([shard], [grads])]
+        order = range(len(pending)) if rank else reversed(range(len(pending)))
+        for index in order:
+            if index % 40 != 6:  # a few are given up
+                pending[index].wait()
+        for number, (each, shard) in enumerate(zip(full, shards)):
+            if 2 * number % 40 != 6:
+                assert each[0] == number and each[-1] == number + 1
+            assert (shard == 2 * number).all()
+        del pending
+        gc.collect()
+        for _ in range(2):  # with them the last words about memory come
+            communicator.all_gather_object("x" * 5000)
+    communicator._channel._receive()
+    assert len(memory._free) <= 2 and memory._free[-1][0] <= 5 * mmap.PAGESIZE, "the last objects stay"
+
+
+def own(full: torch.Tensor) -> torch.Tensor:
+    return full.chunk(2)[dist.get_rank()]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.head = nn.Linear(40, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return self.head(x)
+
+
+def trained(wrap, steps: int = 4) -> list[torch.Tensor]:
+    """The losses of a training, wrapped somehow."""
+    torch.manual_seed(3)
+    model = wrap(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + dist.get_rank())
+        loss = model(torch.randn(6, 40)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def wrapped(**options):
+    def wrap(net: Net) -> FSDP:
+        return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+
+    return wrap
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_training_is_bit_equal_to_ddp_and_gloo(rank, world_size, strategy):
+    options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+    expected = trained(DistributedDataParallel)
+    by_gloo = trained(wrapped(**options))
+    switched_on()
+    with mock.patch.object(dist, "all_reduce", forbidden), mock.patch.object(dist, "broadcast", forbidden):
+        shared = trained(wrapped(**options))
+    assert torch.equal(torch.stack(shared), torch.stack(expected))
+    assert torch.equal(torch.stack(shared), torch.stack(by_gloo))
+    assert dist.group.WORLD in _host_communicator._channels
+
+
+def forbidden(*args, **kwargs):
+    raise AssertionError("this goes through the process group")
+
+
+@ranks(4)
+def test_hybrid_groups_and_sums_in_order_of_ranks(rank, world_size):
+    """Each group has its channel; all ranks get the same bits, whichever come first."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = (pairs[rank // 2], across[rank % 2])
+    hybrid = {"process_group": groups, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    by_gloo = trained(wrapped(**hybrid))
+    switched_on()
+    shared = trained(wrapped(**hybrid))
+    torch.testing.assert_close(shared, by_gloo, rtol=1e-5, atol=1e-6)
+    assert all(_host_communicator._channels[group] is not None for group in groups)
+
+    communicator = sharing()
+    torch.manual_seed(rank)
+    numbers = torch.randn(5001)
+    every = communicator.all_gather_object(numbers)
+    time.sleep(0.01 * (world_size - rank))
+    total = numbers.clone()
+    communicator.all_reduce([total]).wait()
+    assert torch.equal(total, every[0] + every[1] + every[2] + every[3])
+    shard, padded = torch.empty(1251), torch.cat([numbers, torch.zeros(3)])
+    communicator.reduce_scatter([shard], [padded]).wait()
+    assert torch.equal(shard, communicator.own_part(torch.cat([total, torch.zeros(3)])))
+
+
+@ranks(2)
+def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, world_size):
+    switched_on()
+    refused = mock.patch.object(os, "memfd_create", side_effect=OSError("no such call"))
+    with refused if rank == 1 else contextlib.nullcontext(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = trained(wrapped())
+    told = [str(each.message) for each in told if "share memory" in str(each.message)]
+    assert len(told) == (1 if rank == 0 else 0)
+    assert all("rank 1: OSError: no such call" in each for each in told)
+    assert _host_communicator._channels[dist.group.WORLD] is None
+    assert torch.equal(torch.stack(losses), torch.stack(trained(DistributedDataParallel)))
+
+
+@ranks(2)
+def test_who_uses_it(rank, world_size):
+    world = Ranks(dist.group.WORLD, rank, world_size)
+    assert type(make_communicator(world, CPU)) is (
+        HostCommunicator if os.environ.get("FSDP_WRAP_SHARED_MEMORY") == "1" else GroupCommunicator
+    )
+    switched_on()
+    assert type(make_communicator(world, CPU)) is HostCommunicator
+    assert make_communicator(world, CPU) == GroupCommunicator(world, CPU)
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"
+    assert type(make_communicator(world, CPU)) is GroupCommunicator
+
+
+@ranks(2)
+def test_different_collectives_are_refused(rank, world_size):
+    communicator = sharing()
+    communicator.all_gather_object(0)
+    tensor = torch.ones(4 + 2 * rank)
+    with pytest.raises(RuntimeError, match=f"rank {1 - rank} of the group takes part in") as caught:
+        if rank == 0:
+            communicator.all_reduce([tensor]).wait()
+        else:
+            communicator.all_gather([tensor], lambda: None).wait()
+    assert all(what in str(caught.value) for what in ("ALL_GATHER of 64", "ALL_REDUCE of 64"))
+
+
+@ranks(2)
+def test_a_fork_neither_takes_part_nor_hides_its_parents_end(rank, world_size):
+    communicator = sharing()
+    communicator.all_gather_object(0)
+    pipes = [peer.inbox.end.number for peer in communicator._channel.peers.values()]
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            closed = all(not os.path.exists(f"/proc/self/fd/{number}") for number in pipes)
+            try:
+                communicator.all_gather_object(1)
+            except RuntimeError as error:
+                os._exit(0 if closed and "forked process" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert communicator.all_gather_object(rank) == [0, 1]
+
+
+def test_pieces_of_memory_are_reused_and_given_back():
+    memory = SharedMemory()
+    whole = list(memory._free)
+    pieces = {memory.take(nbytes): nbytes for nbytes in (1, 5000, 100 << 20, 4096)}
+    assert len(pieces) == 4 and min(pieces) >= 4096
+    for begin, nbytes in pieces.items():
+        memory.tensor(begin, nbytes).fill_(7)
+    before = os.fstat(memory.door.number).st_blocks * 512
+    assert before >= 100 << 20
+    for begin in sorted(pieces, key=lambda begin: begin * 7919 % 1009):
+        memory.give_back(begin, pieces[begin])
+    assert memory._free == whole
+    assert os.fstat(memory.door.number).st_blocks * 512 <= 64 << 20
+    assert memory.take(5000) == min(pieces)
+    with pytest.raises(RuntimeError, match="are left of the memory"):
+        memory.take(1 << 60)
+
+
+def traces() -> int:
+    """Descriptors and maps of this process that have to do with shared memory."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(link.startswith(("pipe:", "/memfd:fsdp_wrap")) for link in links) + sum(
+        "memfd:fsdp_wrap" in line for line in lines
+    )
+
+
+@ranks(2)
+def test_nothing_is_left_open_after_the_group_has_gone(rank, world_size):
+    group = dist.new_group([0, 1])
+    communicator = sharing(group)
+    before = traces()
+    for _ in range(2):
+        communicator.all_gather_object(0)
+    assert traces() == before + 2 + 2 + 2  # ends of pipes; maps, which keep descriptors
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert traces() <= before
+
+
+FAULTS = Path(__file__).parent / "shared_memory_faults.py"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing():
+    """Any ranks, in any phase, at any time; those that come after them train on."""
+    run = subprocess.run([sys.executable, str(FAULTS), "60"], capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert "60 trials passed" in run.stdout
