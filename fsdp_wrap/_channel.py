@@ -116,7 +116,7 @@ class Channel:
         return next(self._numbers)
 
     def post(self, kind: Kind, number: int, tensors: Sequence[torch.Tensor], ranks: Iterable[int]) -> None:
-        """Makes contiguous tensors readable to some ranks; they may be changed afterwards."""
+        """Makes tensors readable to some ranks; they may be changed afterwards."""
         self._require_same_process()
         peers = [self.peers[rank] for rank in ranks]
         places, nbytes = _places(tensors)
@@ -237,7 +237,8 @@ def _views(data: torch.Tensor, like: Sequence[torch.Tensor], places: list[int]) 
 def _joined(tensors: Sequence[torch.Tensor], places: list[int], nbytes: int) -> bytes:
     data = bytearray(nbytes)
     for tensor, place in zip(tensors, places):
-        data[place : place + tensor.nbytes] = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        source = tensor.contiguous()
+        data[place : place + tensor.nbytes] = ctypes.string_at(source.data_ptr(), tensor.nbytes)
     return bytes(data)
 
 

@@ -123,6 +123,11 @@ class Communicator(ABC):
         """The group's ranks, as the default group counts them."""
         return frozenset([dist.get_rank()])
 
+    @property
+    def way(self) -> str:
+        """How it communicates, where that is not by the process group; for messages."""
+        return ""
+
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
         return Buffer(numel, dtype, self.device)

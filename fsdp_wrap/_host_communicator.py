@@ -47,6 +47,12 @@ class HostCommunicator(GroupCommunicator):
             _channels[group] = open_channel(self.rank, self.size, self._exchange)
         return _channels[group]
 
+    @property
+    def way(self) -> str:
+        group = self._reference()
+        refused = group is not None and _channels.get(group, self) is None
+        return "" if refused else "shared memory"
+
     def _exchange(self, value: Any) -> list[Any]:
         exchange = Exchange(self._group, self.rank, self.size, value)
         self._watch.issue(lambda: [exchange], limited=True).wait()

@@ -39,7 +39,8 @@ class SharedMemory:
         self.door = Descriptor(os.memfd_create("fsdp_wrap"))
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         os.ftruncate(self.door.number, size)
-        self._map = _private_to_process(mmap.mmap(self.door.number, size))
+        self._map = mmap.mmap(self.door.number, size)
+        self._map.madvise(mmap.MADV_DONTDUMP)
         self.word = secrets.token_bytes(_WORD_BYTES)
         self._map[:_WORD_BYTES] = self.word
         self._free = [(mmap.PAGESIZE, size)]  # sorted, and no two of them adjacent
@@ -94,18 +95,11 @@ class PeerMemory:
         with open(f"/proc/{process}/fd/{door}", "r+b") as file:  # torch warns of what is read-only
             if os.pread(file.fileno(), _WORD_BYTES, 0) != word:
                 raise OSError(f"process {process} is another one than was meant: in another container, say")
-            self._map = _private_to_process(mmap.mmap(file.fileno(), 0))
+            self._map = mmap.mmap(file.fileno(), 0)
 
     def tensor(self, begin: int, nbytes: int) -> torch.Tensor:
         """Returns some of the bytes as a 1-D tensor, not to be written to."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=begin)
-
-
-def _private_to_process(memory: mmap.mmap) -> mmap.mmap:
-    """Keeps a map out of copies of the process and out of core files."""
-    memory.madvise(mmap.MADV_DONTFORK)
-    memory.madvise(mmap.MADV_DONTDUMP)
-    return memory
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -22,7 +22,7 @@ class Descriptor:
     """A file descriptor that is closed with its last user.
 
     Attributes:
-        number: What the system calls take.
+        number: What the system calls take; -1 when it is closed.
     """
 
     def __init__(self, number: int) -> None:
@@ -32,6 +32,7 @@ class Descriptor:
     def close(self) -> None:
         """Closes it, unless that was done."""
         self._close()
+        self.number = -1
 
 
 class Message(NamedTuple):
@@ -115,6 +116,6 @@ class Outbox:
                 self._unsent = self._unsent[os.write(self.end.number, self._unsent) :]
         except BlockingIOError:
             return False
-        except BrokenPipeError:  # it has ended, and so misses nothing
+        except OSError:  # it has ended, and so misses nothing, or this is a fork, which has nothing to say
             self._unsent = b""
         return True

@@ -230,7 +230,10 @@ def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, 
     refused = mock.patch.object(os, "memfd_create", side_effect=OSError("no such call"))
     with refused if rank == 1 else contextlib.nullcontext(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        model = wrapped()(Net())
+        assert "of 2 through shared memory, holds" in repr(model)
         losses = trained(wrapped())
+    assert "shared memory" not in repr(model)
     told = [str(each.message) for each in told if "share memory" in str(each.message)]
     assert len(told) == (1 if rank == 0 else 0)
     assert all("rank 1: OSError: no such call" in each for each in told)
