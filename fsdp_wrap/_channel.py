@@ -38,13 +38,11 @@ class Kind(IntEnum):
 
     DONE = 0
     ALL_GATHER = 1
-    ALL_GATHER_PARTS = 2
-    REDUCE_SCATTER = 3
-    ALL_REDUCE = 4
-    BROADCAST = 5
-    GATHER = 6
-    SCATTER = 7
-    OBJECT = 8
+    REDUCE_SCATTER = 2
+    ALL_REDUCE = 3
+    GATHER = 4
+    SCATTER = 5
+    OBJECT = 6
 
 
 class Peer:

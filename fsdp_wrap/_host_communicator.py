@@ -37,7 +37,8 @@ Arrived = Mapping[int, Tensors]  # what came, by rank
 class HostCommunicator(GroupCommunicator):
     """Shared memory where all ranks of the group can have it, else the process group's own collectives.
 
-    Which it is shows at the first collective, since ranks may wrap their modules in any order.
+    Which it is shows at the first collective, since ranks may wrap their modules in any order. Broadcasts
+    and gathers of parts stay with the process group: their callers promise not to hold anything twice.
     """
 
     @property
@@ -69,21 +70,6 @@ class HostCommunicator(GroupCommunicator):
 
         return self._issue_on(channel, Kind.ALL_GATHER, post, self._of_peers(parts))
 
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
-        if (channel := self._channel) is None:
-            return super().all_gather_parts(full, lengths, fill)
-        parts = {rank: [part] for rank, part in enumerate(torch.split(full, list(lengths))) if lengths[rank]}
-
-        def post() -> Posts:
-            if self.rank not in parts:
-                return []
-            fill(parts[self.rank][0])
-            return [(parts[self.rank], channel.peers)]
-
-        return self._issue_on(channel, Kind.ALL_GATHER_PARTS, post, self._of_peers(parts))
-
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         if (channel := self._channel) is None:
             return super().reduce_scatter(shards, full)
@@ -109,14 +95,6 @@ class HostCommunicator(GroupCommunicator):
             dict.fromkeys(channel.peers, tensors),
             lambda arrived: _reduce({**arrived, self.rank: tensors}, tensors, _REDUCTIONS[op]),
         )
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        if (channel := self._channel) is None:
-            super().broadcast(tensor)
-        elif self.rank == 0:
-            self._issue_on(channel, Kind.BROADCAST, lambda: [([tensor], channel.peers)], {}).wait()
-        else:
-            self._issue_on(channel, Kind.BROADCAST, list, {0: [tensor.data]}).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         if (channel := self._channel) is None:

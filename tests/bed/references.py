@@ -69,12 +69,8 @@ def _count_shared(counts: dict[str, Traffic]) -> Iterator[None]:
 
 _SHARED: dict[str, Callable[..., list[tuple[str, torch.Tensor]]]] = {
     "all_gather": lambda full, *_: [("all_gather_into_tensor", tensor) for tensor in full],
-    "all_gather_parts": lambda full, lengths, *_: [
-        ("broadcast", part) for part in full.split(list(lengths)) if part.numel()
-    ],
     "reduce_scatter": lambda shards, full: [("reduce_scatter_tensor", tensor) for tensor in full],
     "all_reduce": lambda tensors, *_: [("all_reduce", tensor) for tensor in tensors],
-    "broadcast": lambda tensor: [("broadcast", tensor)],
     "gather": lambda own, full: [("gather", own if full is None else full)],
     "scatter": lambda own, full: [("scatter", own if full is None else full)],
 }
