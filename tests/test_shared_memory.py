@@ -335,6 +335,8 @@ FAULTS = Path(__file__).parent / "shared_memory_faults.py"
 @pytest.mark.slow
 def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing():
     """Any ranks, in any phase, at any time; those that come after them train on."""
-    run = subprocess.run([sys.executable, str(FAULTS), "60"], capture_output=True, text=True, timeout=900)
+    environment = {**os.environ, "PYTHONPATH": str(FAULTS.parent.parent)}
+    command = [sys.executable, str(FAULTS), "60"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert "60 trials passed" in run.stdout
