@@ -126,8 +126,19 @@ class ParamHandle:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients were taken that no reduction has consumed."""
-        return not self.reducing and any(segment.grads.allocated for segment in self.segments)
+        """Whether there are gradients that no reduction has taken."""
+        collected = not self.reducing and any(segment.grads.allocated for segment in self.segments)
+        return collected or any(segment.leaves_hold_gradients for segment in self.segments)
+
+    @property
+    def bulky(self) -> bool:
+        """Whether the first gradient that arrives may take as much memory as all that would follow."""
+        return any(segment.trainable and segment.bulky for segment in self.segments)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether gradients on leaves take so much memory that no other unit's should be travelling."""
+        return any(segment.crowded for segment in self.segments)
 
     @property
     def accumulates(self) -> bool:
@@ -331,6 +342,11 @@ class ParamHandle:
         self._contributors = factor
         for segment in self.segments:
             segment.average_over(factor)
+
+    def collect_gradients(self) -> None:
+        """Moves the leaves' gradients into the reduce buffers, which must not be travelling."""
+        for segment in self.segments:
+            segment.collect_gradients()
 
     def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.

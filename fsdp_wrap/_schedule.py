@@ -54,6 +54,7 @@ class Schedule:
         self._syncs = True
         self._keeps_graph = False
         self._reducing: Unit | None = None
+        self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
         self._finishes = True
         self._event: Any = None
@@ -270,12 +271,14 @@ class Schedule:
                 "backward; run the forward again"
             )
         self._open_backward()
+        if use.unit.handle is not None and use.unit.handle.bulky:
+            self._finish_reduction()
         if use.unit.options.unshards_in_backward:
             self._unshard(use.unit, Phase.BACKWARD)
             assert use.unit.handle is not None
             use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
         if use.open(graph_task(), inputs) and _prefetches(use.unit, BackwardPrefetch.BACKWARD_PRE):
-            self._prefetch(use.unit)
+            self._prefetch_with_room(use.unit)
 
     def on_leaf_gradient(self, unit: Unit, segment: Segment, index: int) -> None:
         """Runs when a leaf has its gradient of the running backward.
@@ -293,12 +296,13 @@ class Schedule:
                 "inner derivative and backward() without create_graph for the outer one"
             )
         self._open_backward()
-        if handle.reducing:  # a second use in another graph task: the buffer is still travelling
+        segment.gradient_arrived(index)
+        if segment.crowded:
             self._finish_reduction()
-        segment.take_gradient(index)
-        if unit.gradient_arrived(leaf):
-            self._reduce(unit, Phase.BACKWARD)
-            if unit.over_with_last_gradient():
+        if unit.gradient_arrived(leaf) and not unit.awaits_inputs:
+            if unit.needed_for_inputs:
+                self._take_gradients(unit, Phase.BACKWARD)
+            else:
                 self._unit_backward_over(unit)
 
     def _on_input_gradient(self, use: Use) -> None:
@@ -307,8 +311,6 @@ class Schedule:
         if use.task != graph_task() or not use.input_done():
             return
         if unit.close(use) and not unit.gradients_to_come():
-            if unit.handle is not None and unit.handle.holds_gradients:
-                self._reduce(unit, Phase.BACKWARD)
             self._unit_backward_over(unit)
 
     def _unit_backward_over(self, unit: Unit) -> None:
@@ -318,6 +320,7 @@ class Schedule:
         unit.end_backward()
         emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         self._end_unsharded_backward(unit, Phase.BACKWARD)
+        self._take_gradients(unit, Phase.BACKWARD)
         if _prefetches(unit, BackwardPrefetch.BACKWARD_POST):
             self._prefetch(unit)
 
@@ -345,16 +348,15 @@ class Schedule:
         for unit in self._units:
             if unit.handle is None:
                 continue
-            if unit.handle.holds_gradients:
-                self._reduce(unit, Phase.FINAL_CALLBACK)
-                if not self._reduces(unit):
-                    unit.handle.keep_accumulated()
             if not self._keeps_graph:
                 if unit.end_backward():
                     emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
                 self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
             elif not unit.running:
                 unit.handle.show_sharded()
+            self._take_gradients(unit, Phase.FINAL_CALLBACK)
+            if not self._reduces(unit):
+                unit.handle.keep_accumulated()
         if self._finishes:
             self._finish_reduction()
         self._backward_open = False
@@ -368,7 +370,7 @@ class Schedule:
 
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
-        self._reducing = None
+        self._reducing = self._prefetching_later = None
         self._backward_open = False
         for unit in self._units:
             if unit.handle is not None:
@@ -442,6 +444,13 @@ class Schedule:
         self._positions[unit].gather.completed()
         self._positions[unit].gather_kept.completed()
 
+    def _prefetch_with_room(self, unit: Unit) -> None:
+        """Prefetches once the memory of gradients that still travel is free again."""
+        if self._reducing is not None and unit.handle is not None and unit.handle.trainable:
+            self._prefetching_later = unit
+        else:
+            self._prefetch(unit)
+
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
         for target in unit.options.backward_targets or (expected,):
@@ -473,11 +482,17 @@ class Schedule:
             unit.hold(False)
             emit(EventKind.RESHARD, unit.fqn, phase, unit.handle.unsharded_nbytes)
 
-    def _reduce(self, unit: Unit, phase: Phase) -> None:
-        """Starts a unit's reduction once the one before it is finished: one is in flight at most."""
-        if not self._reduces(unit):
+    def _take_gradients(self, unit: Unit, phase: Phase) -> None:
+        """Takes what gradients a unit has off its leaves, to be reduced or kept."""
+        if unit.handle is None or not unit.handle.holds_gradients:
             return
-        self._finish_reduction()
+        self._finish_reduction()  # one is in flight at most
+        if self._reduces(unit):
+            self._reduce(unit, phase)
+        else:
+            unit.handle.collect_gradients()
+
+    def _reduce(self, unit: Unit, phase: Phase) -> None:
         assert unit.handle is not None
         options, positions = unit.options, self._positions[unit]
         reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
@@ -496,6 +511,9 @@ class Schedule:
             if not unit.handle.has_own_reduction:  # which may have waited for nobody
                 self._positions[unit].reduction.completed()
                 self._positions[unit].reduction_in_copy.completed()
+        waiting, self._prefetching_later = self._prefetching_later, None
+        if waiting is not None:
+            self._prefetch(waiting)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

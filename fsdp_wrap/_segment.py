@@ -49,6 +49,7 @@ class Segment:
         self._grad_parts = layout.parts(self.grads.tensor)
         self._grad_padding = layout.padding(self.grads.tensor)
         self._filled = [False] * len(self.leaves)
+        self._held = 0
         self._accumulated = False
         self.grads.free()
         if dtypes.grad != dtypes.master:
@@ -112,25 +113,51 @@ class Segment:
         return changed
 
     def average_over(self, contributors: float) -> None:
-        """Divides gradients taken from now on by another number of ranks.
+        """Divides gradients by another number of ranks.
 
-        Before they are summed, so that no sum overflows. At many ranks this would lose small ones in fp16:
-        there about the square root goes before, and the rest after.
+        After they are summed, when only a shard is left to divide. In fp16 sums would overflow: there before,
+        at many ranks, where that would lose small ones, by about the square root only.
         """
-        before = _divisor_before(contributors) if self.dtypes.reduce == torch.float16 else contributors
+        before = _divisor_before(contributors) if self.dtypes.reduce == torch.float16 else 1.0
         self._scale, self._scale_after = 1.0 / before, before / contributors
 
-    def take_gradient(self, index: int) -> None:
-        """Moves a leaf's gradient into the reduce buffer, divided by the number of ranks."""
-        leaf = self.leaves[index]
-        grad, leaf.grad = leaf.grad, None
-        if grad is None:
-            return
-        self._allocate_gradients()
-        filled, self._filled[index] = self._filled[index], True
-        dense = grad.to_dense() if grad.layout != torch.strided else grad
-        for part, piece in zip(self._grad_parts[index], self.layout.split(index, dense)):
-            _accumulate(part, piece, self._scale, filled)
+    @property
+    def bulky(self) -> bool:
+        """Whether one leaf's gradient alone takes half of the memory of all."""
+        return 2 * max(leaf.numel() for leaf in self.leaves) >= self.layout.full_numel
+
+    def gradient_arrived(self, index: int) -> None:
+        """Notes that a leaf holds its gradient."""
+        self._held += self.leaves[index].numel()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether leaves hold more than a quarter of what the reduce buffer takes."""
+        return 4 * self._held > self.layout.full_numel
+
+    @property
+    def leaves_hold_gradients(self) -> bool:
+        """Whether any leaf holds a gradient that is not in the reduce buffer yet."""
+        return any(leaf.grad is not None for leaf in self.leaves)
+
+    def collect_gradients(self) -> None:
+        """Moves the leaves' gradients into the reduce buffer."""
+        targets: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        for index, leaf in enumerate(self.leaves):
+            if leaf.grad is None:
+                continue
+            self._allocate_gradients()
+            pieces = self.layout.split(index, _detach_gradient(leaf))
+            if self._filled[index]:
+                for target, piece in zip(self._grad_parts[index], pieces):
+                    target.add_(piece, alpha=self._scale)
+            else:
+                targets += self._grad_parts[index]
+                grads += pieces
+                self._filled[index] = True
+        self._held = 0
+        _copy_scaled(targets, grads, self._scale)
 
     def complete_gradients(self, counts_unused: bool = False) -> torch.Tensor:
         """Returns the reduce buffer, with zeros where no gradient came.
@@ -138,6 +165,7 @@ class Segment:
         Args:
             counts_unused: Whether parameters that no rank used are to get gradients of zeros.
         """
+        self.collect_gradients()
         self._allocate_gradients()
         for parts, filled in zip(self._grad_parts, self._filled):
             for part in () if filled else parts:
@@ -198,6 +226,7 @@ class Segment:
         """Forgets what a failed backward left; what earlier backwards accumulated stays."""
         for leaf in self.leaves:
             leaf.grad = None
+        self._held = 0
         if not self._accumulated:
             self.drop_gradients()
 
@@ -214,12 +243,19 @@ def _divisor_before(contributors: float) -> float:
     return float(2 ** math.ceil(math.log2(contributors) / 2))
 
 
-def _accumulate(view: torch.Tensor, grad: torch.Tensor, scale: float, filled: bool) -> None:
-    if filled:
-        view.add_(grad, alpha=scale)
-    elif scale == 1.0:
-        view.copy_(grad)
-    elif torch.promote_types(grad.dtype, view.dtype) == grad.dtype:
-        torch.mul(grad, scale, out=view)  # copy, division and cast in one pass: rounded once, no overflow
-    else:
-        view.copy_(grad).mul_(scale)  # divided in the wider dtype
+def _detach_gradient(leaf: torch.Tensor) -> torch.Tensor:
+    grad, leaf.grad = leaf.grad, None
+    assert grad is not None
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
+    if scale == 1.0:
+        if targets:
+            torch._foreach_copy_(targets, grads)
+        return
+    for target, grad in zip(targets, grads):
+        if torch.promote_types(grad.dtype, target.dtype) == grad.dtype:
+            torch.mul(grad, scale, out=target)  # copied, divided and cast in one pass: rounded once
+        else:
+            target.copy_(grad).mul_(scale)  # divided in the wider dtype

@@ -217,16 +217,19 @@ class Unit:
         self._open_uses -= 1
         return self._open_uses == 0
 
-    def over_with_last_gradient(self) -> bool:
-        """Whether nothing of the unit is needed once all trainable leaves have their gradients.
+    @property
+    def awaits_inputs(self) -> bool:
+        """Whether gradients of watched inputs are still to come."""
+        return self._open_uses > 0
 
-        A frozen leaf may be needed for input gradients; those tell by themselves if they are watched,
-        and leave the decision to the final callback if they are not.
+    @property
+    def needed_for_inputs(self) -> bool:
+        """Whether frozen leaves may be needed, for gradients of inputs, after all trainable ones have theirs.
+
+        Watched inputs tell when they are done; others leave the decision to the final callback.
         """
         segments = [] if self.handle is None else self.handle.segments
-        return self._open_uses == 0 and all(
-            leaf.requires_grad for segment in segments for leaf in segment.leaves
-        )
+        return not all(leaf.requires_grad for segment in segments for leaf in segment.leaves)
 
     def end_backward(self) -> bool:
         """Ends the unit's backward; returns whether there was one."""

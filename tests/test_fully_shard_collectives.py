@@ -125,7 +125,6 @@ def reduce(handle: ParamHandle, grads: list[torch.Tensor]) -> None:
     handle.wait()
     for index, grad in enumerate(grads):
         segment.leaves[index].grad = grad.to(segment.dtypes.param)
-        segment.take_gradient(index)
     handle.start_reduction()
     handle.finish_reduction()
     handle.reshard()
