@@ -50,6 +50,11 @@ class Buffer:
         self._storage = self.tensor.untyped_storage()
 
     @property
+    def temporary(self) -> bool:
+        """Whether its content matters only while it is allocated."""
+        return True
+
+    @property
     def allocated(self) -> bool:
         """Whether the memory is there."""
         return self.nbytes == 0 or self._storage.nbytes() > 0
@@ -82,6 +87,10 @@ class ResidentBuffer(Buffer):
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
         self._storage = tensor.untyped_storage()
+
+    @property
+    def temporary(self) -> bool:
+        return False
 
     @property
     def resizable(self) -> bool:

@@ -127,23 +127,23 @@ class ParamHandle:
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
-        collected = not self.reducing and any(segment.grads.allocated for segment in self.segments)
-        return collected or any(segment.leaves_hold_gradients for segment in self.segments)
+        collected = not self.reducing and any(segment.gradients.collected for segment in self.segments)
+        return collected or any(segment.gradients.on_leaves for segment in self.segments)
 
     @property
     def bulky(self) -> bool:
         """Whether the first gradient that arrives may take as much memory as all that would follow."""
-        return any(segment.trainable and segment.bulky for segment in self.segments)
+        return any(segment.trainable and segment.gradients.bulky for segment in self.segments)
 
     @property
-    def crowded(self) -> bool:
-        """Whether gradients on leaves take so much memory that no other unit's should be travelling."""
-        return any(segment.crowded for segment in self.segments)
+    def lends(self) -> bool:
+        """Whether gradients lie where the full parameters were."""
+        return any(segment.gradients.lie_in(segment.full) for segment in self.segments)
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients wait unreduced for a later backward (`no_sync`)."""
-        return any(segment.accumulates for segment in self.segments)
+        return any(segment.gradients.accumulated for segment in self.segments)
 
     # parameters
 
@@ -238,7 +238,7 @@ class ParamHandle:
         for index, segment in enumerate(self.segments):
             layout, before = segment.layout, segment.layout.dtype
             holders = (layout.flat_param, *layout.sources)
-            if segment.accumulates and any(param.dtype != before for param in holders):
+            if segment.gradients.accumulated and any(param.dtype != before for param in holders):
                 raise RuntimeError(
                     f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
                     "gradients left by no_sync wait for a backward; convert before or after the accumulation"
@@ -335,18 +335,18 @@ class ParamHandle:
         self._reduce_scatter, self._summing = reduce_scatter, replicas
         self._contributors = replicas.size
         for segment in self.segments:
-            segment.average_over(self._contributors)
+            segment.gradients.average_over(self._contributors)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divides summed gradients by another number than that of the ranks."""
         self._contributors = factor
         for segment in self.segments:
-            segment.average_over(factor)
+            segment.gradients.average_over(factor)
 
     def collect_gradients(self) -> None:
         """Moves the leaves' gradients into the reduce buffers, which must not be travelling."""
         for segment in self.segments:
-            segment.collect_gradients()
+            segment.gradients.collect()
 
     def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.
@@ -357,15 +357,15 @@ class ParamHandle:
             counts_unused: Whether parameters that no rank used get gradients of zeros.
         """
         # Whether a segment takes part must not depend on which of its leaves this rank used.
-        segments = [segment for segment in self.segments if segment.trainable or segment.grads.allocated]
-        full = [segment.complete_gradients(counts_unused) for segment in segments]
+        segments = [each for each in self.segments if each.trainable or each.gradients.collected]
+        full = [segment.gradients.complete(counts_unused) for segment in segments]
         shards = [
             self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
         ]
         reduce_scatter = self._reduce_scatter or self.communicator.reduce_scatter
         replicas = self._summing if over_replicas else None
         self._reduction = _Reduction(segments, shards, reduce_scatter(shards, full), replicas)
-        return sum(segment.grads.nbytes for segment in segments)
+        return sum(segment.gradients.nbytes for segment in segments)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""
@@ -376,26 +376,27 @@ class ParamHandle:
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""
         for segment in self.segments:
-            segment.keep_accumulated()
+            segment.gradients.keep_accumulated()
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since."""
         for segment in self.segments:
-            segment.forget_zeroed()
+            segment.gradients.forget_zeroed()
 
     def drop_gradients(self) -> None:
         """Forgets all gradients that have not reached the sharded parameters."""
         for segment in self.segments:
-            segment.drop_gradients()
-            segment.drop_partial()
+            segment.gradients.drop_all()
 
     def abandon_backward(self) -> None:
         """Drops what a failed backward left: works in flight, gradients on leaves, partial sums."""
         if self._reduction is not None:
             reduction, self._reduction = self._reduction, None
             reduction.abandon()
+        if self.lends:
+            self.reshard()
         for segment in self.segments:
-            segment.drop_partial_gradients()
+            segment.gradients.drop_failed()
 
 
 class _Kept:
@@ -439,7 +440,7 @@ class _Reduction:
 
     def _sum_over_replicas(self) -> None:
         for segment, shard in zip(self._segments, self._shards):
-            segment.take_partial(shard)
+            segment.gradients.take_partial(shard)
         replicas = self._replicas
         self._over_replicas = Finished() if replicas is None else replicas.all_reduce(self._shards)
 
@@ -451,11 +452,11 @@ class _Reduction:
         self._over_replicas.wait()
         for segment, shard in zip(self._segments, self._shards):
             if self._replicas is None:
-                segment.keep_partial(shard)
+                segment.gradients.keep_partial(shard)
             else:
-                segment.add_reduced(shard)
+                segment.gradients.add_reduced(shard)
 
     def abandon(self) -> None:
         self._pending.wait()
         for segment in self._segments:
-            segment.drop_gradients()
+            segment.gradients.drop()

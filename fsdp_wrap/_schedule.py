@@ -296,8 +296,8 @@ class Schedule:
                 "inner derivative and backward() without create_graph for the outer one"
             )
         self._open_backward()
-        segment.gradient_arrived(index)
-        if segment.crowded:
+        segment.gradient_arrived(index, self._takes_in_place(unit))
+        if segment.gradients.crowded:
             self._finish_reduction()
         if unit.gradient_arrived(leaf) and not unit.awaits_inputs:
             if unit.needed_for_inputs:
@@ -446,10 +446,18 @@ class Schedule:
 
     def _prefetch_with_room(self, unit: Unit) -> None:
         """Prefetches once the memory of gradients that still travel is free again."""
-        if self._reducing is not None and unit.handle is not None and unit.handle.trainable:
+        assert unit.handle is not None
+        crowds = self._reducing is not None or (self._takes_in_place(unit) and unit.handle.bulky)
+        if crowds and unit.handle.trainable:
             self._prefetching_later = unit
         else:
             self._prefetch(unit)
+
+    def _takes_in_place(self, unit: Unit) -> bool:
+        """Whether the unit's gradients may take the place of its parameters, which are freed afterwards."""
+        options = unit.options
+        wanted = options.gradients_in_place and options.reshards_after_backward
+        return wanted and self._reduces(unit) and not unit.running and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
@@ -468,6 +476,8 @@ class Schedule:
                 f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"
             )
+        if handle.lends:
+            self._finish_reduction()
         positions = self._positions[unit]
         gather = positions.gather_kept if handle.keeps_parts else positions.gather
         gather.issue(phase, self._iteration)

@@ -1,23 +1,17 @@
-"""`Segment`: the memory of one layout: unsharded buffer, leaves and reduce buffer."""
+"""`Segment`: the memory of one layout: unsharded buffer, leaves and their gradients."""
 
 from __future__ import annotations
 
-import math
-
-import torch
-
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
+from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout, same_elements
 from fsdp_wrap._precision import SegmentDtypes
 
 __all__ = ["Segment"]
 
-_FEW_RANKS = 16
-"""Up to so many, dividing before a sum costs at most four of fp16's small exponents."""
-
 
 class Segment:
-    """One layout with its unsharded buffer, its leaves and its reduce buffer.
+    """One layout with its unsharded buffer, its leaves and their gradients.
 
     Args:
         layout: How the parameters lie in the buffers.
@@ -32,8 +26,6 @@ class Segment:
         self.layout = layout
         self.dtypes = dtypes
         self._communicator = communicator
-        self.average_over(contributors)
-        self._partial: torch.Tensor | None = None
         resident = layout.resident if dtypes.param == dtypes.master else None
         self.full = (
             communicator.buffer(layout.full_numel, dtypes.param)
@@ -45,15 +37,7 @@ class Segment:
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
-        self.grads = communicator.buffer(layout.numel, dtypes.reduce)
-        self._grad_parts = layout.parts(self.grads.tensor)
-        self._grad_padding = layout.padding(self.grads.tensor)
-        self._filled = [False] * len(self.leaves)
-        self._held = 0
-        self._accumulated = False
-        self.grads.free()
-        if dtypes.grad != dtypes.master:
-            layout.allow_gradients_of_any_dtype()
+        self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves)
 
     @property
     def trainable(self) -> bool:
@@ -75,7 +59,12 @@ class Segment:
             self.gathered.free()
 
     def free(self) -> None:
-        """Frees the unsharded buffer; memory that a NumPy array shares is left to the array."""
+        """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
+
+        Gradients that took the parameters' place stay until they are reduced.
+        """
+        if self.gradients.lie_in(self.full):
+            return
         if self.full.resizable:
             self.full.free()
             self.gathered.free()
@@ -112,150 +101,17 @@ class Segment:
                 changed = True
         return changed
 
-    def average_over(self, contributors: float) -> None:
-        """Divides gradients by another number of ranks.
-
-        After they are summed, when only a shard is left to divide. In fp16 sums would overflow: there before,
-        at many ranks, where that would lose small ones, by about the square root only.
-        """
-        before = _divisor_before(contributors) if self.dtypes.reduce == torch.float16 else 1.0
-        self._scale, self._scale_after = 1.0 / before, before / contributors
-
-    @property
-    def bulky(self) -> bool:
-        """Whether one leaf's gradient alone takes half of the memory of all."""
-        return 2 * max(leaf.numel() for leaf in self.leaves) >= self.layout.full_numel
-
-    def gradient_arrived(self, index: int) -> None:
-        """Notes that a leaf holds its gradient."""
-        self._held += self.leaves[index].numel()
-
-    @property
-    def crowded(self) -> bool:
-        """Whether leaves hold more than a quarter of what the reduce buffer takes."""
-        return 4 * self._held > self.layout.full_numel
-
-    @property
-    def leaves_hold_gradients(self) -> bool:
-        """Whether any leaf holds a gradient that is not in the reduce buffer yet."""
-        return any(leaf.grad is not None for leaf in self.leaves)
-
-    def collect_gradients(self) -> None:
-        """Moves the leaves' gradients into the reduce buffer."""
-        targets: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        for index, leaf in enumerate(self.leaves):
-            if leaf.grad is None:
-                continue
-            self._allocate_gradients()
-            pieces = self.layout.split(index, _detach_gradient(leaf))
-            if self._filled[index]:
-                for target, piece in zip(self._grad_parts[index], pieces):
-                    target.add_(piece, alpha=self._scale)
-            else:
-                targets += self._grad_parts[index]
-                grads += pieces
-                self._filled[index] = True
-        self._held = 0
-        _copy_scaled(targets, grads, self._scale)
-
-    def complete_gradients(self, counts_unused: bool = False) -> torch.Tensor:
-        """Returns the reduce buffer, with zeros where no gradient came.
+    def gradient_arrived(self, index: int, in_place: bool) -> None:
+        """Notes that a leaf has its gradient.
 
         Args:
-            counts_unused: Whether parameters that no rank used are to get gradients of zeros.
+            index: Which leaf.
+            in_place: Whether nobody needs the leaf's value any more, so that the gradient may take its place.
         """
-        self.collect_gradients()
-        self._allocate_gradients()
-        for parts, filled in zip(self._grad_parts, self._filled):
-            for part in () if filled else parts:
-                part.zero_()
-        self._filled = [filled or counts_unused for filled in self._filled]
-        self.layout.note_used(self.grads.tensor, self._filled)
-        return self.grads.tensor
-
-    def keep_partial(self, shard: torch.Tensor) -> None:
-        """Keeps what was summed over this copy's ranks only, until `take_partial`."""
-        self._partial = shard
-        self.drop_gradients()
-
-    def take_partial(self, shard: torch.Tensor) -> None:
-        """Adds what was kept by `keep_partial`, if anything."""
-        if self._partial is not None:
-            shard.add_(self._partial)
-            self.drop_partial()
-
-    def drop_partial(self) -> None:
-        """Forgets what was kept by `keep_partial`."""
-        self._partial = None
-
-    def add_reduced(self, shard: torch.Tensor) -> None:
-        """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
-        reduced = shard.to(self.dtypes.grad)
-        if self._scale_after != 1.0:
-            reduced.mul_(self._scale_after)
-        self.layout.add_reduced(reduced, self._filled)
-        self.drop_gradients()
-
-    def keep_accumulated(self) -> None:
-        """Keeps the gradients taken so far for a later backward."""
-        if self.grads.allocated:
-            self._accumulated = True
-            self.layout.mark_unsynced()
-
-    def forget_zeroed(self) -> None:
-        """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
-        if self._accumulated:
-            for index, zeroed in enumerate(self.layout.zeroed()):
-                self._filled[index] = self._filled[index] and not zeroed
+        self.gradients.arrived(index, self.full if in_place and self._can_be_reduced else None)
 
     @property
-    def accumulates(self) -> bool:
-        """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
-        return self._accumulated and any(
-            filled and not zeroed for filled, zeroed in zip(self._filled, self.layout.zeroed())
-        )
-
-    def drop_gradients(self) -> None:
-        """Forgets all gradients and frees the reduce buffer."""
-        self._filled = [False] * len(self.leaves)
-        self._accumulated = False
-        self.grads.free()
-
-    def drop_partial_gradients(self) -> None:
-        """Forgets what a failed backward left; what earlier backwards accumulated stays."""
-        for leaf in self.leaves:
-            leaf.grad = None
-        self._held = 0
-        if not self._accumulated:
-            self.drop_gradients()
-
-    def _allocate_gradients(self) -> None:
-        if not self.grads.allocated:
-            self.grads.allocate()
-            for gap in self._grad_padding:
-                gap.zero_()
-
-
-def _divisor_before(contributors: float) -> float:
-    if contributors <= _FEW_RANKS:
-        return contributors
-    return float(2 ** math.ceil(math.log2(contributors) / 2))
-
-
-def _detach_gradient(leaf: torch.Tensor) -> torch.Tensor:
-    grad, leaf.grad = leaf.grad, None
-    assert grad is not None
-    return grad if grad.layout == torch.strided else grad.to_dense()
-
-
-def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
-    if scale == 1.0:
-        if targets:
-            torch._foreach_copy_(targets, grads)
-        return
-    for target, grad in zip(targets, grads):
-        if torch.promote_types(grad.dtype, target.dtype) == grad.dtype:
-            torch.mul(grad, scale, out=target)  # copied, divided and cast in one pass: rounded once
-        else:
-            target.copy_(grad).mul_(scale)  # divided in the wider dtype
+    def _can_be_reduced(self) -> bool:
+        """Whether the unsharded buffer may serve as the reduce buffer."""
+        same = self.layout.in_place and self.dtypes.param == self.dtypes.reduce
+        return same and self.full.temporary and self.full.resizable

@@ -37,6 +37,7 @@ class UnitOptions:
         counts_unused: Whether parameters that no rank used get gradients of zeros.
         forward_targets: Units whose all-gathers forward issues with this one; none for the default.
         backward_targets: The same for backward.
+        gradients_in_place: Whether a gradient may take the memory of its parameter.
     """
 
     reshard_after_forward: bool = True
@@ -52,6 +53,7 @@ class UnitOptions:
     counts_unused: bool = False
     forward_targets: tuple[Unit, ...] = ()
     backward_targets: tuple[Unit, ...] = ()
+    gradients_in_place: bool = False
 
     def copied(self, memo: dict[int, Any]) -> UnitOptions:
         """Returns the same for a unit's deep copy; units that are not copied stay what they are."""

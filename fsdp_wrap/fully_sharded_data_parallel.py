@@ -528,7 +528,7 @@ def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) ->
             )
         if after.dtype != before.dtype:
             schedule_of(unit).require_idle("a conversion to another dtype")
-            if is_summoned(unit) or segment.accumulates:
+            if is_summoned(unit) or segment.gradients.accumulated:
                 state = "shown in full" if is_summoned(unit) else "waiting for gradients left by no_sync"
                 raise RuntimeError(
                     f"the parameters of {unit.name} cannot go from {before.dtype} to {after.dtype} while "

@@ -24,7 +24,7 @@ LAYERS = [
     ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py", "_compile.py", "_precision.py"],
     ["_mesh.py", "_device.py", "_positions.py", "_watch.py", "_collectives.py"],
     ["_layout.py", "_interval_tensor.py", "_gradient_mark.py", "flat_param.py", "_dtensor_layout.py"],
-    ["_steps.py", "_segment.py", "_summon.py", "_handle.py"],
+    ["_steps.py", "_gradients.py", "_segment.py", "_summon.py", "_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
         "_materialize.py",
@@ -44,6 +44,7 @@ LAYERS = [
         "clip_grad.py",
         "sharded_grad_scaler.py",
         "comm_hooks.py",
+        "in_place_gradients.py",
     ],
     [
         "_state_dict_methods.py",
