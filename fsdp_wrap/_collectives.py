@@ -164,7 +164,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled."""
+        """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled.
+
+        What is summed may be of a narrower dtype; the sum is in that of the shards.
+        """
 
     @abstractmethod
     def all_reduce(
@@ -275,7 +278,8 @@ class GroupCommunicator(Communicator):
         return self._issue(self._gather_lane, [_without_work(lambda: fill(own)), *starts])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        starts = [self._reduce(shard, source) for shard, source in zip(shards, full)]
+        wide = [source.to(shard.dtype) for shard, source in zip(shards, full)]
+        starts = [self._reduce(shard, source) for shard, source in zip(shards, wide)]
         # On the CPU a reduce-scatter takes no time limit and does not tell whether it has completed.
         return self._issue(self._reduce_lane, starts, limited=self.device.type != "cpu")
 

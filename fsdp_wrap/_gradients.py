@@ -2,6 +2,9 @@
 
 They wait on their leaves for the end of their unit's backward, are moved into one reduce buffer at once, and
 leave it with the reduction. Gradients that no reduction takes (`no_sync`) stay in the buffer.
+
+A reduce dtype that is wider than that of the leaves is the sums': what is added only once need not be wide
+before. So the buffer is as narrow as the leaves, unless gradients are accumulated in it.
 """
 
 from __future__ import annotations
@@ -42,8 +45,12 @@ class Gradients:
         leaves: Sequence[nn.Parameter],
     ) -> None:
         self._layout, self._dtypes, self._leaves = layout, dtypes, leaves
-        self._own = _Place(communicator.buffer(layout.numel, dtypes.reduce), layout)
-        self._own.buffer.free()
+        widens = torch.promote_types(dtypes.param, dtypes.reduce) == dtypes.reduce
+        narrow = dtypes.param if widens else dtypes.reduce
+        self._own = _Place.freed(communicator.buffer(layout.numel, narrow), layout)
+        self._sums = self._own
+        if narrow != dtypes.reduce:
+            self._sums = _Place.freed(communicator.buffer(layout.numel, dtypes.reduce), layout)
         self._place = self._own
         self._filled = [False] * len(leaves)
         self._arrived = 0
@@ -56,12 +63,12 @@ class Gradients:
     @property
     def nbytes(self) -> int:
         """Bytes of the reduce buffer when it is allocated."""
-        return self._own.buffer.nbytes
+        return self._place.buffer.nbytes
 
     @property
     def collected(self) -> bool:
         """Whether there is anything in the reduce buffer."""
-        return self._place is not self._own or self._own.buffer.allocated
+        return self._place.buffer.allocated
 
     @property
     def on_leaves(self) -> bool:
@@ -108,8 +115,8 @@ class Gradients:
             RuntimeError: If a gradient lies there already.
         """
         self._arrived += self._leaves[index].numel()
-        if into is not None and not self._own.buffer.allocated:
-            if self._place is self._own:
+        if into is not None and (self.lie_in(into) or not self.collected):
+            if not self.lie_in(into):
                 self._place = _Place(into, self._layout)
             elif self._filled[index]:
                 raise RuntimeError(
@@ -122,6 +129,12 @@ class Gradients:
         """Moves what gradients the leaves hold into the reduce buffer."""
         self._move(range(len(self._leaves)))
         self._arrived = 0
+
+    def collect_to_accumulate(self) -> None:
+        """As `collect`, where more may be added before a reduction."""
+        if not self.collected:
+            self._place = self._sums
+        self.collect()
 
     def _move(self, indices: Sequence[int]) -> None:
         targets: list[torch.Tensor] = []
@@ -218,6 +231,13 @@ class Gradients:
 
 class _Place:
     """Where the gradients of all leaves lie side by side."""
+
+    @classmethod
+    def freed(cls, buffer: Buffer, layout: Layout) -> _Place:
+        """Makes one whose memory comes when it is needed."""
+        place = cls(buffer, layout)
+        buffer.free()
+        return place
 
     def __init__(self, buffer: Buffer, layout: Layout) -> None:
         self.buffer = buffer

@@ -343,10 +343,10 @@ class ParamHandle:
         for segment in self.segments:
             segment.gradients.average_over(factor)
 
-    def collect_gradients(self) -> None:
-        """Moves the leaves' gradients into the reduce buffers, which must not be travelling."""
+    def accumulate_gradients(self) -> None:
+        """Moves the leaves' gradients into the reduce buffers, where more may be added before a reduction."""
         for segment in self.segments:
-            segment.gradients.collect()
+            segment.gradients.collect_to_accumulate()
 
     def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.

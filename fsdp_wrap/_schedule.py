@@ -500,7 +500,7 @@ class Schedule:
         if self._reduces(unit):
             self._reduce(unit, phase)
         else:
-            unit.handle.collect_gradients()
+            unit.handle.accumulate_gradients()
 
     def _reduce(self, unit: Unit, phase: Phase) -> None:
         assert unit.handle is not None

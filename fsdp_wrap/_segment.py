@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
 from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout, same_elements
@@ -113,5 +115,6 @@ class Segment:
     @property
     def _can_be_reduced(self) -> bool:
         """Whether the unsharded buffer may serve as the reduce buffer."""
-        same = self.layout.in_place and self.dtypes.param == self.dtypes.reduce
-        return same and self.full.temporary and self.full.resizable
+        param, reduce = self.dtypes.param, self.dtypes.reduce
+        fits = self.layout.in_place and torch.promote_types(param, reduce) == reduce
+        return fits and self.full.temporary and self.full.resizable

@@ -236,7 +236,7 @@ class _HookedReduction:
     def __call__(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         def run(_: bool) -> None:
             for shard, grad in zip(shards, full):
-                self._reduce(shard, grad.data)  # an alias: hooks may replace its data
+                self._reduce(shard, grad.data.to(shard.dtype))  # an alias: hooks may replace its data
 
         return self._lane.issue(run)
 
