@@ -126,6 +126,29 @@ GOALS: list[Goal] = [
         )
     ),
 ]
+GOALS += [
+    *(
+        Goal(
+            "G1",
+            f"backward peak on CUDA, {ranks} fake ranks, to {base}",
+            0.70,
+            ("gpu", f"memory, fake group of {ranks}", "peak MB"),
+            (base,),
+            WRAPPED,
+        )
+        for ranks in (8, 64)
+        for base in ("fsdp1", "fsdp2")
+    ),
+    Goal(
+        "G1", "reserved in vain", 0.03, ("gpu", "memory, fake group of 8", "reserved in vain"), rows=WRAPPED
+    ),
+    Goal("G2", "step of 48 small units, to FSDP2", 0.50, ("gpu", "48 small units", "/ fsdp2"), rows=WRAPPED),
+    Goal("G2", "step in bf16, to plain", 1 / 0.97, ("gpu", "width 4096 in bf16", "/ plain"), rows=WRAPPED),
+    Goal("G3", "offloaded step, to FSDP2", 1 / 1.8, ("gpu", "offload", "s"), FSDP2, ("fsdp_wrap",)),
+    Goal(
+        "G3", "offloaded step, to roofline", 1 / 0.85, ("gpu", "offload", "/ roofline"), rows=("fsdp_wrap",)
+    ),
+]
 
 
 def judged(results: Mapping[str, Figures]) -> str:

@@ -132,17 +132,18 @@ def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
 
     The result must be JSON. An error in one rank ends the others and is raised here.
     """
-    return _start(work, ranks, "gloo", ranks, arguments)
+    return run_group(work, ranks, "gloo", ranks, arguments)
 
 
 def run_fake(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
     """Call `work(*arguments)` in one new process, on a group of `ranks` that sends nothing."""
-    return _start(work, 1, "fake", ranks, arguments)
+    return run_group(work, 1, "fake", ranks, arguments)
 
 
-def _start(
+def run_group(
     work: Callable[..., Any], processes: int, backend: str, ranks: int, arguments: tuple[Any, ...]
 ) -> Any:
+    """Call `work(*arguments)` in new processes, the first ranks of a group; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         torch_multiprocessing.start_processes(
             _rank, (work, backend, ranks, folder, arguments), processes, start_method="forkserver"

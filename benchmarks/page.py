@@ -55,6 +55,8 @@ def _section(folder: Path, question: Question, answer: Mapping[str, Any]) -> str
     ]
     if draw(folder / "performance" / f"{question.name}.svg", question, answer["figures"]):
         lines.append(f"![{question.title}](performance/{question.name}.svg)\n")
+    if not answer["figures"]:
+        lines.append("This machine cannot answer it.\n")
     lines += [f"**{title}**\n\n{as_markdown(table)}\n" for title, table in answer["figures"].items()]
     return "\n".join(lines)
 
