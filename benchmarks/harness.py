@@ -157,6 +157,7 @@ def _rank(
     torch.set_num_threads(1)
     store = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    gc.freeze()  # what is imported need not be looked at by every collection
     result = work(*arguments)
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(result))

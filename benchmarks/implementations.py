@@ -80,6 +80,7 @@ KEEPING = {
     "fully_shard": "fully_shard_keep",
 }
 OURS = ("fsdp_wrap", "fsdp_wrap_flat", "fully_shard")
+DEFAULTS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp2", *OURS]  # as users have them
 
 
 class Trained:
