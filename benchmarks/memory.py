@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_fake, run_ranks
-from benchmarks.implementations import IMPLEMENTATIONS, SHARDING, Trained
+from benchmarks.implementations import DEFAULTS, SHARDING, Trained
 from benchmarks.meters import Lap, resident, tensors
 from benchmarks.models import SHORT_CASES, TINY, Case, largest_block
 
@@ -54,15 +54,15 @@ def measure(case_name: str, names: list[str], meter: str) -> Table:
     """Called on every rank: the phases of each implementation."""
     case = SHORT_CASES[case_name]
     names = case.taken_by(names)
-    for name in names:
+    for name in names if meter == "resident" else ():
         phases(name, TINY, METERS[meter])  # the first use of anything loads code
     return {name: phases(name, case, METERS[meter]) for name in names}
 
 
 def ask(settings: Settings) -> Figures:
     """Three tables a case: by either meter over gloo, and of tensors on a fake group."""
-    names = settings.implementations([*IMPLEMENTATIONS])
-    sharding = settings.implementations(SHARDING)
+    names = settings.implementations(DEFAULTS)
+    sharding = [name for name in names if name in SHARDING]
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):
         for meter in METERS:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from benchmarks import host, step
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, compare, run_fake, run_ranks
+from benchmarks.implementations import DEFAULTS
 from benchmarks.memory import phases
 from benchmarks.meters import tensors
 from benchmarks.models import transformer
@@ -20,7 +21,6 @@ STEPS = {f"{blocks} blocks": (blocks, 2) for blocks in BLOCKS} | {
     f"{ranks} ranks": (FEW, ranks) for ranks in RANKS
 }
 FAKE = {f"fake group of {ranks:,}": ranks for ranks in FAKE_RANKS}
-USUAL = ["ddp", "fsdp1", "fsdp1_flat", "fsdp2", "fsdp_wrap", "fsdp_wrap_flat", "fully_shard"]
 
 
 def measure(blocks: int, names: list[str], rounds: int) -> dict[str, list[float]]:
@@ -37,7 +37,7 @@ def measure_fake(names: list[str], rounds: int | None) -> Table:
 
 def ask(settings: Settings) -> Figures:
     """A table a size, and one of what the largest size costs relative to the smallest."""
-    names = settings.implementations(USUAL)
+    names = settings.implementations(DEFAULTS)
     figures = {
         case: compare(run_ranks(measure, STEPS[case][1], STEPS[case][0], names, settings.rounds or 20))
         for case in settings.cases_of([*STEPS])
