@@ -21,7 +21,7 @@ from benchmarks.harness import Settings, as_markdown, compare, run_fake, run_gro
 from benchmarks.meters import received, resident, tensors
 from benchmarks.models import TINY, lora
 
-CASES = ("tiny", "4 parameters", "12 parameters", "gloo", "fake group", "4 blocks", "16 blocks")
+CASES = ("tiny", "4 parameters", "12 parameters", "gloo", "fake group", "4 blocks")
 FAKE = ("fake group of 2", "fake group of 8")
 IMPL = ("ddp", "fsdp1", "fsdp2", "fsdp_wrap")
 MB = 1 << 20
