@@ -206,11 +206,11 @@ QUESTION = Question(
     "gpu",
     "On a GPU",
     """\
-One CUDA device. Megabytes above the sharded state in a step of a transformer on groups that send nothing, and
-what the allocator reserves beyond that; milliseconds of a step at world size 1, of 48 small units and of wide
-ones in bf16, relative to the model without wrapping; seconds of a step of a transformer of 3.2 billion
-parameters that lie in host memory, relative to the slowest of computing, copying either way and AdamW on the
-host at measured speeds.""",
+One CUDA device. Megabytes above the sharded state in a step of a transformer on groups that send nothing,
+and what the allocator reserves beyond that; milliseconds of a step at world size 1, of 48 small units and
+of wide ones in bf16, relative to the model without wrapping; seconds of a step of a transformer of 3.2
+billion parameters that lie in host memory, relative to the slowest of computing, copying either way and
+AdamW on the host at measured speeds.""",
     ask,
     chart="/ fsdp2",
 )

@@ -9,14 +9,14 @@ from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, 
 from benchmarks.implementations import DEEPSPEED, IMPLEMENTATIONS, trained
 from benchmarks.models import CASES, Case
 
-USUAL = [name for name in IMPLEMENTATIONS if name != "fsdp_wrap_grad_op"] + [*DEEPSPEED]
+USUAL = [name for name in IMPLEMENTATIONS if name != "fsdp_wrap_grad_op"]
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
     """Called on every rank: seconds per step of each implementation."""
     competitors = {name: trained(name, case) for name in case.taken_by(names)}
     times = interleave({name: each.step for name, each in competitors.items()}, rounds)
-    _check_same_work({name: each.loss for name, each in competitors.items()})
+    _check_same_work({name: each.loss for name, each in competitors.items() if name not in DEEPSPEED})
     return times
 
 
