@@ -11,13 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_wrap._collectives import Communicator, make_communicator
+from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._dtensor_layout import DTensorLayout
+from fsdp_wrap._groups import default_mesh, neighbours
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._init import UnitSpec, assemble_unit, check_param, refuse_taken
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
-from fsdp_wrap._mesh import default_mesh, device_of, neighbours, ranks_of
+from fsdp_wrap._mesh import ranks_of
 from fsdp_wrap._modules import UNIT_ATTR, Ignored, ParamSlot, collect_slots
 from fsdp_wrap._precision import InputCasts
 from fsdp_wrap._schedule import Schedule, schedule_of

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._materialize import MaterializationError, Values
-from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
+from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts
 from fsdp_wrap._schedule import schedule_of
@@ -161,7 +162,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         spec = FlatSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh),
+            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh.groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy=policy,
