@@ -68,6 +68,8 @@ LAYERS = [
         "distributed_state_dict.py",
         "fully_shard.py",
         "_safetensors.py",
+        "_installation.py",
+        "_clients.py",
         "compat.py",
         "checkpoint/_team.py",
         "checkpoint/_manifest.py",
