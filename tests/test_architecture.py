@@ -66,6 +66,7 @@ LAYERS = [
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
         "distributed_state_dict.py",
+        "_fsdp_module.py",
         "fully_shard.py",
         "_safetensors.py",
         "_installation.py",
@@ -241,9 +242,9 @@ def parse_text(text: str) -> ast.Module:
 
 
 def test_the_composable_api_never_imports_the_wrapper():
-    path = PACKAGE / "fully_shard.py"
-    imported = {name for name, _ in imported_files(parse(path))} if path.exists() else set()
-    assert "fully_sharded_data_parallel.py" not in imported
+    for name in ("_fsdp_module.py", "fully_shard.py"):
+        imported = {imported for imported, _ in imported_files(parse(PACKAGE / name))}
+        assert imported and "fully_sharded_data_parallel.py" not in imported
 
 
 def test_the_package_only_re_exports():
