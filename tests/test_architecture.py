@@ -40,7 +40,16 @@ LAYERS = [
         "_watch.py",
         "_collectives.py",
     ],
-    ["_layout.py", "_interval_tensor.py", "_gradient_mark.py", "flat_param.py", "_dtensor_layout.py"],
+    [
+        "_buffers.py",
+        "_sharded_gradients.py",
+        "_interval.py",
+        "_layout.py",
+        "_interval_tensor.py",
+        "_gradient_mark.py",
+        "flat_param.py",
+        "_dtensor_layout.py",
+    ],
     ["_steps.py", "_segment.py", "_summon.py", "_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
@@ -88,7 +97,16 @@ LAYERS = [
 ]
 """A file imports from lower layers, and from files before it in its own layer's list. Not all exist yet."""
 
-LAYOUTS = {"Layout", "FlatLayout", "DTensorLayout", "_Front", "_FlatFront", "_SliceFront"}
+LAYOUTS = {
+    "Layout",
+    "Buffers",
+    "ShardedGradients",
+    "FlatLayout",
+    "DTensorLayout",
+    "_Front",
+    "_FlatFront",
+    "_SliceFront",
+}
 MOST_LINES, MOST_ARGUMENTS = 60, 9
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
