@@ -80,7 +80,12 @@ def fully_shard(
     ignored = Ignored(params=frozenset(ignored_params or ()))
     slots = collect_slots(owner, ignored)
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
-    within = _kept_within(reshard_after_forward, ranks.shard, device)
+    options = UnitOptions(
+        reshard_after_forward=reshard_after_forward is not False,
+        keeps_as_root=not reshard_after_forward,
+        casts=_casts_of(mp_policy),
+        reshards_within=_kept_within(reshard_after_forward, ranks.shard, device),
+    )
     move([named for named in own_tensors(owner, slots, ignored) if not named[1].is_meta], device)
 
     def make_layout(segment: list[ParamSlot], name: str, allocator: Communicator) -> Layout:
@@ -98,12 +103,7 @@ def fully_shard(
         mesh=ranks,
         device=device,
         policy=MixedPrecision(mp_policy.param_dtype, mp_policy.reduce_dtype),
-        options=UnitOptions(
-            reshard_after_forward=reshard_after_forward is not False,
-            keeps_as_root=not reshard_after_forward,
-            casts=_casts_of(mp_policy),
-            reshards_within=within,
-        ),
+        options=options,
         ignored=ignored,
         parts=() if alone else tuple(parts),
     )
