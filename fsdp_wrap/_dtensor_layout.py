@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
-from fsdp_wrap._layout import Interval
+from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, mark_owned
 from fsdp_wrap.flat_param import Allocator
 

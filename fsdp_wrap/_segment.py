@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_wrap._buffers import same_elements
 from fsdp_wrap._collectives import Communicator, ResidentBuffer
 from fsdp_wrap._gradients import Gradients
-from fsdp_wrap._layout import Layout, same_elements
+from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 
 __all__ = ["Segment"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._gradient_mark import GradientMarks
-from fsdp_wrap._layout import Interval
+from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]

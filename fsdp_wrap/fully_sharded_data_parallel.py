@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._materialize import MaterializationError, Values
-from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
+from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts
 from fsdp_wrap._schedule import schedule_of
-from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
     BackwardPrefetch,
@@ -161,7 +162,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         spec = FlatSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh),
+            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh.groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy=policy,
@@ -361,8 +362,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
         """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`."""
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-            wrapper._drop_stale_load()
+        drop_stale_loads(module)
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     @staticmethod
@@ -376,8 +376,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         buffers: bool = False,
     ) -> Generator[tuple[str, torch.Tensor]]:
         """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.full_stream`."""
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-            wrapper._drop_stale_load()
+        drop_stale_loads(module)
         return iter_full_params(
             module,
             budget=budget,
@@ -433,7 +432,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Returns a second model of the same values, on the same process groups; no communication."""
-        self._drop_stale_loads()
+        drop_stale_loads(self)
         return deepcopy_wrapper(self, self._unit, memo)
 
     def __getstate__(self) -> dict[str, Any]:
