@@ -57,6 +57,7 @@ class Layout(Protocol):
         full_numel: Elements of the unsharded buffer, padding included: a multiple of the ranks.
         in_place: Whether the buffer that travels is the unsharded one.
         shard_numel: Elements of this rank's part.
+        noted_numel: How many at the end of each part hold what `note_used` notes.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
@@ -69,6 +70,7 @@ class Layout(Protocol):
     full_numel: int
     in_place: bool
     shard_numel: int
+    noted_numel: int
     sharded: bool
 
     @property

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._hooks import register_comm_hook
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
@@ -41,7 +42,6 @@ from fsdp_wrap.api import (
     StateDictType,
 )
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
-from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.forward_methods import register_forward_method
 from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
 from fsdp_wrap.full_stream import iter_full_params
@@ -343,8 +343,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             hook: The hook.
 
         Raises:
-            RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
-                forward or backward, or while gradients wait that were accumulated under `no_sync`.
+            RuntimeError: On an instance that another one encloses, if there is a hook already or compressed
+                reductions, inside a forward or backward, or while gradients wait that were accumulated under
+                `no_sync`.
             ValueError: If `hook` cannot be called so, or is a ready-made one and `state` names other ranks.
         """
         register_comm_hook(self, state, hook)

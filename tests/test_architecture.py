@@ -21,7 +21,16 @@ from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 PACKAGE = Path(fsdp_wrap.__file__).parent
 
 LAYERS = [
-    ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py", "_compile.py", "_precision.py"],
+    [
+        "api.py",
+        "wrap.py",
+        "_events.py",
+        "_modules.py",
+        "_tree.py",
+        "_compile.py",
+        "_precision.py",
+        "_quantize.py",
+    ],
     ["_mesh.py", "_device.py", "_positions.py", "_watch.py", "_collectives.py"],
     ["_layout.py", "_interval_tensor.py", "_gradient_mark.py", "flat_param.py", "_dtensor_layout.py"],
     ["_steps.py", "_segment.py", "_summon.py", "_handle.py"],
@@ -43,7 +52,9 @@ LAYERS = [
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
+        "_compression.py",
         "comm_hooks.py",
+        "_hooks.py",
     ],
     [
         "_state_dict_methods.py",
