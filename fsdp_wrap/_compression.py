@@ -38,8 +38,8 @@ def compress(module: nn.Module, *, gathers: str | None = None, reductions: str |
     once; the receiver adds it up in the reduce dtype, with its own in full.
 
     These travel as they are: integers and 8-bit floats, shards of less than 1,024 elements, what would not
-    shrink, the sum over the replicas of hybrid strategies and of NO_SHARD, and parameters that fewer ranks keep
-    from forward to backward.
+    shrink, the sum over the replicas of hybrid strategies and of NO_SHARD, and parameters that fewer ranks
+    keep from forward to backward.
 
     All ranks must call it alike (it is collective), at any time outside of forward and backward. The next
     call replaces what was chosen; `compress(module)` ends it.
