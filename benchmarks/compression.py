@@ -4,7 +4,7 @@
 
 The transformers of the step benchmark learn bytes of Python's standard library, once in fp32 and once with
 each way of compressing (`fsdp_wrap.comm_hooks.compress`), all in the same rank processes, from the same
-weights, on the same batches, taking turns. The losses on text that is held out are those of the exact weights.
+weights, on the same batches, taking turns. The losses on held-out text are those of the exact weights.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CASES = {
 
 
 class Bytes(TorchDispatchMode):
-    """Counts bytes that collectives need to send: of inputs or outputs, whichever is more, for other ranks."""
+    """Counts bytes that must reach other ranks: of inputs or outputs, whichever is more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Training:
 
 
 def measure(case_name: str, steps: int | None) -> dict[str, Any]:
-    """Called on every rank: of each way the losses over all ranks, seconds and bytes a step, held-out loss."""
+    """Called on every rank: of each way the losses over the ranks, seconds and bytes, held-out loss."""
     case = CASES[case_name]
     corpus = Corpus.load(None, case.context)
     trainings = {way: Training(case, way, corpus) for way in WAYS}
