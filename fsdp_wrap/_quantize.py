@@ -78,7 +78,7 @@ class _Blockwise(Codec):
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         for part, scales, codes in self._chunks(values, encoded):
-            blocks = F.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK).to(scales.dtype)
+            blocks = _in_blocks(part).to(scales.dtype)
             torch.div(blocks.abs().amax(1), self._levels, out=scales)
             scales.clamp_(min=torch.finfo(scales.dtype).tiny)  # zeros are divided by it
             self._write((blocks / scales[:, None]).round_(), codes)
@@ -157,6 +157,11 @@ class ExactTail(Codec):
 
 
 CODECS: dict[str, Codec] = {"bf16": Narrow(torch.bfloat16), "int8": _Int8(), "int4": _Int4()}
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    missing = -values.numel() % BLOCK
+    return (F.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
 
 
 def _blocks(numel: int) -> int:
