@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
+from bed.memory import Peak, only_new_objects
 from bed.references import count_collectives
 from fronts import each_front, full_grads, full_state, no_sync, shard, twins
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, comm_hooks, fully_shard
@@ -103,6 +104,18 @@ def test_a_tail_stays_exact(dtype):
     found = through(ExactTail(CODECS["int4"], 3), values)
     assert torch.equal(found[-3:], values[-3:]) and not torch.equal(found, values)
     assert torch.equal(found[:-3], through(CODECS["int4"], values[:-3]))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_little_memory_beside_the_bytes(name):
+    codec = CODECS[name]
+    with only_new_objects(), Peak(suspect=math.inf) as peak:
+        values = torch.randn(1 << 23)
+        encoded = torch.empty(codec.nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+        codec.encode(values, encoded)
+        for target, found in codec.decoded(encoded, values):
+            target.copy_(found)
+    assert peak.value < values.nbytes + encoded.nbytes + values.nbytes / 10
 
 
 # One step by hand.
@@ -342,6 +355,8 @@ def test_full_parameters_are_exact_and_copies_compress_too(rank, world_size, fro
     if front != "composable":
         with FSDP.summon_full_params(model):
             assert torch.equal(model.module.first.weight, plain.first.weight)
+    with torch.inference_mode():
+        assert torch.equal(model(x), rounded_output)
     assert torch.equal(copy.deepcopy(model)(x), rounded_output)
     compress(model)
     assert torch.equal(model(x), plain(x))
