@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap import comm_hooks
+from fsdp_wrap import _ready_hooks as ready_made
 from fsdp_wrap._collectives import make_communicator
 from fsdp_wrap._compression import CompressedTransport
 from fsdp_wrap._device import Pending, lane_of
@@ -116,14 +116,14 @@ def _is_sharded(handle: ParamHandle) -> bool:
 
 
 def _is_ready_made(hook: Callable[..., None]) -> bool:
-    return getattr(hook, "__module__", "") in (comm_hooks.__name__, _TORCH_HOOKS)
+    return getattr(hook, "__module__", "") in (ready_made.__name__, _TORCH_HOOKS)
 
 
 def _working(hook: Callable[..., None]) -> Callable[..., None]:
     """Returns ours for those of torch's hooks that fail on the CPU."""
     if getattr(hook, "__module__", "") != _TORCH_HOOKS:
         return hook
-    ours = {each.__name__: each for each in (comm_hooks.fp16_compress_hook, comm_hooks.bf16_compress_hook)}
+    ours = {each.__name__: each for each in (ready_made.fp16_compress_hook, ready_made.bf16_compress_hook)}
     return ours.get(hook.__name__, hook)
 
 

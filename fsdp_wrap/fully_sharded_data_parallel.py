@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._handle import HandleState, ParamHandle
-from fsdp_wrap._hooks import register_comm_hook
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
@@ -42,6 +41,7 @@ from fsdp_wrap.api import (
     StateDictType,
 )
 from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
+from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.forward_methods import register_forward_method
 from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
 from fsdp_wrap.full_stream import iter_full_params

@@ -53,8 +53,9 @@ LAYERS = [
         "clip_grad.py",
         "sharded_grad_scaler.py",
         "_compression.py",
-        "comm_hooks.py",
+        "_ready_hooks.py",
         "_hooks.py",
+        "comm_hooks.py",
     ],
     [
         "_state_dict_methods.py",

@@ -316,16 +316,18 @@ def test_what_no_other_rank_shares_and_small_shards_stay_exact(rank, world_size,
 
 
 class Branches(nn.Module):
-    """Uses one of three parameters, beside one of levels that are no numbers to round."""
+    """Uses one of three parameters, beside one of numbers that are not to be rounded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.neither = (nn.Linear(64, 64, bias=False) for _ in range(3))
-        levels = torch.arange(64 * 64).remainder(251).view(64, 64)
-        self.levels = nn.Parameter(levels.to(torch.uint8), requires_grad=False)
+        self.neither, self.left, self.right = (nn.Linear(70, 64, bias=False) for _ in range(3))
+        self.table = nn.Parameter(self.numbers(), requires_grad=False)
+
+    def numbers(self) -> torch.Tensor:
+        return torch.arange(64 * 64, dtype=torch.int32).view(64, 64) * 100_003
 
     def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
-        assert torch.equal(self.levels.flatten(), torch.arange(64 * 64).remainder(251))
+        assert torch.equal(self.table, self.numbers())
         return getattr(self, way)(x)
 
 
@@ -335,8 +337,8 @@ def test_ranks_agree_on_unused_parameters_beside_large_gradients(rank, world_siz
     model = fully_shard(Branches())
     compress(model, **ZERO_PP)
     scale = 1e6
-    (scale * model(torch.ones(1, 64), "left" if rank == 0 else "right").sum()).backward()
-    assert model.neither.weight.grad is None and model.levels.grad is None
+    (scale * model(torch.ones(1, 70), "left" if rank == 0 else "right").sum()).backward()
+    assert model.neither.weight.grad is None and model.table.grad is None
     for layer, share in ((model.left, 1), (model.right, world_size - 1)):
         found = layer.weight.grad.full_tensor()
         torch.testing.assert_close(found, torch.full_like(found, scale * share / world_size))
