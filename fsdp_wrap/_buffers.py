@@ -20,6 +20,7 @@ class Buffers(Protocol):
         full_numel: Elements of the unsharded buffer, padding included: a multiple of the ranks.
         in_place: Whether the buffer that travels is the unsharded one.
         shard_numel: Elements of this rank's part.
+        noted_numel: How many at the end of each part hold what `note_used` notes.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
     """
 
@@ -27,6 +28,7 @@ class Buffers(Protocol):
     full_numel: int
     in_place: bool
     shard_numel: int
+    noted_numel: int
     sharded: bool
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -195,6 +195,10 @@ class Communicator(ABC):
     def broadcast_object(self, value: Any) -> Any:
         """Returns the small picklable value of the group's first rank; blocks."""
 
+    @abstractmethod
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        """Sends each rank its even part of a 1-D tensor; what comes lies in the order of the ranks."""
+
 
 class SoloCommunicator(Communicator):
     """One rank alone: nothing travels."""
@@ -237,6 +241,10 @@ class SoloCommunicator(Communicator):
 
     def broadcast_object(self, value: Any) -> Any:
         return value
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        received.copy_(sent)
+        return Finished()
 
 
 class GroupCommunicator(Communicator):
@@ -331,6 +339,12 @@ class GroupCommunicator(Communicator):
 
     def broadcast_object(self, value: Any) -> Any:
         return broadcast_object(value, self._group)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        def start(async_op: bool) -> Any:
+            return dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)
+
+        return self._issue(self._reduce_lane, [start])
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -148,7 +148,7 @@ class DTensorLayout:
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
         self._cuts = _cut(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
-        self.shard_numel = self._used.stop
+        self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
         self.numel = self.shard_numel * allocator.size
         self.full_numel = self.numel if self.in_place else _up(self._cuts[-1].stop, allocator.size)
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,10 +21,18 @@ from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
 from fsdp_wrap.api import MixedPrecision
 
-__all__ = ["HandleState", "ParamHandle", "ReduceScatter"]
+__all__ = ["HandleState", "ParamHandle", "ReduceScatter", "Transport"]
 
 ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 """Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
+
+
+class Transport(Protocol):
+    """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them."""
+
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending: ...
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending: ...
 
 
 class HandleState(Enum):
@@ -56,6 +65,7 @@ class ParamHandle:
     Attributes:
         state: What is in memory.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
+        transport: How parameters and gradients travel in training.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class ParamHandle:
     ) -> None:
         self.communicator = communicator
         self.replicas = replicas
+        self.transport: Transport = communicator
         self._policy = policy
         self._contributors: float = communicator.size * replicas.size
         self.segments = [self._segment(layout) for layout in layouts]
@@ -85,9 +96,14 @@ class ParamHandle:
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policy)
+        handle.travel_by(self.transport)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
         return handle
+
+    def travel_by(self, transport: Transport) -> None:
+        """Lets parameters and gradients travel another way from now on; what users are shown does not."""
+        self.transport = transport
 
     def _segment(self, layout: Layout) -> Segment:
         dtypes = SegmentDtypes.of(layout.dtype, self._policy)
@@ -158,7 +174,7 @@ class ParamHandle:
             for segment in self.segments:
                 segment.gathered.allocate()
             gathered = [segment.gathered_data for segment in self.segments]
-            self._gathering = self.communicator.all_gather(gathered, self._write_shards)
+            self._gathering = self.transport.all_gather(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
 
@@ -362,7 +378,7 @@ class ParamHandle:
         shards = [
             self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
         ]
-        reduce_scatter = self._reduce_scatter or self.communicator.reduce_scatter
+        reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
         replicas = self._summing if over_replicas else None
         self._reduction = _Reduction(segments, shards, reduce_scatter(shards, full), replicas)
         return sum(segment.gradients.nbytes for segment in segments)

@@ -113,6 +113,7 @@ class FlatLayout:
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.full_numel = self.shard_numel * allocator.size
+        self.noted_numel = 0
         self._first = self.shard_numel * allocator.rank
         self._allocate = allocator.empty_on_host if offload else allocator.empty
         shard = self._allocate(self.shard_numel, self.dtype)

@@ -344,8 +344,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             hook: The hook.
 
         Raises:
-            RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
-                forward or backward, or while gradients wait that were accumulated under `no_sync`.
+            RuntimeError: On an instance that another one encloses, if there is a hook already or compressed
+                reductions, inside a forward or backward, or while gradients wait that were accumulated under
+                `no_sync`.
             ValueError: If `hook` cannot be called so, or is a ready-made one and `state` names other ranks.
         """
         register_comm_hook(self, state, hook)

@@ -30,6 +30,7 @@ LAYERS = [
         "_tree.py",
         "_compile.py",
         "_precision.py",
+        "_quantize.py",
     ],
     [
         "_compute_device.py",
@@ -69,6 +70,9 @@ LAYERS = [
         "optim_state_dict.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
+        "_compression.py",
+        "_ready_hooks.py",
+        "_hooks.py",
         "comm_hooks.py",
         "in_place_gradients.py",
     ],

@@ -179,7 +179,7 @@ class _Halves(nn.Module):
 @wrapper_fronts
 @ranks(4)
 def test_a_unit_of_memory_less(rank, world_size, front):
-    """Shards, their gradients, a gradient on its way, what the backend copies, and two units instead of three."""
+    """Shards, their gradients, one on its way, what the backend copies, and two units instead of three."""
     model = shard(front, nn.Sequential(*(_Halves() for _ in range(8))), ModuleWrapPolicy({_Halves}))
     unit = 4 * 256 * 256 * 4
     held = 2 * 8 * unit / world_size
