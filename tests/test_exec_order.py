@@ -464,7 +464,7 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     clock, nobody = Clock(), Nobody(limit)
     with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
         watch = _watch.Watch(nobody, torch.device("cpu"), nobody)
-        pending = watch.issue(lambda: [clock], limited=True)
+        pending = watch.issue(lambda: clock, limited=True)
         with pytest.raises(RuntimeError, match="the table") as caught:
             pending.wait()
     assert max(clock.limits) <= 1.0
@@ -627,7 +627,7 @@ class Late:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("connection closed by peer")], ids=["done", "failed"])
 def test_a_work_that_ends_just_after_the_wait_for_it(error):
-    pending = lane_of(torch.device("cpu"), "gather").issue(lambda async_op: Late(error))
+    pending = lane_of(torch.device("cpu"), "gather").issue(lambda async_op: [Late(error)])
     if error is None:
         assert pending.wait_for(timedelta(seconds=1))
     else:
