@@ -401,8 +401,8 @@ def _as_transport(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _LEAST_EXCHANGED = 1 << 20
-"""Bytes. By `benchmarks/collectives.py` messages win from here on at 2 to 8 ranks; two ranks gain below as well
-where they come at the same time, but lose by the looks for one that does not (see `Watch`)."""
+"""Bytes. By `benchmarks/collectives.py` messages win from here on, at 2 to 8 ranks. Two ranks gain below as
+well if they come at the same time, but lose by looking out for each other if not (see `Watch`)."""
 
 _MOST_RANKS = 8
 """Beyond, and between hosts with several ranks each, gloo's ring of gathers crosses fewer links."""

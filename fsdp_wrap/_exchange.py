@@ -1,8 +1,8 @@
 """Gathers and reductions by messages between every two ranks of a process group, in place of its own.
 
 Made for gloo, whose all-gather and reduce-scatter (an all-reduce in disguise, so twice the bytes) first copy
-what they are given. Here every byte goes once, from where it lies to where it is wanted, and all messages are
-on their way when the caller gets its work: nothing is left to drive, so a rank that computes holds up no other.
+what they are given. Here every byte goes once, from where it lies to where it is wanted. All messages are on
+their way when the caller gets its work: nothing is left to drive, so a rank that computes holds up no other.
 
 Messages of two ranks match in the order of their issue, apart for each of the tags below, which are ours.
 Unlike a collective's, the works of messages must be waited for without a limit: to gloo, one that ends is the
