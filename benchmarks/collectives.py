@@ -2,8 +2,8 @@
 
     python -m benchmarks.collectives --ranks 2 --megabytes 0.06,0.25,1,4,16,64
 
-`plain` are gloo's own collectives, `exchange` messages between every two ranks. Sizes are those of the full
-tensor; GB/s count the bytes that a rank needs from others. `issue` is the part of the time in which the
+`plain` are gloo's own collectives, `exchange` messages between every two ranks. Sizes are those of the
+full tensor; GB/s count the bytes that a rank needs from others. `issue` is the part of the time in which the
 caller was held up, `sleep` the time, relative, of a collective beside which the caller slept as long as it
 takes alone: 1 if all of it runs beside the caller, 2 if nothing does.
 """
