@@ -7,6 +7,7 @@ communicating is in use: `make_communicator` is the one place that chooses.
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import weakref
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._device import Finished, Lane, Pending, lane_of
+from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._positions import GroupPositions, positions_of
 from fsdp_wrap._watch import Watch
@@ -207,7 +209,10 @@ class SoloCommunicator(Communicator):
         super().__init__(0, 1, device)
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        return lane_of(self.device, "gather").issue(_without_work(fill))
+        def start(async_op: bool) -> None:
+            fill()
+
+        return lane_of(self.device, "gather").issue(start)
 
     def all_gather_parts(
         self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
@@ -274,62 +279,71 @@ class GroupCommunicator(Communicator):
         return frozenset(dist.get_process_group_ranks(self._group))
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        starts = [self._gather(_as_transport(tensor)) for tensor in full]
-        return self._issue(self._gather_lane, [_without_work(fill), *starts])
+        def start(async_op: bool) -> list[Any]:
+            fill()
+            return [self._gather(_as_transport(tensor), async_op) for tensor in full]
+
+        return self._issue(self._gather_lane, start, limited=self._limits_gather(full))
+
+    def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
+        return _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
+
+    def _limits_gather(self, full: list[torch.Tensor]) -> bool:
+        """Whether waiting for a gather keeps to a limit."""
+        return True
 
     def all_gather_parts(
         self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
     ) -> Pending:
         parts = torch.split(full, list(lengths))
-        own = parts[self.rank]
-        starts = [self._send(part, rank) for rank, part in enumerate(parts) if part.numel() > 0]
-        return self._issue(self._gather_lane, [_without_work(lambda: fill(own)), *starts])
+
+        def start(async_op: bool) -> list[Any]:
+            fill(parts[self.rank])
+            return [self._send(part, rank, async_op) for rank, part in enumerate(parts) if part.numel() > 0]
+
+        return self._issue(self._gather_lane, start)
+
+    def _send(self, tensor: torch.Tensor, source: int, async_op: bool) -> Any:
+        return dist.broadcast(_as_transport(tensor), group=self._group, group_src=source, async_op=async_op)
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        wide = [source.to(shard.dtype) for shard, source in zip(shards, full)]
-        starts = [self._reduce(shard, source) for shard, source in zip(shards, wide)]
+        def start(async_op: bool) -> list[Any]:
+            return [self._reduce(shard, source, async_op) for shard, source in zip(shards, full)]
+
         # On the CPU a reduce-scatter takes no time limit and does not tell whether it has completed.
-        return self._issue(self._reduce_lane, starts, limited=self.device.type != "cpu")
+        return self._issue(self._reduce_lane, start, limited=self.device.type != "cpu")
 
-    def _issue(self, lane: Lane, starts: list[Callable[[bool], Any]], limited: bool = True) -> Pending:
-        return self._watch.issue(lambda: [lane.issue(start) for start in starts], limited)
-
-    def _gather(self, full: torch.Tensor) -> Callable[[bool], Any]:
-        return lambda async_op: _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
-
-    def _send(self, tensor: torch.Tensor, source: int) -> Callable[[bool], Any]:
-        data = _as_transport(tensor)
-        return lambda async_op: dist.broadcast(data, group=self._group, group_src=source, async_op=async_op)
-
-    def _reduce(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[bool], Any]:
-        return lambda async_op: reduce_scatter_single(shard, full, group=self._group, async_op=async_op)
+    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
+        summed = full.to(shard.dtype)  # where this is a copy, it belongs to the stream that is current here
+        return reduce_scatter_single(shard, summed, group=self._group, async_op=async_op)
 
     def all_reduce(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Pending:
-        return self._issue(self._reduce_lane, [self._all_reduce(tensor, op) for tensor in tensors])
+        def start(async_op: bool) -> list[Any]:
+            return [dist.all_reduce(each, op=op, group=self._group, async_op=async_op) for each in tensors]
 
-    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[bool], Any]:
-        return lambda async_op: dist.all_reduce(tensor, op=op, group=self._group, async_op=async_op)
+        return self._issue(self._reduce_lane, start)
+
+    def _issue(self, lane: Lane, start: Callable[[bool], list[Any]], limited: bool = True) -> Pending:
+        return self._watch.issue(lambda: lane.issue(start), limited)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._issue(self._gather_lane, [self._gather_to_first(own, full)]).wait()
+        def start(async_op: bool) -> list[Any]:
+            source, parts = _as_transport(own), self._parts(full)
+            return [dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)]
+
+        self._issue(self._gather_lane, start).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._issue(self._gather_lane, [self._scatter_from_first(own, full)]).wait()
+        def start(async_op: bool) -> list[Any]:
+            target, parts = _as_transport(own), self._parts(full)
+            return [dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)]
 
-    def _gather_to_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
-        return lambda async_op: dist.gather(
-            _as_transport(own), self._parts(full), group=self._group, group_dst=0, async_op=async_op
-        )
-
-    def _scatter_from_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
-        return lambda async_op: dist.scatter(
-            _as_transport(own), self._parts(full), group=self._group, group_src=0, async_op=async_op
-        )
+        self._issue(self._gather_lane, start).wait()
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(_as_transport(full).chunk(self.size))
@@ -342,9 +356,36 @@ class GroupCommunicator(Communicator):
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         def start(async_op: bool) -> Any:
-            return dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)
+            return [dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)]
 
-        return self._issue(self._reduce_lane, [start])
+        return self._issue(self._reduce_lane, start)
+
+
+class ExchangeCommunicator(GroupCommunicator):
+    """Messages between every two ranks where tensors are large enough, else the group's own collectives.
+
+    Args:
+        ranks: The group, over gloo.
+        device: The CPU.
+        least: From how many bytes on a full tensor is exchanged; the same on all ranks.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, least: int) -> None:
+        super().__init__(ranks, device)
+        self._least = least
+
+    def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
+        if full.nbytes < self._least:
+            return super()._gather(full, async_op)
+        return exchange_gather(self._group, self.rank, full.chunk(self.size))
+
+    def _limits_gather(self, full: list[torch.Tensor]) -> bool:
+        return all(tensor.nbytes < self._least for tensor in full)
+
+    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
+        if full.nbytes < self._least:
+            return super()._reduce(shard, full, async_op)
+        return exchange_reduce(self._group, self.rank, shard, full.chunk(self.size))
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -380,21 +421,43 @@ def _unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
-def _without_work(do: Callable[[], object]) -> Callable[[bool], None]:
-    """Makes something that a lane can issue of what involves no other rank."""
-
-    def start(async_op: bool) -> None:
-        do()
-
-    return start
-
-
 def _as_transport(tensor: torch.Tensor) -> torch.Tensor:
     # Backends know few dtypes; gathering moves bytes, so any dtype may travel as bytes.
     known = tensor.dtype.is_floating_point and tensor.element_size() > 1
     return tensor if known or tensor.numel() == 0 else tensor.view(torch.uint8)
 
 
+_LEAST_EXCHANGED = 1 << 20
+"""Bytes. By `benchmarks/collectives.py` messages win from here on, at 2 to 8 ranks. Two ranks gain below as
+well if they come at the same time, but lose by looking out for each other if not (see `Watch`)."""
+
+_MOST_RANKS = 8
+"""Beyond, and between hosts with several ranks each, gloo's ring of gathers crosses fewer links."""
+
+_SETTING = "FSDP_WRAP_GLOO"
+"""Environment variable: "plain" for gloo's own collectives only, "exchange" to exchange whatever the size."""
+
+
 def make_communicator(ranks: Ranks | None, device: torch.device) -> Communicator:
-    """Chooses the way of communicating for a group (None: this rank alone) and a device."""
-    return SoloCommunicator(device) if ranks is None or ranks.size == 1 else GroupCommunicator(ranks, device)
+    """Chooses the way of communicating for a group (None: this rank alone) and a device.
+
+    Raises:
+        ValueError: If the environment variable that chooses for gloo has a value that is unknown.
+    """
+    if ranks is None or ranks.size == 1:
+        return SoloCommunicator(device)
+    over_gloo = f"{device.type}:gloo" in dist.get_backend_config(ranks.group).split(",")
+    least = _least_exchanged(ranks.size) if over_gloo and device.type == "cpu" else None
+    return GroupCommunicator(ranks, device) if least is None else ExchangeCommunicator(ranks, device, least)
+
+
+def _least_exchanged(size: int) -> int | None:
+    """Returns from how many bytes on ranks exchange a full tensor; None for never."""
+    setting = os.environ.get(_SETTING)
+    if setting not in (None, "plain", "exchange"):
+        raise ValueError(f'{_SETTING} must be "plain" or "exchange" or not be set, not {setting!r}')
+    if setting == "exchange":
+        return 1
+    if setting == "plain" or size > _MOST_RANKS:
+        return None
+    return _LEAST_EXCHANGED

@@ -39,6 +39,7 @@ LAYERS = [
         "_device.py",
         "_positions.py",
         "_watch.py",
+        "_exchange.py",
         "_collectives.py",
     ],
     [

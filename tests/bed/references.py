@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_wrap._exchange import _GATHER_TAG, _REDUCE_TAG
+
 
 class Traffic(NamedTuple):
     """Calls of one collective, and their bytes on this rank: of inputs or outputs, whichever is more."""
@@ -31,6 +33,9 @@ _NAMES = {
     "recv_any_source_": "recv",
 }
 """From c10d's operators to ``torch.distributed``'s functions, where more than an underscore differs."""
+
+_EXCHANGES = {_GATHER_TAG: "all_gather_into_tensor", _REDUCE_TAG: "reduce_scatter_tensor"}
+"""What messages with our tags stand for."""
 
 
 @contextmanager
@@ -54,11 +59,23 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        exchanged = func.namespace == "c10d" and args[-1:] and args[-1] in _EXCHANGES
         name = _collective(func)
-        if name is not None and (self._objects or not _carries_objects()):
-            calls, size = self._counts.get(name, Traffic())
-            self._counts[name] = Traffic(calls + 1, size + max(map(_bytes, (*args, result)), default=0))
+        if exchanged:
+            self._add_exchange(name, *args)
+        elif name is not None and (self._objects or not _carries_objects()):
+            self._add(name, max(map(_bytes, (*args, result)), default=0))
         return result
+
+    def _add_exchange(self, name: str | None, tensors: Any, boxed: Any, peer: int, tag: int) -> None:
+        """Counts the messages of one collective once, at the first that is received."""
+        group = dist.ProcessGroup.unbox(boxed)
+        if name == "recv" and peer == (group.rank() - 1) % group.size():
+            self._add(_EXCHANGES[tag], group.size() * _bytes(tensors))
+
+    def _add(self, name: str, size: int) -> None:
+        calls, before = self._counts.get(name, Traffic())
+        self._counts[name] = Traffic(calls + 1, before + size)
 
 
 def _collective(func: Any) -> str | None:
