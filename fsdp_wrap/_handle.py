@@ -207,7 +207,7 @@ class ParamHandle:
         if not self._shows_leaves:
             self._shows_leaves = True
             for segment in self.segments:
-                segment.layout.show(segment.leaves)
+                segment.layout.show_leaves()
 
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, show_extra
+from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -117,10 +117,13 @@ class FlatLayout:
         self._allocate = allocator.empty_on_host if offload else allocator.empty
         shard = self._allocate(self.shard_numel, self.dtype)
         self._resides = not sharded and shard.device == allocator.device
+        self._cut = _Cut(self.extents, self._first, self.shard_numel)
         _fill(shard, self._first, self.extents, slots)
         self._shard = shard
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
+        self._leaves: list[nn.Parameter] = []
+        self._leaf_display = Display((), ())
         self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
         self._front.hide_full()
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
@@ -174,6 +177,7 @@ class FlatLayout:
             leaf = nn.Parameter(view, requires_grad=False)
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
+        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -184,8 +188,10 @@ class FlatLayout:
         self.flat_param.data.copy_(own.data)
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
-        for places, param in zip(self.places, params):
-            places.show(param)
+        Display(self.places, params).show()
+
+    def show_leaves(self) -> None:
+        self._leaf_display.show()
 
     def show_sharded(self) -> None:
         self._front.show_sharded()
@@ -204,19 +210,24 @@ class FlatLayout:
 
     def add_place(self, index: int, place: Place) -> None:
         self.places[index].add(*place)
+        self._follow_places()
         self._front.show_sharded()
+
+    def _follow_places(self) -> None:
+        self._leaf_display = Display(self.places, self._leaves)
+        self._front.follow_places()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:
         """Registers the `FlatParameter` with the unit's module, or takes it away."""
         show_extra(self._module, self._name, param)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        self._marks.take_away()
         gradient = reduced.to(self.flat_param.device)
         holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
         for param, piece, param_used in holders:
             if param.requires_grad:
-                _add_gradient(param, piece, param_used, self._marks.made(param))
-        self._marks.clear()
+                _add_gradient(param, piece, param_used)
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self._front.holders:
@@ -271,6 +282,7 @@ class FlatLayout:
     def follow_modules(self, memo: dict[int, Any]) -> None:
         self.places = copy.deepcopy(self.places, memo)
         self._module = copy.deepcopy(self._module, memo)
+        self._follow_places()
         self._front.hide_full()
 
     def intervals(self) -> list[Interval]:
@@ -290,15 +302,30 @@ class FlatLayout:
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
-        if not self.sharded:
-            return self.views(shard)
-        bounds = (extent.within(self._first, self.shard_numel) for extent in self.extents)
-        return [shard[start:stop] for start, stop in bounds]
+        return self._cut.pieces(shard) if self.sharded else self.views(shard)
 
 
-def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, is_mark: bool) -> None:
-    if is_mark:
-        param.grad = None
+class _Cut:
+    """How a shard is cut into pieces of the original parameters: all views come from one call."""
+
+    def __init__(self, extents: Sequence[Extent], first: int, length: int) -> None:
+        self._sizes: list[int] = []
+        self._parts: list[int] = []
+        end = 0
+        for start, stop in (extent.within(first, length) for extent in extents):
+            if stop > start:
+                self._sizes += [start - end, stop - start]
+                end = stop
+            self._parts.append(len(self._sizes) - 1 if stop > start else -1)
+        self._sizes += [length - end, 0]  # the last for all that are empty
+
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Returns one view per original parameter."""
+        parts = torch.split_with_sizes(shard, self._sizes)
+        return [parts[part] for part in self._parts]
+
+
+def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:
     if piece.numel() == 0:
         param.grad = None  # an empty slice has nothing to update
     elif not used and not piece.any():
@@ -320,6 +347,11 @@ def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:
 
 def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
     return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
+
+
+def _memory(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
+    """Says where tensors lie and what of."""
+    return [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors]
 
 
 def _cast_gradient(param: nn.Parameter) -> None:
@@ -368,6 +400,10 @@ class _Front(Protocol):
 
     def gradients(self) -> list[torch.Tensor | None]: ...
 
+    def follow_places(self) -> None:
+        """Goes over to where the layout's places are now."""
+        ...
+
     def show_sharded(self) -> None: ...
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
@@ -395,6 +431,7 @@ class _FlatFront:
         self.sources: Sequence[nn.Parameter] = [layout.flat_param] * len(layout.extents)
         self.holders: Sequence[nn.Parameter] = [layout.flat_param]
         self._pieces = layout.pieces(layout.flat_param.data)
+        self.follow_places()
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         return shard
@@ -402,6 +439,7 @@ class _FlatFront:
     def move_to(self, shard: torch.Tensor) -> None:
         self._pieces = self._layout.pieces(shard)
         _cast_gradient(self._layout.flat_param)
+        self.follow_places()
         self.show_sharded()
 
     def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _FlatFront:
@@ -419,9 +457,11 @@ class _FlatFront:
         grad = self._layout.flat_param.grad
         return [None] * len(self.sources) if grad is None else [*self._layout.pieces(grad)]
 
+    def follow_places(self) -> None:
+        self._display = Display(self._layout.places, self._pieces)
+
     def show_sharded(self) -> None:
-        for places, piece in zip(self._layout.places, self._pieces):
-            places.show_plain(piece)
+        self._display.show()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self._layout.register_flat_param(None)
@@ -443,13 +483,15 @@ class _SliceFront:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
         self.holders: Sequence[nn.Parameter] = self.sources
-        self._pieces = layout.pieces(layout.flat_param.data)
+        self._adopt(layout.pieces(layout.flat_param.data))
         self._grads: list[torch.Tensor | None] | None = None
+        self.follow_places()
+
+    def _adopt(self, pieces: list[torch.Tensor]) -> None:
+        self._pieces, self._memory = pieces, _memory(pieces)
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
-        if all(param.dtype == shard.dtype for param in self.sources) and not any(
-            map(_lies_elsewhere, self.sources, self._pieces)
-        ):
+        if _memory(self.sources) == self._memory:
             return shard
         self._check_replaced()
         result = shard.to(self.sources[0].dtype, copy=True)
@@ -468,14 +510,15 @@ class _SliceFront:
                 )
 
     def move_to(self, shard: torch.Tensor) -> None:
-        self._pieces = self._layout.pieces(shard)
+        self._adopt(self._layout.pieces(shard))
         for param, piece in zip(self.sources, self._pieces):
             param.data = piece
             _cast_gradient(param)
 
     def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _SliceFront:
         new = copy.copy(self)
-        new._layout, new._pieces = layout, layout.pieces(layout.flat_param.data)
+        new._layout = layout
+        new._adopt(layout.pieces(layout.flat_param.data))
         new.sources = new.holders = [
             nn.Parameter(piece, param.requires_grad) for param, piece in zip(self.sources, new._pieces)
         ]
@@ -493,8 +536,11 @@ class _SliceFront:
     def gradients(self) -> list[torch.Tensor | None]:
         return [param.grad for param in self.sources]
 
+    def follow_places(self) -> None:
+        self._display = Display(self._layout.places, self.sources)
+
     def show_sharded(self) -> None:
-        self._layout.show(self.sources)
+        self._display.show()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         if copies:
@@ -504,7 +550,7 @@ class _SliceFront:
         for source, param in zip(self.sources, params):
             source.grad = None
             source.data = param.data
-        self._layout.show(self.sources)
+        self.show_sharded()
 
     def hide_full(self) -> None:
         for param, piece in zip(self.sources, self._pieces):
