@@ -73,8 +73,8 @@ class ParamPlaces:
 class Display:
     """Tensors with the places that are to show them, prepared once: showing costs one update a module.
 
-    A tensor that is no parameter is shown as the attribute alone. Its name stays in `_parameters`, with the value
-    None, which keeps the order of names.
+    A tensor that is no parameter is shown as the attribute alone. Its name stays in `_parameters`, with the
+    value None, which keeps the order of names.
 
     Args:
         places: For each original parameter, all that show it.
@@ -86,9 +86,9 @@ class Display:
         self._plain: dict[nn.Module, dict[str, torch.Tensor]] = {}
         for several, tensor in zip(places, tensors):
             for module, name in several:
-                is_param = isinstance(tensor, nn.Parameter)
-                self._params.setdefault(module, {})[name] = tensor if is_param else None
-                if not is_param:
+                param = tensor if isinstance(tensor, nn.Parameter) else None
+                self._params.setdefault(module, {})[name] = param
+                if param is None:
                     self._plain.setdefault(module, {})[name] = tensor
         self._told = [module for module in self._params if _has_own_setattr(module)]
 

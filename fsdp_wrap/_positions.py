@@ -448,6 +448,15 @@ class UnitPositions:
         if self._group is not None:
             self._group.enter(self._note, phase, iteration)
 
+    def gathered(self) -> None:
+        """Checks, once a gather was waited for, that every peer has issued the same.
+
+        Raises:
+            RuntimeError: If a peer has issued another one.
+        """
+        self.gather.completed()
+        self.gather_kept.completed()
+
 
 class CollectivePositions:
     """Notes one kind of collective of one unit, in every group concerned."""

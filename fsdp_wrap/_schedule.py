@@ -380,7 +380,7 @@ class Schedule:
         """Issues a unit's all-gather; the next iteration takes its parameters over unless they change."""
         if unit.handle is None:
             return
-        if not unit.handle.is_current and graph_task() == -1 and not unit.running:
+        if not unit.handle.is_current and graph_task() == -1 and not self._depth:
             self._reshard(unit, Phase.IDLE)
             if unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
@@ -438,9 +438,8 @@ class Schedule:
             )
         self._positions[unit].enter(phase, self._iteration)
         self._gather(unit, phase)
-        handle.wait()
-        self._positions[unit].gather.completed()
-        self._positions[unit].gather_kept.completed()
+        if handle.wait():
+            self._positions[unit].gathered()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
@@ -462,7 +461,7 @@ class Schedule:
         positions = self._positions[unit]
         gather = positions.gather_kept if handle.keeps_parts else positions.gather
         gather.issue(phase, self._iteration)
-        handle.unshard()
+        handle.unshard(lasting=phase is Phase.IDLE or not unit.options.reshards_after_backward)
         emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
         return True
 
