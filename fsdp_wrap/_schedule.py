@@ -92,23 +92,24 @@ class Schedule:
         computed = casts.root if unit is self.root else casts.nested
         if computed is not None:
             args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
-        uses: list[Use] = []
+        uses: list[tuple[Schedule, Use]] = []
         try:
             for each in (*unit.lenders, unit):
-                uses.append(schedule_of(each).pre_forward(each, part))
+                schedule = schedule_of(each)
+                uses.append((schedule, schedule.pre_forward(each, part)))
             inputs = []
-            for use in uses:
-                args, kwargs, nodes = schedule_of(use.unit).watch_inputs(use, args, kwargs)
+            for schedule, use in uses:
+                args, kwargs, nodes = schedule.watch_inputs(use, args, kwargs)
                 inputs.append(nodes)
             output = call(*args, **kwargs)
             if returned is not None:
                 output = cast_floating(output, returned)
-            for use, nodes in zip(uses, inputs):
-                schedule_of(use.unit).post_forward(use, output, nodes)
+            for (schedule, use), nodes in zip(uses, inputs):
+                schedule.post_forward(use, output, nodes)
             return output
         finally:
-            for use in uses:
-                schedule_of(use.unit).exit_forward(use)
+            for schedule, use in uses:
+                schedule.exit_forward(use)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)

@@ -77,6 +77,7 @@ class Unit:
     Attributes:
         running: Forward calls in progress.
         held: Whether the user has unsharded it by hand.
+        schedule: In which it runs (`schedule_of` knows the type); None before its first use.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Unit:
         self.fqn = ""
         self.running = 0
         self.nested = False
-        self._schedule: object | None = None
+        self.schedule: object | None = None
         self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
         self._generation = -1
         self._trainable: frozenset[int] = frozenset()  # the ids of leaves that need gradients
@@ -117,14 +118,9 @@ class Unit:
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
         return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
 
-    @property
-    def schedule(self) -> object | None:
-        """The schedule in which this unit runs (`schedule_of` knows its type); None before its first use."""
-        return self._schedule
-
     def join(self, schedule: object, fqn: str) -> None:
         """Makes this a unit of `schedule`, under its name relative to the root."""
-        self._schedule = schedule
+        self.schedule = schedule
         self.fqn = fqn
 
     def nest(self, fqn: str) -> None:
