@@ -349,9 +349,11 @@ def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
     return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
 
 
-def _memory(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
-    """Says where tensors lie and what of."""
-    return [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors]
+def _memory(tensors: Sequence[torch.Tensor], shard: torch.Tensor) -> list[tuple[int, int, torch.dtype]]:
+    """Says where in a shard, which may move as a whole, tensors lie, and what of."""
+    start = shard.data_ptr()
+    sized = ((tensor, tensor.numel()) for tensor in tensors)
+    return [(numel and tensor.data_ptr() - start, numel, tensor.dtype) for tensor, numel in sized]
 
 
 def _cast_gradient(param: nn.Parameter) -> None:
@@ -483,15 +485,16 @@ class _SliceFront:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
         self.holders: Sequence[nn.Parameter] = self.sources
-        self._adopt(layout.pieces(layout.flat_param.data))
+        self._adopt(layout.flat_param.data)
         self._grads: list[torch.Tensor | None] | None = None
         self.follow_places()
 
-    def _adopt(self, pieces: list[torch.Tensor]) -> None:
-        self._pieces, self._memory = pieces, _memory(pieces)
+    def _adopt(self, shard: torch.Tensor) -> None:
+        self._pieces = self._layout.pieces(shard)
+        self._memory = _memory(self._pieces, shard)
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
-        if _memory(self.sources) == self._memory:
+        if _memory(self.sources, shard) == self._memory:
             return shard
         self._check_replaced()
         result = shard.to(self.sources[0].dtype, copy=True)
@@ -510,7 +513,7 @@ class _SliceFront:
                 )
 
     def move_to(self, shard: torch.Tensor) -> None:
-        self._adopt(self._layout.pieces(shard))
+        self._adopt(shard)
         for param, piece in zip(self.sources, self._pieces):
             param.data = piece
             _cast_gradient(param)
@@ -518,7 +521,7 @@ class _SliceFront:
     def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _SliceFront:
         new = copy.copy(self)
         new._layout = layout
-        new._adopt(layout.pieces(layout.flat_param.data))
+        new._adopt(layout.flat_param.data)
         new.sources = new.holders = [
             nn.Parameter(piece, param.requires_grad) for param, piece in zip(self.sources, new._pieces)
         ]
