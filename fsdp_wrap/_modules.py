@@ -77,8 +77,8 @@ class Display:
     value None, which keeps the order of names.
 
     Args:
-        places: For each original parameter, all that show it.
-        tensors: What they are to show.
+        places: For each tensor, all that are to show it.
+        tensors: What to show.
     """
 
     def __init__(self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor]) -> None:
@@ -95,10 +95,9 @@ class Display:
     def show(self) -> None:
         """Shows the tensors."""
         for module, params in self._params.items():
-            attributes = module.__dict__
             for name in params:
-                attributes.pop(name, None)
-            attributes["_parameters"].update(params)
+                module.__dict__.pop(name, None)
+            module._parameters.update(params)
         for module in self._told:
             for name, param in self._params[module].items():
                 setattr(module, name, param)

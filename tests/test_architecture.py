@@ -23,7 +23,14 @@ PACKAGE = Path(fsdp_wrap.__file__).parent
 LAYERS = [
     ["api.py", "wrap.py", "_events.py", "_modules.py", "_tree.py", "_compile.py", "_precision.py"],
     ["_mesh.py", "_device.py", "_positions.py", "_watch.py", "_collectives.py"],
-    ["_layout.py", "_interval_tensor.py", "_gradient_mark.py", "flat_param.py", "_dtensor_layout.py"],
+    [
+        "_layout.py",
+        "_interval_tensor.py",
+        "_gradient_mark.py",
+        "_flat_front.py",
+        "flat_param.py",
+        "_dtensor_layout.py",
+    ],
     ["_steps.py", "_segment.py", "_summon.py", "_handle.py"],
     ["_exec_order.py", "_unit.py", "_schedule.py"],
     [
