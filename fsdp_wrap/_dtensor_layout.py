@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
 from fsdp_wrap._interval import Interval
-from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, mark_owned
+from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
 from fsdp_wrap.flat_param import Allocator
 
 __all__ = ["DTensorLayout"]
@@ -80,9 +80,13 @@ class _Cut:
         """Returns how many rows a rank holds."""
         return self.first_row(rank + 1) - self.first_row(rank)
 
+    def held_shape(self, rank: int) -> torch.Size:
+        """Returns the shape of a rank's rows."""
+        return self._shape_of(self.rows(rank))
+
     def held(self, part: torch.Tensor, rank: int) -> torch.Tensor:
         """Returns the view of a rank's part in which its rows are."""
-        shape = self._shape_of(self.rows(rank))
+        shape = self.held_shape(rank)
         return part[self.offset : self.offset + shape.numel()].view(shape)
 
     def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
@@ -97,7 +101,9 @@ class _Cut:
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
-        rows = tensor.movedim(self.dim, 0)
+        rows = tensor.movedim(self.dim, 0) if self.dim else tensor
+        if not self.rest and self.whole:
+            return [rows.view(self.whole, self.chunk, *rows.shape[1:])]
         found = []
         if self.whole:
             whole = rows[: self.whole * self.chunk]
@@ -148,6 +154,8 @@ class DTensorLayout:
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
         self._cuts = _cut(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
+        self._held_shapes = [cut.held_shape(self._rank) for cut in self._cuts]
+        self._sizes = _sizes(self._cuts, self._held_shapes)
         self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
         self.numel = self.shard_numel * allocator.size
         self.full_numel = self.numel if self.in_place else _up(self._cuts[-1].stop, allocator.size)
@@ -159,6 +167,8 @@ class DTensorLayout:
             piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
             slot.param.data = piece  # whoever holds the original does not keep its memory alive
         self.sources = [self._parameter(index, slot.param) for index, slot in enumerate(slots)]
+        self._leaves: list[nn.Parameter] = []
+        self._follow_places()
 
     def _new_shard(self, dtype: torch.dtype, on_meta: bool) -> torch.Tensor:
         if on_meta:
@@ -180,7 +190,9 @@ class DTensorLayout:
         ]
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
-        return [cut.held(part, self._rank) for cut in self._cuts]
+        """Views of this rank's part, or something of its size, in which its rows are."""
+        pieces = torch.split_with_sizes(part, self._sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces[::2], self._held_shapes)]
 
     def _dtensor(self, index: int, piece: torch.Tensor) -> DTensor:
         # The public way costs ten times as much, per gradient and step.
@@ -259,6 +271,7 @@ class DTensorLayout:
         leaves = [nn.Parameter(view, requires_grad=False) for view in self.views(buffer)]
         for leaf, attributes in zip(leaves, self._attributes):
             leaf.__dict__.update(attributes)
+        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -270,11 +283,13 @@ class DTensorLayout:
     # what the modules show
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
-        for places, param in zip(self.places, params):
-            places.show(param)
+        Display(self.places, params).show()
+
+    def show_leaves(self) -> None:
+        self._leaf_display.show()
 
     def show_sharded(self) -> None:
-        self.show(self.sources)
+        self._display.show()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self.show(params)
@@ -287,6 +302,7 @@ class DTensorLayout:
 
     def add_place(self, index: int, place: Place) -> None:
         self.places[index].add(*place)
+        self._follow_places()
         self.show_sharded()
 
     # gradients
@@ -296,10 +312,9 @@ class DTensorLayout:
         travelling.view(self._ranks, -1)[:, self._used].copy_(flags, non_blocking=True)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        self._marks.take_away()
         own = reduced.to(self._shard.device)
         for index, (param, piece) in enumerate(zip(self.sources, self._held(own))):
-            if self._marks.made(param):
-                param.grad = None
             # Looking at the number waits for the device: only where this rank does not know by itself.
             if not param.requires_grad or not (used[index] or own[self._used][index].item()):
                 continue
@@ -307,7 +322,6 @@ class DTensorLayout:
                 param.grad = self._dtensor(index, piece)
             else:
                 held_by_this_rank(param.grad).add_(piece)
-        self._marks.clear()
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self.sources:
@@ -353,6 +367,7 @@ class DTensorLayout:
             self._pieces[index].copy_(value)
             self._show_in(param, index)
         self.sources = found
+        self._display = Display(self.places, found)
         return True
 
     def copied(self, memo: dict[int, Any]) -> DTensorLayout:
@@ -365,7 +380,12 @@ class DTensorLayout:
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         self.places = copy.deepcopy(self.places, memo)
+        self._follow_places()
         self.show_sharded()
+
+    def _follow_places(self) -> None:
+        self._leaf_display = Display(self.places, self._leaves)
+        self._display = Display(self.places, self.sources)
 
 
 def _up(number: int, multiple: int) -> int:
@@ -380,6 +400,13 @@ def _cut(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignment:
         start, offset = _up(cut.stop, alignment), _up(cut.end, alignment)
         cuts.append(cut)
     return cuts
+
+
+def _sizes(cuts: Sequence[_Cut], shapes: Sequence[torch.Size]) -> list[int]:
+    """Returns the sizes of what a rank holds of each parameter, and of the gaps behind them."""
+    starts = [cut.offset for cut in cuts[1:]] + [cuts[-1].end + len(cuts)]
+    gaps = (start - cut.offset - shape.numel() for cut, shape, start in zip(cuts, shapes, starts))
+    return [size for shape, gap in zip(shapes, gaps) for size in (shape.numel(), gap)]
 
 
 def _only_rows(cut: _Cut) -> _Cut:

@@ -64,6 +64,7 @@ class ParamHandle:
 
     Attributes:
         state: What is in memory.
+        unsharded_nbytes: Bytes of the unsharded buffers when they are allocated.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
         transport: How parameters and gradients travel in training.
     """
@@ -81,6 +82,7 @@ class ParamHandle:
         self._policy = policy
         self._contributors: float = communicator.size * replicas.size
         self.segments = [self._segment(layout) for layout in layouts]
+        self.unsharded_nbytes = self._count_nbytes()
         self.state = HandleState.SHARDED
         self.generation = 0
         self._gathering: Pending = Finished()
@@ -109,9 +111,7 @@ class ParamHandle:
         dtypes = SegmentDtypes.of(layout.dtype, self._policy)
         return Segment(layout, dtypes, self.communicator, self._contributors)
 
-    @property
-    def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded buffers when they are allocated."""
+    def _count_nbytes(self) -> int:
         return sum(segment.full.nbytes for segment in self.segments)
 
     @property
@@ -163,11 +163,15 @@ class ParamHandle:
 
     # parameters
 
-    def unshard(self) -> bool:
-        """Issues the all-gather; returns False if the unit was unsharded (or being so) already."""
+    def unshard(self, lasting: bool = False) -> bool:
+        """Issues the all-gather; returns False if the unit was unsharded (or being so) already.
+
+        Args:
+            lasting: Whether `is_current` is to tell later if the shards have changed since.
+        """
         if self.state is not HandleState.SHARDED:
             return False
-        self._versions = self._shard_versions()
+        self._versions = self._shard_versions() if lasting else []
         if self._kept is not None:
             self._gathering = self._kept.gather(self.segments)
         else:
@@ -183,7 +187,7 @@ class ParamHandle:
 
     @property
     def is_current(self) -> bool:
-        """Whether the unit is unsharded, or being so, with its shards as they are now."""
+        """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         return unsharded and self._versions == self._shard_versions()
 
@@ -201,15 +205,17 @@ class ParamHandle:
         for segment in self.segments:
             segment.layout.write_shard(segment.own_data)
 
-    def wait(self) -> None:
-        """Makes the leaves usable by what the caller does next."""
-        if self.state is HandleState.UNSHARDING:
-            self._gathering.wait()
-            self._gathering = Finished()
-            for segment in self.segments if self._kept is None else ():
-                segment.arrange()
-            self._kept = None
-            self.state = HandleState.UNSHARDED
+    def wait(self) -> bool:
+        """Makes the leaves usable by what the caller does next; returns whether that took a gather."""
+        if self.state is not HandleState.UNSHARDING:
+            return False
+        self._gathering.wait()
+        self._gathering = Finished()
+        for segment in self.segments if self._kept is None else ():
+            segment.arrange()
+        self._kept = None
+        self.state = HandleState.UNSHARDED
+        return True
 
     def reshard(self, within: Communicator | None = None) -> bool:
         """Frees the full parameters; returns False if the unit was sharded already.
@@ -234,7 +240,7 @@ class ParamHandle:
         if not self._shows_leaves:
             self._shows_leaves = True
             for segment in self.segments:
-                segment.layout.show(segment.leaves)
+                segment.layout.show_leaves()
 
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""
@@ -253,8 +259,9 @@ class ParamHandle:
         assert self.state is HandleState.SHARDED
         for index, segment in enumerate(self.segments):
             layout, before = segment.layout, segment.layout.dtype
-            holders = (layout.flat_param, *layout.sources)
-            if segment.gradients.accumulated and any(param.dtype != before for param in holders):
+            if segment.gradients.accumulated and any(
+                param.dtype != before for param in (layout.flat_param, *layout.sources)
+            ):
                 raise RuntimeError(
                     f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
                     "gradients left by no_sync wait for a backward; convert before or after the accumulation"
@@ -263,6 +270,7 @@ class ParamHandle:
                 segment.follow_resident()
             elif layout.dtype != before:
                 self.segments[index] = self._segment(layout)
+                self.unsharded_nbytes = self._count_nbytes()
                 self.generation += 1
 
     @property
@@ -334,7 +342,10 @@ class ParamHandle:
 
     def follow_requires_grad(self) -> bool:
         """Lets the leaves follow the sharded parameters' `requires_grad`; returns whether any changed."""
-        return any([segment.follow_requires_grad() for segment in self.segments])
+        changed = False
+        for segment in self.segments:
+            changed = segment.follow_requires_grad() or changed
+        return changed
 
     @property
     def has_own_reduction(self) -> bool:

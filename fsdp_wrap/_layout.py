@@ -76,6 +76,10 @@ class Layout(Buffers, ShardedGradients, Protocol):
         """Shows one tensor per original parameter in the modules."""
         ...
 
+    def show_leaves(self) -> None:
+        """Shows the leaves that were made last in the modules."""
+        ...
+
     def show_sharded(self) -> None:
         """Shows the sharded parameters in the modules."""
         ...

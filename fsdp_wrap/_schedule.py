@@ -93,23 +93,24 @@ class Schedule:
         computed = casts.root if unit is self.root else casts.nested
         if computed is not None:
             args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
-        uses: list[Use] = []
+        uses: list[tuple[Schedule, Use]] = []
         try:
             for each in (*unit.lenders, unit):
-                uses.append(schedule_of(each).pre_forward(each, part))
+                schedule = schedule_of(each)
+                uses.append((schedule, schedule.pre_forward(each, part)))
             inputs = []
-            for use in uses:
-                args, kwargs, nodes = schedule_of(use.unit).watch_inputs(use, args, kwargs)
+            for schedule, use in uses:
+                args, kwargs, nodes = schedule.watch_inputs(use, args, kwargs)
                 inputs.append(nodes)
             output = call(*args, **kwargs)
             if returned is not None:
                 output = cast_floating(output, returned)
-            for use, nodes in zip(uses, inputs):
-                schedule_of(use.unit).post_forward(use, output, nodes)
+            for (schedule, use), nodes in zip(uses, inputs):
+                schedule.post_forward(use, output, nodes)
             return output
         finally:
-            for use in uses:
-                schedule_of(use.unit).exit_forward(use)
+            for schedule, use in uses:
+                schedule.exit_forward(use)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -382,7 +383,7 @@ class Schedule:
         """Issues a unit's all-gather; the next iteration takes its parameters over unless they change."""
         if unit.handle is None:
             return
-        if not unit.handle.is_current and graph_task() == -1 and not unit.running:
+        if not unit.handle.is_current and graph_task() == -1 and not self._depth:
             self._reshard(unit, Phase.IDLE)
             if unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
@@ -440,9 +441,8 @@ class Schedule:
             )
         self._positions[unit].enter(phase, self._iteration)
         self._gather(unit, phase)
-        handle.wait()
-        self._positions[unit].gather.completed()
-        self._positions[unit].gather_kept.completed()
+        if handle.wait():
+            self._positions[unit].gathered()
 
     def _prefetch_with_room(self, unit: Unit) -> None:
         """Prefetches once the memory of gradients that still travel is free again."""
@@ -481,7 +481,7 @@ class Schedule:
         positions = self._positions[unit]
         gather = positions.gather_kept if handle.keeps_parts else positions.gather
         gather.issue(phase, self._iteration)
-        handle.unshard()
+        handle.unshard(lasting=phase is Phase.IDLE or not unit.options.reshards_after_backward)
         emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
         return True
 

@@ -49,6 +49,7 @@ LAYERS = [
         "_layout.py",
         "_interval_tensor.py",
         "_gradient_mark.py",
+        "_flat_front.py",
         "flat_param.py",
         "_dtensor_layout.py",
     ],
