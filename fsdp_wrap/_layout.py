@@ -212,6 +212,10 @@ class Layout(Protocol):
         """For each original parameter, this rank's piece of its gradient; None without a gradient."""
         ...
 
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        """This rank's gradients in as few tensors as possible, none empty; zero padding may be among them."""
+        ...
+
     def follow_replaced(self) -> bool:
         """Takes over what the user has put, by `param.data = ...`, in the place of sharded parameters' data.
 

@@ -242,6 +242,9 @@ class FlatLayout:
     def gradients(self) -> list[torch.Tensor | None]:
         return self._front.gradients()
 
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        return self._front.gradient_blocks()
+
     def follow_replaced(self) -> bool:
         old, new = self._shard, self.flat_param.data
         if new.data_ptr() == old.data_ptr():
@@ -318,6 +321,13 @@ def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:
         param.grad.copy_(piece)
 
 
+def _lies_at(shard: torch.Tensor, start: int, numel: int, piece: torch.Tensor | None) -> bool:
+    """Whether a gradient is a part of a reduced shard still: what it holds can be replaced."""
+    if piece is None or piece._base is not shard or piece.numel() != numel:
+        return False
+    return piece.data_ptr() == shard.data_ptr() + start * shard.element_size()
+
+
 def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
     return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
 
@@ -367,6 +377,8 @@ class _Front(Protocol):
         ...
 
     def gradients(self) -> list[torch.Tensor | None]: ...
+
+    def gradient_blocks(self) -> list[torch.Tensor]: ...
 
     def show_sharded(self) -> None: ...
 
@@ -419,6 +431,10 @@ class _FlatFront:
         grad = self._layout.flat_param.grad
         return [None] * len(self.sources) if grad is None else [*self._layout.pieces(grad)]
 
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        grad = self._layout.flat_param.grad
+        return [] if grad is None else [grad]
+
     def show_sharded(self) -> None:
         for places, piece in zip(self._layout.places, self._pieces):
             places.show_plain(piece)
@@ -444,6 +460,12 @@ class _SliceFront:
         self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
         self.holders: Sequence[nn.Parameter] = self.sources
         self._pieces = layout.pieces(layout.flat_param.data)
+        first = int(layout.flat_param.storage_offset())
+        self._held = [
+            (index, int(piece.storage_offset()) - first, piece.numel())
+            for index, piece in enumerate(self._pieces)
+            if piece.numel()
+        ]
         self._grads: list[torch.Tensor | None] | None = None
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
@@ -492,6 +514,14 @@ class _SliceFront:
 
     def gradients(self) -> list[torch.Tensor | None]:
         return [param.grad for param in self.sources]
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        grads = [self.sources[index].grad for index, _, _ in self._held]
+        shard = None if not grads or grads[0] is None else grads[0]._base
+        if shard is not None and shard.numel() == self._layout.shard_numel:
+            if all(_lies_at(shard, start, numel, grad) for (_, start, numel), grad in zip(self._held, grads)):
+                return [shard]
+        return [grad for grad in grads if grad is not None]
 
     def show_sharded(self) -> None:
         self._layout.show(self.sources)
