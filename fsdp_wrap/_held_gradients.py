@@ -70,12 +70,12 @@ class HeldGradients:
         self._found = [*chain.from_iterable(self._registered)]
         self.units = list(dict.fromkeys(units_in(module).values()))
         self.handles = handles_of(self.units)
-        self.shares = _shares(self.handles)
         self.device = next((one.communicator.device for one in self.handles), torch.device("cpu"))
         sharded = {id(source) for one in self.handles for source in _sources(one)}
         self._replicated = {
             clean_fqn(name): param for name, param in module.named_parameters() if id(param) not in sharded
         }
+        self.shares = _shares([*self.handles, None] if self._replicated else self.handles)
 
     @property
     def is_current(self) -> bool:
@@ -94,9 +94,10 @@ class HeldGradients:
 
     def widest_dtype(self) -> torch.dtype:
         """Returns that of the parameters that need gradients: of these a rank may have none."""
-        layouts = (segment.layout for handle in self.handles for segment in handle.segments)
-        dtypes = {each.dtype for each in layouts if any(source.requires_grad for source in each.sources)}
-        dtypes |= {param.dtype for param in self.replicated.values() if param.requires_grad}
+        dtypes = {segment.layout.dtype for handle in self.handles for segment in handle.segments}
+        dtypes |= {param.dtype for param in self.replicated.values()}
+        if len(dtypes) != 1:  # else asking each parameter would change nothing
+            dtypes = {param.dtype for param in self.params() if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
@@ -154,9 +155,9 @@ def _names(module: nn.Module) -> dict[Place, tuple[int, str]]:
     return {place: (number, name) for number, (place, name) in enumerate(places)}
 
 
-def _shares(handles: Iterable[ParamHandle]) -> list[Share]:
+def _shares(handles: Iterable[ParamHandle | None]) -> list[Share]:
     """Divides units among as few groups as possible: the widest takes all of which it holds whole copies."""
-    left: list[ParamHandle | None] = [*handles, None]
+    left = list(handles)
     shares: list[Share] = []
     for group in _groups(left):
         copies = {handle: count for handle in left if (count := _copies(handle, group))}

@@ -8,7 +8,7 @@ once. An infinite p needs maxima in place of sums, and no division.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,28 +46,36 @@ def power(tensors: Iterable[torch.Tensor], p: float, device: torch.device) -> to
         p: Positive.
         device: Where the result is to be: float64, 1-D, of one element.
     """
-    norms = [torch.zeros(1, dtype=torch.float64, device=device)]
+    norms = []
     for kind in by_kind(tensors):
         # Other powers take no faster way, and their sums leave the range of float32 more easily.
         wide = accumulation_dtype(kind[0].dtype) if p in (1.0, 2.0, math.inf) else torch.float64
-        norms.append(torch.stack(torch._foreach_norm(list(_rows(kind)), p, dtype=wide)).to(norms[0]))
-    every = torch.cat(norms)
-    return merged([every if math.isinf(p) else every.pow_(p)], p)
+        of_kind = torch.stack(torch._foreach_norm(_rows(kind), p, dtype=wide)).to(device, torch.float64)
+        norms.append(of_kind if math.isinf(p) else of_kind**p)
+    return merged(norms or [torch.zeros(1, dtype=torch.float64, device=device)], p)
 
 
-def _rows(kind: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    small = [tensor.reshape(-1) for tensor in kind if tensor.numel() <= _SMALL]
-    large = [tensor for tensor in kind if tensor.numel() > _SMALL]
-    for tensor in [torch.cat(small), *large] if small else large:
-        if tensor.is_cpu and tensor.numel() > _ROW:
-            yield from torch.split(tensor.reshape(-1), _ROW)
-        else:
-            yield tensor
+def _rows(kind: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cuts and joins tensors to what a kernel takes at once."""
+    small = [tensor for tensor in kind if tensor.numel() <= _SMALL]
+    rows = [_joined([tensor.reshape(-1) for tensor in small])] if small else []
+    rows += [tensor for tensor in kind if tensor.numel() > _SMALL]
+    if not rows[0].is_cpu:
+        return rows
+    return [
+        row
+        for tensor in rows
+        for row in ([tensor] if tensor.numel() <= _ROW else torch.split(tensor.reshape(-1), _ROW))
+    ]
 
 
-def merged(powers: Iterable[torch.Tensor], p: float) -> torch.Tensor:
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def merged(powers: list[torch.Tensor], p: float) -> torch.Tensor:
     """Returns the power of the norm of all, given those of parts; 1-D, of one element."""
-    every = torch.cat([*powers])
+    every = _joined(powers)
     return every.amax(0, keepdim=True) if math.isinf(p) else every.sum(0, keepdim=True)
 
 
@@ -83,7 +91,7 @@ def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Ten
         if group is not None:
             parts = {share: value for share, value in powers.items() if share.group == group}
             counted = [value if math.isinf(p) else value / share.copies for share, value in parts.items()]
-            reduced = _all_reduce(group, torch.cat(counted), p)
+            reduced = _all_reduce(group, _joined(counted), p)
             found.update(zip(parts, torch.split(reduced, [value.numel() for value in parts.values()])))
     return list(found.values())
 

@@ -321,13 +321,6 @@ def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:
         param.grad.copy_(piece)
 
 
-def _lies_at(shard: torch.Tensor, start: int, numel: int, piece: torch.Tensor | None) -> bool:
-    """Whether a gradient is a part of a reduced shard still: what it holds can be replaced."""
-    if piece is None or piece._base is not shard or piece.numel() != numel:
-        return False
-    return piece.data_ptr() == shard.data_ptr() + start * shard.element_size()
-
-
 def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
     return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
 
@@ -461,10 +454,9 @@ class _SliceFront:
         self.holders: Sequence[nn.Parameter] = self.sources
         self._pieces = layout.pieces(layout.flat_param.data)
         first = int(layout.flat_param.storage_offset())
+        pieces = enumerate(self._pieces)
         self._held = [
-            (index, int(piece.storage_offset()) - first, piece.numel())
-            for index, piece in enumerate(self._pieces)
-            if piece.numel()
+            (index, int(piece.storage_offset()) - first) for index, piece in pieces if piece.numel()
         ]
         self._grads: list[torch.Tensor | None] | None = None
 
@@ -516,12 +508,14 @@ class _SliceFront:
         return [param.grad for param in self.sources]
 
     def gradient_blocks(self) -> list[torch.Tensor]:
-        grads = [self.sources[index].grad for index, _, _ in self._held]
-        shard = None if not grads or grads[0] is None else grads[0]._base
+        held = [(self.sources[index].grad, start) for index, start in self._held]
+        first = held[0][0] if held else None
+        shard = None if first is None else first._base
         if shard is not None and shard.numel() == self._layout.shard_numel:
-            if all(_lies_at(shard, start, numel, grad) for (_, start, numel), grad in zip(self._held, grads)):
+            begin, size = shard.data_ptr(), shard.element_size()
+            if all(grad is not None and grad.data_ptr() == begin + start * size for grad, start in held):
                 return [shard]
-        return [grad for grad in grads if grad is not None]
+        return [grad for grad, _ in held if grad is not None]
 
     def show_sharded(self) -> None:
         self._layout.show(self.sources)

@@ -187,7 +187,9 @@ def test_which_inputs_are_cast(rank, world_size, cast_nested, cast_root):
             self.seen.append([each.dtype for each in values])
             return self.inner(x.float(), torch.ones(1, dtype=FP64), 3, mask=torch.ones(4, dtype=torch.bool))
 
-    policy = MixedPrecision(BF16, cast_forward_inputs=cast_nested, cast_root_forward_inputs=cast_root)
+    policy = MixedPrecision(
+        BF16, cast_forward_inputs=cast_nested, cast_root_forward_inputs=cast_root
+    )
     outer = Outer()
     inner = outer.inner
     model = FSDP(outer, auto_wrap_policy=ModuleWrapPolicy({Spy}), mixed_precision=policy)
