@@ -15,7 +15,7 @@ from fsdp_wrap._full_values import FullValue, gather
 __all__ = ["check_budget", "stream"]
 
 _SMALL, _BATCH = 2**16, 2**20
-"""Most bytes of a tensor that travels with others, since a message costs more than a copy; and of them all."""
+"""Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
 
 
 def check_budget(budget: int | None) -> None:
