@@ -352,6 +352,9 @@ class DTensorLayout:
     def gradients(self) -> list[torch.Tensor | None]:
         return [None if param.grad is None else held_by_this_rank(param.grad) for param in self.sources]
 
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        return [grad for grad in self.gradients() if grad is not None and grad.numel()]
+
     # changes from outside
 
     def follow_replaced(self) -> bool:

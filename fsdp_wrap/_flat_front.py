@@ -18,6 +18,7 @@ class _Layout(Protocol):
     """What a front needs of its layout."""
 
     places: Sequence[ParamPlaces]
+    shard_numel: int
 
     @property
     def flat_param(self) -> nn.Parameter: ...
@@ -52,6 +53,8 @@ class Front(Protocol):
         ...
 
     def gradients(self) -> list[torch.Tensor | None]: ...
+
+    def gradient_blocks(self) -> list[torch.Tensor]: ...
 
     def follow_places(self) -> None:
         """Goes over to where the layout's places are now."""
@@ -110,6 +113,10 @@ class FlatFront:
         grad = self._layout.flat_param.grad
         return [None] * len(self.sources) if grad is None else [*self._layout.pieces(grad)]
 
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        grad = self._layout.flat_param.grad
+        return [] if grad is None else [grad]
+
     def follow_places(self) -> None:
         self._display = Display(self._layout.places, self._pieces)
 
@@ -143,6 +150,10 @@ class SliceFront:
     def _adopt(self, shard: torch.Tensor) -> None:
         self._pieces = self._layout.pieces(shard)
         self._memory = _memory(self._pieces, shard)
+        first, pieces = int(shard.storage_offset()), enumerate(self._pieces)
+        self._held = [
+            (index, int(piece.storage_offset()) - first) for index, piece in pieces if piece.numel()
+        ]
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         if _memory(self.sources, shard) == self._memory:
@@ -189,6 +200,16 @@ class SliceFront:
 
     def gradients(self) -> list[torch.Tensor | None]:
         return [param.grad for param in self.sources]
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        held = [(self.sources[index].grad, start) for index, start in self._held]
+        first = held[0][0] if held else None
+        shard = None if first is None else first._base
+        if shard is not None and shard.numel() == self._layout.shard_numel:
+            begin, size = shard.data_ptr(), shard.element_size()
+            if all(grad is not None and grad.data_ptr() == begin + start * size for grad, start in held):
+                return [shard]
+        return [grad for grad, _ in held if grad is not None]
 
     def follow_places(self) -> None:
         self._display = Display(self._layout.places, self.sources)

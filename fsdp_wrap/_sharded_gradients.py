@@ -61,3 +61,7 @@ class ShardedGradients(Protocol):
     def gradients(self) -> list[torch.Tensor | None]:
         """For each original parameter, this rank's piece of its gradient; None without a gradient."""
         ...
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        """This rank's gradients in as few tensors as possible, none empty; zero padding may be among them."""
+        ...

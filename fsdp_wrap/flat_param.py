@@ -255,6 +255,9 @@ class FlatLayout:
     def gradients(self) -> list[torch.Tensor | None]:
         return self._front.gradients()
 
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        return self._front.gradient_blocks()
+
     def follow_replaced(self) -> bool:
         old, new = self._shard, self.flat_param.data
         if new.data_ptr() == old.data_ptr():

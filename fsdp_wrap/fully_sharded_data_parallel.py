@@ -41,7 +41,7 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
+from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.forward_methods import register_forward_method
 from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
@@ -190,6 +190,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.module = self
+        self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
     # the wrapped module
@@ -316,12 +317,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
                 one encloses.
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
-        return clip_grad_norm(self, max_norm, norm_type)
+        return self._gradient_norms.clip(max_norm, norm_type)
 
     def grad_norms(self, norm_type: float | int = 2.0) -> dict[str, torch.Tensor]:
         """Returns the norm of each parameter's gradient over all ranks, by original name; unshards nothing.
 
-        Collective; see `fsdp_wrap.clip_grad.grad_norms`. Parameters without a gradient are left out.
+        Collective; see `GradientNorms.by_name`. Parameters without a gradient are left out.
 
         Args:
             norm_type: The p of the p-norm, as for `clip_grad_norm_`.
@@ -330,7 +331,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
         """
-        return grad_norms(self, norm_type)
+        return self._gradient_norms.by_name(norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Lets a hook reduce the gradients of all units; see `fsdp_wrap.comm_hooks` for ready-made ones.

@@ -70,6 +70,8 @@ LAYERS = [
         "state_dict.py",
         "_optim_load.py",
         "optim_state_dict.py",
+        "_held_gradients.py",
+        "_norms.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
         "_compression.py",
