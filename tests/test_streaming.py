@@ -332,6 +332,25 @@ def test_small_tensors_travel_together(rank, world_size, front):
     assert_equal(dict(iter_full_params(model)), expected)
 
 
+@each_front
+@ranks(2)
+def test_small_tensors_that_travel_together_stay_within_the_budget(rank, world_size, front):
+    one = 64 * 64 * 4
+    with only_new_objects():
+        net = nn.Sequential(
+            *(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(4))
+        )
+        model = shard(front, net, ModuleWrapPolicy({nn.Sequential}))
+        for most in (4, 7, 12, 40):
+            gc.collect()
+            before = live_bytes()  # the shards among them
+            with Peak(before + 1.02 * most * one) as peak:
+                for _ in iter_full_params(model, budget=most * one):
+                    pass
+            assert before > 15 * one
+            assert peak.value - before <= 1.02 * most * one, most
+
+
 # Callers that break off, or come at the wrong time.
 
 
