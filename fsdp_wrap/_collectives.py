@@ -6,9 +6,7 @@ communicating is in use: `make_communicator` is the one place that chooses.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import pickle
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,86 +18,17 @@ import torch.distributed as dist
 from fsdp_wrap._device import Finished, Lane, Pending, lane_of
 from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._objects import (
+    all_gather_object,
+    all_gather_single,
+    broadcast_object,
+    reduce_scatter_single,
+)
 from fsdp_wrap._positions import GroupPositions, positions_of
+from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._watch import Watch
 
-__all__ = [
-    "Buffer",
-    "Communicator",
-    "ResidentBuffer",
-    "all_gather_object",
-    "broadcast_object",
-    "make_communicator",
-    "reduce_scatter_single",
-]
-
-
-# Torch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Buffer:
-    """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
-
-    It starts allocated: views can be made only while it is. They must not be used while it is freed.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self.nbytes = self.tensor.numel() * self.tensor.element_size()
-        self._storage = self.tensor.untyped_storage()
-
-    @property
-    def temporary(self) -> bool:
-        """Whether its content matters only while it is allocated."""
-        return True
-
-    @property
-    def allocated(self) -> bool:
-        """Whether the memory is there."""
-        return self.nbytes == 0 or self._storage.nbytes() > 0
-
-    @property
-    def resizable(self) -> bool:
-        """Whether the memory can come and go: not once it is shared with NumPy."""
-        return self._storage.resizable()
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this buffer's memory."""
-        same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
-        return same
-
-    def allocate(self) -> None:
-        """Gets memory, with undefined content."""
-        if not self.allocated:
-            self._storage.resize_(self.nbytes)
-
-    def free(self) -> None:
-        """Gives the memory back."""
-        if self._storage.nbytes() > 0:
-            self._storage.resize_(0)
-
-
-class ResidentBuffer(Buffer):
-    """A buffer over memory that stays: that of a shard which is the whole (NO_SHARD)."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self._storage = tensor.untyped_storage()
-
-    @property
-    def temporary(self) -> bool:
-        return False
-
-    @property
-    def resizable(self) -> bool:
-        return True
-
-    def free(self) -> None:
-        return None
+__all__ = ["Communicator", "make_communicator"]
 
 
 class Communicator(ABC):
@@ -286,7 +215,7 @@ class GroupCommunicator(Communicator):
         return self._issue(self._gather_lane, start, limited=self._limits_gather(full))
 
     def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
-        return _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
+        return all_gather_single(full, self.own_part(full), group=self._group, async_op=async_op)
 
     def _limits_gather(self, full: list[torch.Tensor]) -> bool:
         """Whether waiting for a gather keeps to a limit."""
@@ -386,39 +315,6 @@ class ExchangeCommunicator(GroupCommunicator):
         if full.nbytes < self._least:
             return super()._reduce(shard, full, async_op)
         return exchange_reduce(self._group, self.rank, shard, full.chunk(self.size))
-
-
-def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
-    own, ranks = _pickled(value, group), dist.get_world_size(group)
-    length = torch.tensor([own.numel()], device=own.device)
-    lengths = length.new_empty(ranks)
-    _all_gather(lengths, length, group=group)
-    longest = int(lengths.max())
-    full = own.new_empty(ranks * longest)
-    _all_gather(full, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
-    return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
-
-
-def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
-    data = _pickled(value if dist.get_rank(group) == 0 else None, group)
-    length = torch.tensor([data.numel()], device=data.device)
-    dist.broadcast(length, group=group, group_src=0)
-    if dist.get_rank(group) != 0:
-        data = data.new_empty(int(length))
-    dist.broadcast(data, group=group, group_src=0)
-    return _unpickled(data)
-
-
-def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    device = dist.distributed_c10d._get_pg_default_device(group)
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-
-
-def _unpickled(data: torch.Tensor) -> Any:
-    data = data.cpu()
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def _as_transport(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up, sizes_of
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
@@ -22,103 +22,6 @@ from fsdp_wrap.flat_param import Allocator
 __all__ = ["DTensorLayout"]
 
 _ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
-
-    Attributes:
-        fqn: Name within the unit.
-        shape: Of the parameter.
-        dim: The dimension that is cut; its indices are the rows here.
-        ranks: Into how many parts.
-        start: Where the parameter begins in the unsharded buffer.
-        offset: Where each rank's chunk begins in its part of the buffer that travels.
-    """
-
-    fqn: str
-    shape: torch.Size
-    dim: int
-    ranks: int
-    start: int
-    offset: int
-
-    @functools.cached_property
-    def chunk(self) -> int:
-        """Rows of a whole chunk."""
-        return -(-self.shape[self.dim] // self.ranks)
-
-    @functools.cached_property
-    def whole(self) -> int:
-        """How many ranks hold a whole chunk; the next holds the rest, the others nothing."""
-        return self.shape[self.dim] // self.chunk if self.shape.numel() else 0
-
-    @functools.cached_property
-    def rest(self) -> int:
-        """Rows of the chunk that is not whole."""
-        return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
-
-    @property
-    def stop(self) -> int:
-        """Where the parameter ends in the unsharded buffer."""
-        return self.start + self.shape.numel()
-
-    @property
-    def end(self) -> int:
-        """Where each rank's chunk ends in its part."""
-        return self.offset + self._shape_of(self.chunk).numel()
-
-    def _shape_of(self, rows: int) -> torch.Size:
-        return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
-
-    def first_row(self, rank: int) -> int:
-        """Returns the first row that a rank holds."""
-        return min(rank * self.chunk, self.shape[self.dim])
-
-    def rows(self, rank: int) -> int:
-        """Returns how many rows a rank holds."""
-        return self.first_row(rank + 1) - self.first_row(rank)
-
-    def held_shape(self, rank: int) -> torch.Size:
-        """Returns the shape of a rank's rows."""
-        return self._shape_of(self.rows(rank))
-
-    def held(self, part: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the view of a rank's part in which its rows are."""
-        shape = self.held_shape(rank)
-        return part[self.offset : self.offset + shape.numel()].view(shape)
-
-    def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Views of all ranks' parts (ranks x shard): (ranks, rows, other dimensions) and (rows, others)."""
-        found = []
-        if self.whole:
-            chunks = parts[: self.whole, self.offset : self.end]
-            found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
-        if self.rest:
-            found.append(self.held(parts[self.whole], self.whole).movedim(self.dim, 0))
-        return found
-
-    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
-        rows = tensor.movedim(self.dim, 0) if self.dim else tensor
-        if not self.rest and self.whole:
-            return [rows.view(self.whole, self.chunk, *rows.shape[1:])]
-        found = []
-        if self.whole:
-            whole = rows[: self.whole * self.chunk]
-            found.append(whole.view(self.whole, self.chunk, *rows.shape[1:]))
-        if self.rest:
-            found.append(rows[self.whole * self.chunk :])
-        return found
-
-    def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Views of what belongs to no row."""
-        first = self.offset + self._shape_of(self.rest).numel()
-        return [
-            parts[self.whole : self.whole + 1, first : self.end],
-            parts[self.whole + 1 :, self.offset : self.end],
-        ]
 
 
 class DTensorLayout:
@@ -152,13 +55,13 @@ class DTensorLayout:
         self.name, self.sharded, self.in_place = name, True, allocator.size == 1
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
-        self._cuts = _cut(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
+        self._cuts = cut_all(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
         self._held_shapes = [cut.held_shape(self._rank) for cut in self._cuts]
-        self._sizes = _sizes(self._cuts, self._held_shapes)
+        self._sizes = sizes_of(self._cuts, self._held_shapes)
         self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
         self.numel = self.shard_numel * allocator.size
-        self.full_numel = self.numel if self.in_place else _up(self._cuts[-1].stop, allocator.size)
+        self.full_numel = self.numel if self.in_place else round_up(self._cuts[-1].stop, allocator.size)
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
@@ -237,12 +140,12 @@ class DTensorLayout:
         return [
             Interval(cut.fqn, cut.shape, first, piece.view(-1), source, first)
             for cut, piece, source in zip(self._cuts, self._pieces, self.sources)
-            for first in [_only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
+            for first in [only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
         ]
 
     def held_by_rank(self) -> list[list[int]]:
         return [
-            [_only_rows(cut).rows(rank) * cut.shape[1:].numel() for rank in range(self._ranks)]
+            [only_rows(cut).rows(rank) * cut.shape[1:].numel() for rank in range(self._ranks)]
             for cut in self._cuts
         ]
 
@@ -391,42 +294,12 @@ class DTensorLayout:
         self._display = Display(self.places, self.sources)
 
 
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _cut(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignment: int) -> list[_Cut]:
-    cuts: list[_Cut] = []
-    start = offset = 0
-    for slot, dim in zip(slots, dims):
-        cut = _Cut(slot.fqn, slot.param.shape, dim, ranks, start, offset)
-        start, offset = _up(cut.stop, alignment), _up(cut.end, alignment)
-        cuts.append(cut)
-    return cuts
-
-
-def _sizes(cuts: Sequence[_Cut], shapes: Sequence[torch.Size]) -> list[int]:
-    """Returns the sizes of what a rank holds of each parameter, and of the gaps behind them."""
-    starts = [cut.offset for cut in cuts[1:]] + [cuts[-1].end + len(cuts)]
-    gaps = (start - cut.offset - shape.numel() for cut, shape, start in zip(cuts, shapes, starts))
-    return [size for shape, gap in zip(shapes, gaps) for size in (shape.numel(), gap)]
-
-
-def _only_rows(cut: _Cut) -> _Cut:
-    if cut.dim != 0:
-        raise ValueError(
-            f"parameter '{cut.fqn}' is cut along dimension {cut.dim}, so that no rank holds one contiguous "
-            "piece of it; save it as the DTensor that state_dict() of its module has"
-        )
-    return cut
-
-
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:
     return found is source and held_by_this_rank(found) is piece
 
 
 def _check_replaced(
-    cut: _Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
+    cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
 ) -> None:
     fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
     same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta

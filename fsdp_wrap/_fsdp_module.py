@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._copies import deepcopy_wrapper
+from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._modules import UNIT_ATTR
 from fsdp_wrap._schedule import Schedule, schedule_of
@@ -36,7 +37,7 @@ class FSDPModule(nn.Module):
 
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = _unit_of(self)
-        return schedule_of(unit).run_forward(unit, call, args, kwargs, self)
+        return run_forward(unit, call, args, kwargs, self)
 
     def register_forward_method(self, method_name: str) -> None:
         """Lets a method such as `generate` run as forward does; see `fsdp_wrap.forward_methods`.

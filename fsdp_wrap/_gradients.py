@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_wrap._collectives import Buffer, Communicator
+from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
+from fsdp_wrap._resizable import Buffer
 
 __all__ = ["Gradients"]
 
@@ -34,6 +35,9 @@ class Gradients:
         communicator: Allocates the reduce buffer.
         contributors: By how much summed gradients are divided: over so many ranks they are averaged.
         leaves: Whose gradients they are.
+
+    Attributes:
+        bulky: Whether one leaf's gradient alone takes half of the memory of all.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class Gradients:
             self._sums = _Place.freed(communicator.buffer(layout.numel, dtypes.reduce), layout)
         self._place = self._own
         self._filled = [False] * len(leaves)
+        self._numels = [leaf.numel() for leaf in leaves]
+        self.bulky = 2 * max(self._numels) >= layout.full_numel
         self._arrived = 0
         self._accumulated = False
         self._partial: torch.Tensor | None = None
@@ -83,11 +89,6 @@ class Gradients:
         )
 
     @property
-    def bulky(self) -> bool:
-        """Whether one leaf's gradient alone takes half of the memory of all."""
-        return 2 * max(leaf.numel() for leaf in self._leaves) >= self._layout.full_numel
-
-    @property
     def crowded(self) -> bool:
         """Whether more than a quarter of them has come."""
         return 4 * self._arrived > self._layout.full_numel
@@ -114,7 +115,7 @@ class Gradients:
         Raises:
             RuntimeError: If a gradient lies there already.
         """
-        self._arrived += self._leaves[index].numel()
+        self._arrived += self._numels[index]
         if into is not None and (self.lie_in(into) or not self.collected):
             if not self.lie_in(into):
                 self._place = _Place(into, self._layout)
@@ -139,11 +140,11 @@ class Gradients:
     def _move(self, indices: Sequence[int]) -> None:
         targets: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
-        for index in indices:
-            leaf = self._leaves[index]
-            if leaf.grad is None:
-                continue
+        there = [index for index in indices if self._leaves[index].grad is not None]
+        if there:
             self._place.allocate()
+        for index in there:
+            leaf = self._leaves[index]
             parts, pieces = self._place.parts[index], self._layout.split(index, _taken_from(leaf))
             if self._filled[index]:
                 for target, piece in zip(parts, pieces):

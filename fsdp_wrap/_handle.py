@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
+from fsdp_wrap._in_flight import KeptParameters, Reduction
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._segment import Segment
@@ -86,9 +87,9 @@ class ParamHandle:
         self.state = HandleState.SHARDED
         self.generation = 0
         self._gathering: Pending = Finished()
-        self._kept: _Kept | None = None
+        self._kept: KeptParameters | None = None
         self._versions: list[int] = []
-        self._reduction: _Reduction | None = None
+        self._reduction: Reduction | None = None
         self._reduce_scatter: ReduceScatter | None = None
         self._summing = replicas
         self._summoned: list[SummonedSegment] = []
@@ -226,7 +227,7 @@ class ParamHandle:
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         if unsharded:
             self.wait()  # a gather in flight still writes
-        self._kept = _Kept(self.segments, within) if within is not None and unsharded else None
+        self._kept = KeptParameters(self.segments, within) if within is not None and unsharded else None
         if not unsharded:
             return False
         self.show_sharded()
@@ -391,7 +392,7 @@ class ParamHandle:
         ]
         reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
         replicas = self._summing if over_replicas else None
-        self._reduction = _Reduction(segments, shards, reduce_scatter(shards, full), replicas)
+        self._reduction = Reduction(segments, shards, reduce_scatter(shards, full), replicas)
         return sum(segment.gradients.nbytes for segment in segments)
 
     def finish_reduction(self) -> None:
@@ -424,66 +425,3 @@ class ParamHandle:
             self.reshard()
         for segment in self.segments:
             segment.gradients.drop_failed()
-
-
-class _Kept:
-    """The full parameters of a unit, evenly cut within some ranks that keep them from forward to backward."""
-
-    def __init__(self, segments: list[Segment], within: Communicator) -> None:
-        self._within = within
-        self._parts = [within.own_part(segment.full_data).clone() for segment in segments]
-
-    def gather(self, segments: list[Segment]) -> Pending:
-        """Fills the unsharded buffers."""
-        for segment in segments:
-            segment.full.allocate()
-        full = [segment.full_data for segment in segments]
-
-        def fill() -> None:
-            for target, part in zip(full, self._parts):
-                self._within.own_part(target).copy_(part)
-
-        return self._within.all_gather(full, fill)
-
-
-class _Reduction:
-    """A reduction in flight: its buffers, what is still to be done, and where the result goes.
-
-    The sum over the replicas, if any, follows that within the copy, at once if that is finished already.
-    """
-
-    def __init__(
-        self,
-        segments: list[Segment],
-        shards: list[torch.Tensor],
-        pending: Pending,
-        replicas: Communicator | None,
-    ) -> None:
-        self._segments, self._shards, self._pending = segments, shards, pending
-        self._replicas = replicas
-        self._over_replicas: Pending | None = None
-        if isinstance(pending, Finished):
-            self._sum_over_replicas()
-
-    def _sum_over_replicas(self) -> None:
-        for segment, shard in zip(self._segments, self._shards):
-            segment.gradients.take_partial(shard)
-        replicas = self._replicas
-        self._over_replicas = Finished() if replicas is None else replicas.all_reduce(self._shards)
-
-    def finish(self) -> None:
-        self._pending.wait()
-        if self._over_replicas is None:
-            self._sum_over_replicas()
-        assert self._over_replicas is not None
-        self._over_replicas.wait()
-        for segment, shard in zip(self._segments, self._shards):
-            if self._replicas is None:
-                segment.gradients.keep_partial(shard)
-            else:
-                segment.gradients.add_reduced(shard)
-
-    def abandon(self) -> None:
-        self._pending.wait()
-        for segment in self._segments:
-            segment.gradients.drop()

@@ -12,7 +12,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._collectives import reduce_scatter_single
+from fsdp_wrap._objects import reduce_scatter_single
 
 __all__ = [
     "DefaultState",

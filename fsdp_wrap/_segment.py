@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from fsdp_wrap._buffers import same_elements
-from fsdp_wrap._collectives import Communicator, ResidentBuffer
+from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
+from fsdp_wrap._resizable import ResidentBuffer
 
 __all__ = ["Segment"]
 

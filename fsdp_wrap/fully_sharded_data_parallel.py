@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
+from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._materialize import MaterializationError, Values
@@ -268,7 +269,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
 
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._drop_stale_load()
-        return schedule_of(self._unit).run_forward(self._unit, call, args, kwargs)
+        return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
         """Lets a method of the wrapped module, such as `generate`, run as its forward does.
