@@ -24,6 +24,7 @@ setup(
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
         "clients": CLIENTS,
+        "benchmarks": ["matplotlib"],
         "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
     },

@@ -1,38 +1,130 @@
-"""What benchmarks share: rank processes, competitors that take turns, summaries, the machine."""
+"""What benchmarks share: questions, rank processes, competitors that take turns, ratios, the machine."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing as torch_multiprocessing
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+Table = dict[str, dict[str, float]]
+"""Figures by row (an implementation, mostly) and column."""
+Figures = dict[str, Table]
+"""Tables by title."""
+BASELINES = {"ddp": ("ddp",), "fsdp1": ("fsdp1", "fsdp1_flat"), "fsdp2": ("fsdp2",)}
+"""What times are set against; of several, the fastest."""
+
+
+# --- questions ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Times of one competitor, in milliseconds, against the baseline's.
+class Settings:
+    """What to measure, and how long; where nothing is said, the question's own choice."""
 
-    `ratio` is that of the medians; `paired` is the median of the ratios within a round, which bears a machine
-    whose load changes while it measures.
+    impl: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    ranks: int = 2
+    rounds: int | None = None
+
+    def implementations(self, known: Sequence[str]) -> list[str]:
+        """Those of the known implementations that are asked for."""
+        return [name for name in known if name in (self.impl or known)]
+
+    def cases_of(self, known: Sequence[str], usual: Sequence[str] = ()) -> list[str]:
+        """Those of the known cases that are asked for; without a wish, the usual ones."""
+        return [name for name in known if name in (self.cases or usual or known)]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Something to measure, and how its answer is shown.
+
+    Attributes:
+        name: As on the command line.
+        title: Heading.
+        about: What the figures are.
+        ask: Measures.
+        chart: The column that the picture shows.
     """
 
-    median_ms: float
-    ratio: float
-    paired: float
-    min_ms: float
-    max_ms: float
+    name: str
+    title: str
+    about: str
+    ask: Callable[[Settings], Figures]
+    chart: str
+
+
+def ask_alone(question: Question) -> None:
+    """A script's `main`: asks one question as the command line says, and prints the tables."""
+    parser = argparse.ArgumentParser(description=f"{question.title}. {question.about}")
+    names: Callable[[str], tuple[str, ...]] = lambda text: tuple(text.split(","))  # noqa: E731
+    parser.add_argument("--impl", type=names, default=(), metavar="A,B", help="implementations")
+    parser.add_argument("--cases", type=names, default=(), metavar="A,B")
+    parser.add_argument("--ranks", type=partial(_at_least, 1), default=2, metavar="N")
+    parser.add_argument("--rounds", type=partial(_at_least, 1), metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = vars(parser.parse_args())
+    path = options.pop("json")
+    preload()
+    print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
+    figures = question.ask(Settings(**options))
+    print(*(f"\n{title}\n\n{as_markdown(table)}" for title, table in figures.items()), sep="\n")
+    if path:
+        path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
+
+
+def as_markdown(table: Table) -> str:
+    """A table with aligned columns; what was not measured stays empty."""
+    columns = list(dict.fromkeys(column for row in table.values() for column in row))
+    lines = [
+        ["", *columns],
+        *([name, *(_figure(row.get(c)) for c in columns)] for name, row in table.items()),
+    ]
+    widths = [max(3, *map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    rows = (
+        [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        for line in lines
+    )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:,.{4 if 0 < abs(value) < 0.05 else digits}f}"
+
+
+def _at_least(least: int, text: str) -> int:
+    number = int(text)
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
+    return number
+
+
+# --- rank processes -----------------------------------------------------------------------------------
+
+
+def preload() -> None:
+    """Lets rank processes start fast: they fork from one that has imported everything."""
+    multiprocessing.set_forkserver_preload(["benchmarks.implementations"])
 
 
 def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
@@ -40,19 +132,52 @@ def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
 
     The result must be JSON. An error in one rank ends the others and is raised here.
     """
+    return run_group(work, ranks, "gloo", ranks, arguments)
+
+
+def run_fake(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """Call `work(*arguments)` in one new process, on a group of `ranks` that sends nothing."""
+    return run_group(work, 1, "fake", ranks, arguments)
+
+
+def run_group(
+    work: Callable[..., Any], processes: int, backend: str, ranks: int, arguments: tuple[Any, ...]
+) -> Any:
+    """Call `work(*arguments)` in new processes, the first ranks of a group; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (work, ranks, folder, arguments), nprocs=ranks)
+        torch_multiprocessing.start_processes(
+            _rank, (work, backend, ranks, folder, arguments), processes, start_method="forkserver"
+        )
         return json.loads(Path(folder, "result").read_text())
 
 
-def interleave(
-    competitors: Mapping[str, Callable[[], object]], rounds: int, warmup: int, alone: bool = False
-) -> dict[str, list[float]]:
-    """Let competitors take one step each per round; returns their seconds per round, of the slowest rank.
+def _rank(
+    rank: int, work: Callable[..., Any], backend: str, ranks: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    gc.freeze()  # what is imported need not be looked at by every collection
+    result = work(*arguments)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(result))
+    dist.barrier()
+    gc.collect()  # models are cycles and hold the group, whose threads must end before the interpreter
+    dist.destroy_process_group()
 
-    Or of this process, if it is `alone` (as on a process group that sends nothing).
+
+# --- time ---------------------------------------------------------------------------------------------
+
+
+def interleave(
+    competitors: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Called on every rank: lets competitors take one turn each per round.
 
     Each round starts with another competitor, so that none always follows the same one's use of the caches.
+
+    Returns:
+        Their seconds per round, of the slowest rank.
     """
     names = list(competitors)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -62,79 +187,38 @@ def interleave(
             seconds = _timed(competitors[name])
             if turn >= warmup:
                 times[name].append(seconds)
-    return times if alone else _slowest(times)
+    return times if dist.get_backend() == "fake" else _slowest(times)
 
 
-def summarize(times: Mapping[str, Sequence[float]], baseline: str) -> dict[str, Summary]:
-    """Medians, ratios and range for each competitor."""
-    reference = statistics.median(times[baseline])
-    return {
-        name: Summary(
-            median_ms=1e3 * statistics.median(of_name),
-            ratio=statistics.median(of_name) / reference,
-            paired=statistics.median(mine / base for mine, base in zip(of_name, times[baseline])),
-            min_ms=1e3 * min(of_name),
-            max_ms=1e3 * max(of_name),
-        )
-        for name, of_name in times.items()
+def compare(
+    times: Mapping[str, Sequence[float]],
+    baselines: Mapping[str, Sequence[str]] = BASELINES,
+    unit: tuple[str, float] = ("ms", 1e3),
+) -> Table:
+    """Medians and ranges in a unit, and ratios to baselines.
+
+    `/ base` is the median of the ratios within a round, which bears a machine whose load changes while it
+    measures; `medians / base` the ratio of the medians.
+    """
+    name, scale = unit
+    table = {
+        impl: {name: scale * statistics.median(mine), "min": scale * min(mine), "max": scale * max(mine)}
+        for impl, mine in times.items()
     }
+    for base, members in baselines.items():
+        if there := [member for member in members if member in times]:
+            fastest = times[min(there, key=lambda member: statistics.median(times[member]))]
+            for impl, mine in times.items():
+                paired = statistics.median(own / other for own, other in zip(mine, fastest))
+                table[impl][f"/ {base}"] = paired
+                table[impl][f"medians / {base}"] = statistics.median(mine) / statistics.median(fastest)
+    return table
 
 
-def table(title: str, summaries: Mapping[str, Summary], baseline: str) -> str:
-    """The summaries as text, one competitor a line."""
-    width = max(map(len, summaries))
-    lines = [title, f"  {'':{width}}  median ms  / {baseline:6}  paired  min - max ms"]
-    for name, row in summaries.items():
-        spread = f"{row.min_ms:.1f} - {row.max_ms:.1f}"
-        lines.append(f"  {name:{width}}  {row.median_ms:9.1f}  {row.ratio:8.2f}  {row.paired:6.2f}  {spread}")
-    return "\n".join(lines)
-
-
-def peak_bytes(action: Callable[[], object]) -> int:
-    """Most host memory that tensors of this thread took during an action, beyond that before it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = action()  # kept until the end of the measurement
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns())
-    del result
-    return max(accumulate((event.nbytes() for event in memory), initial=0))
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def write_json(path: Path, settings: Mapping[str, Any], results: Mapping[str, Mapping[str, Summary]]) -> None:
-    """Keep a run: the machine, how it was asked to measure, and the summaries by case."""
-    cases = {case: {name: asdict(row) for name, row in rows.items()} for case, rows in results.items()}
-    content = {"machine": machine(), "settings": dict(settings), "cases": cases}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _rank(rank: int, work: Callable[..., Any], ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    result = work(*arguments)
-    if rank == 0:
-        Path(folder, "result").write_text(json.dumps(result))
-    dist.barrier()
-    gc.collect()  # models are cycles and hold the group, whose threads must end before the interpreter
-    dist.destroy_process_group()
-
-
-def _timed(step: Callable[[], object]) -> float:
+def _timed(turn: Callable[[], object]) -> float:
     dist.barrier()
     started = time.perf_counter()
-    step()
+    turn()
     return time.perf_counter() - started
 
 
@@ -142,6 +226,21 @@ def _slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, times)
     return {name: [max(turn) for turn in zip(*(of_rank[name] for of_rank in by_rank))] for name in times}
+
+
+# --- the machine --------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def _processor() -> str:

@@ -26,7 +26,7 @@ TARGET = Path(__file__).with_name("api.md")
 MODULES = ["", "fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scaler"]
 """The public modules of `torch.distributed.fsdp`; "" is the package itself."""
 
-COMMUNICATOR = "one file chooses how to communicate (`_collectives.py`), as a whole"
+COMMUNICATOR = "one file chooses how to communicate (`_communicators.py`), as a whole"
 ONE_IN_FLIGHT = "one reduction is in flight at most, on a queue of its own beside the gathers'"
 NESTED_DTENSORS = "parameters that are `DTensor`s already (tensor parallelism) are refused by name"
 

@@ -43,6 +43,7 @@ class Kind(IntEnum):
     GATHER = 4
     SCATTER = 5
     OBJECT = 6
+    ALL_TO_ALL = 7
 
 
 class Peer:

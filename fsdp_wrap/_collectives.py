@@ -6,8 +6,6 @@ communicating is in use: `make_communicator` (`_communicators.py`) is the one pl
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,77 +15,19 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._device import Finished, Lane, Pending, lane_of
+from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._objects import (
+    all_gather_object,
+    all_gather_single,
+    broadcast_object,
+    reduce_scatter_single,
+)
 from fsdp_wrap._positions import GroupPositions, positions_of
+from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._watch import Watch
 
-__all__ = [
-    "Buffer",
-    "Communicator",
-    "ResidentBuffer",
-    "all_gather_object",
-    "broadcast_object",
-    "reduce_scatter_single",
-]
-
-
-# Torch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Buffer:
-    """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
-
-    It starts allocated: views can be made only while it is. They must not be used while it is freed.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self.nbytes = self.tensor.numel() * self.tensor.element_size()
-        self._storage = self.tensor.untyped_storage()
-
-    @property
-    def allocated(self) -> bool:
-        """Whether the memory is there."""
-        return self.nbytes == 0 or self._storage.nbytes() > 0
-
-    @property
-    def resizable(self) -> bool:
-        """Whether the memory can come and go: not once it is shared with NumPy."""
-        return self._storage.resizable()
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this buffer's memory."""
-        same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
-        return same
-
-    def allocate(self) -> None:
-        """Gets memory, with undefined content."""
-        if not self.allocated:
-            self._storage.resize_(self.nbytes)
-
-    def free(self) -> None:
-        """Gives the memory back."""
-        if self._storage.nbytes() > 0:
-            self._storage.resize_(0)
-
-
-class ResidentBuffer(Buffer):
-    """A buffer over memory that stays: that of a shard which is the whole (NO_SHARD)."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self._storage = tensor.untyped_storage()
-
-    @property
-    def resizable(self) -> bool:
-        return True
-
-    def free(self) -> None:
-        return None
+__all__ = ["Communicator", "ExchangeCommunicator", "GroupCommunicator", "SoloCommunicator"]
 
 
 class Communicator(ABC):
@@ -159,7 +99,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled."""
+        """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled.
+
+        What is summed may be of a narrower dtype; the sum is in that of the shards.
+        """
 
     @abstractmethod
     def all_reduce(
@@ -187,6 +130,10 @@ class Communicator(ABC):
     def broadcast_object(self, value: Any) -> Any:
         """Returns the small picklable value of the group's first rank; blocks."""
 
+    @abstractmethod
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        """Sends each rank its even part of a 1-D tensor; what comes lies in the order of the ranks."""
+
 
 class SoloCommunicator(Communicator):
     """One rank alone: nothing travels."""
@@ -195,7 +142,10 @@ class SoloCommunicator(Communicator):
         super().__init__(0, 1, device)
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        return lane_of(self.device, "gather").issue(_without_work(fill))
+        def start(async_op: bool) -> None:
+            fill()
+
+        return lane_of(self.device, "gather").issue(start)
 
     def all_gather_parts(
         self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
@@ -230,6 +180,10 @@ class SoloCommunicator(Communicator):
     def broadcast_object(self, value: Any) -> Any:
         return value
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        received.copy_(sent)
+        return Finished()
+
 
 class GroupCommunicator(Communicator):
     """The process group's own collectives, on two lanes: gathers never queue behind reductions."""
@@ -258,61 +212,71 @@ class GroupCommunicator(Communicator):
         return frozenset(dist.get_process_group_ranks(self._group))
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        starts = [self._gather(_as_transport(tensor)) for tensor in full]
-        return self._issue(self._gather_lane, [_without_work(fill), *starts])
+        def start(async_op: bool) -> list[Any]:
+            fill()
+            return [self._gather(_as_transport(tensor), async_op) for tensor in full]
+
+        return self._issue(self._gather_lane, start, limited=self._limits_gather(full))
+
+    def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
+        return all_gather_single(full, self.own_part(full), group=self._group, async_op=async_op)
+
+    def _limits_gather(self, full: list[torch.Tensor]) -> bool:
+        """Whether waiting for a gather keeps to a limit."""
+        return True
 
     def all_gather_parts(
         self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
     ) -> Pending:
         parts = torch.split(full, list(lengths))
-        own = parts[self.rank]
-        starts = [self._send(part, rank) for rank, part in enumerate(parts) if part.numel() > 0]
-        return self._issue(self._gather_lane, [_without_work(lambda: fill(own)), *starts])
+
+        def start(async_op: bool) -> list[Any]:
+            fill(parts[self.rank])
+            return [self._send(part, rank, async_op) for rank, part in enumerate(parts) if part.numel() > 0]
+
+        return self._issue(self._gather_lane, start)
+
+    def _send(self, tensor: torch.Tensor, source: int, async_op: bool) -> Any:
+        return dist.broadcast(_as_transport(tensor), group=self._group, group_src=source, async_op=async_op)
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        starts = [self._reduce(shard, source) for shard, source in zip(shards, full)]
+        def start(async_op: bool) -> list[Any]:
+            return [self._reduce(shard, source, async_op) for shard, source in zip(shards, full)]
+
         # On the CPU a reduce-scatter takes no time limit and does not tell whether it has completed.
-        return self._issue(self._reduce_lane, starts, limited=self.device.type != "cpu")
+        return self._issue(self._reduce_lane, start, limited=self.device.type != "cpu")
 
-    def _issue(self, lane: Lane, starts: list[Callable[[bool], Any]], limited: bool = True) -> Pending:
-        return self._watch.issue(lambda: [lane.issue(start) for start in starts], limited)
-
-    def _gather(self, full: torch.Tensor) -> Callable[[bool], Any]:
-        return lambda async_op: _all_gather(full, self.own_part(full), group=self._group, async_op=async_op)
-
-    def _send(self, tensor: torch.Tensor, source: int) -> Callable[[bool], Any]:
-        data = _as_transport(tensor)
-        return lambda async_op: dist.broadcast(data, group=self._group, group_src=source, async_op=async_op)
-
-    def _reduce(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[bool], Any]:
-        return lambda async_op: reduce_scatter_single(shard, full, group=self._group, async_op=async_op)
+    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
+        summed = full.to(shard.dtype)  # where this is a copy, it belongs to the stream that is current here
+        return reduce_scatter_single(shard, summed, group=self._group, async_op=async_op)
 
     def all_reduce(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Pending:
-        return self._issue(self._reduce_lane, [self._all_reduce(tensor, op) for tensor in tensors])
+        def start(async_op: bool) -> list[Any]:
+            return [dist.all_reduce(each, op=op, group=self._group, async_op=async_op) for each in tensors]
 
-    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[bool], Any]:
-        return lambda async_op: dist.all_reduce(tensor, op=op, group=self._group, async_op=async_op)
+        return self._issue(self._reduce_lane, start)
+
+    def _issue(self, lane: Lane, start: Callable[[bool], list[Any]], limited: bool = True) -> Pending:
+        return self._watch.issue(lambda: lane.issue(start), limited)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._issue(self._gather_lane, [self._gather_to_first(own, full)]).wait()
+        def start(async_op: bool) -> list[Any]:
+            source, parts = _as_transport(own), self._parts(full)
+            return [dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)]
+
+        self._issue(self._gather_lane, start).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._issue(self._gather_lane, [self._scatter_from_first(own, full)]).wait()
+        def start(async_op: bool) -> list[Any]:
+            target, parts = _as_transport(own), self._parts(full)
+            return [dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)]
 
-    def _gather_to_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
-        return lambda async_op: dist.gather(
-            _as_transport(own), self._parts(full), group=self._group, group_dst=0, async_op=async_op
-        )
-
-    def _scatter_from_first(self, own: torch.Tensor, full: torch.Tensor | None) -> Callable[[bool], Any]:
-        return lambda async_op: dist.scatter(
-            _as_transport(own), self._parts(full), group=self._group, group_src=0, async_op=async_op
-        )
+        self._issue(self._gather_lane, start).wait()
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(_as_transport(full).chunk(self.size))
@@ -323,47 +287,38 @@ class GroupCommunicator(Communicator):
     def broadcast_object(self, value: Any) -> Any:
         return broadcast_object(value, self._group)
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        def start(async_op: bool) -> Any:
+            return [dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)]
 
-def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
-    own, ranks = _pickled(value, group), dist.get_world_size(group)
-    length = torch.tensor([own.numel()], device=own.device)
-    lengths = length.new_empty(ranks)
-    _all_gather(lengths, length, group=group)
-    longest = int(lengths.max())
-    full = own.new_empty(ranks * longest)
-    _all_gather(full, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
-    return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
+        return self._issue(self._reduce_lane, start)
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
-    data = _pickled(value if dist.get_rank(group) == 0 else None, group)
-    length = torch.tensor([data.numel()], device=data.device)
-    dist.broadcast(length, group=group, group_src=0)
-    if dist.get_rank(group) != 0:
-        data = data.new_empty(int(length))
-    dist.broadcast(data, group=group, group_src=0)
-    return _unpickled(data)
+class ExchangeCommunicator(GroupCommunicator):
+    """Messages between every two ranks where tensors are large enough, else the group's own collectives.
 
+    Args:
+        ranks: The group, over gloo.
+        device: The CPU.
+        least: From how many bytes on a full tensor is exchanged, the same on all ranks; infinite for never.
+    """
 
-def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    device = dist.distributed_c10d._get_pg_default_device(group)
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
+        super().__init__(ranks, device)
+        self._least = least
 
+    def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
+        if full.nbytes < self._least:
+            return super()._gather(full, async_op)
+        return exchange_gather(self._group, self.rank, full.chunk(self.size))
 
-def _unpickled(data: torch.Tensor) -> Any:
-    data = data.cpu()
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+    def _limits_gather(self, full: list[torch.Tensor]) -> bool:
+        return all(tensor.nbytes < self._least for tensor in full)
 
-
-def _without_work(do: Callable[[], object]) -> Callable[[bool], None]:
-    """Makes something that a lane can issue of what involves no other rank."""
-
-    def start(async_op: bool) -> None:
-        do()
-
-    return start
+    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
+        if full.nbytes < self._least:
+            return super()._reduce(shard, full, async_op)
+        return exchange_reduce(self._group, self.rank, shard, full.chunk(self.size))
 
 
 def _as_transport(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol
@@ -31,12 +31,12 @@ class Lane(ABC):
     """One queue of communication that runs beside the computation."""
 
     @abstractmethod
-    def issue(self, start: Callable[[bool], Any]) -> Issued:
+    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Issued:
         """Runs `start` after all that the computation has issued so far.
 
         Args:
-            start: Issues copies and a collective; gets whether to ask the process group for an
-                asynchronous work, and returns that work (or None).
+            start: Issues copies and collectives; gets whether to ask the process group for
+                asynchronous works, and returns those.
         """
 
 
@@ -50,29 +50,34 @@ class Finished:
         return True
 
 
-class _WorkPending:
-    def __init__(self, work: Any) -> None:
-        self._work = work
+class _WorksPending:
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
     def wait_for(self, limit: timedelta) -> bool:
-        try:
-            self._work.wait(limit)
-        except RuntimeError:
-            if not self._work.is_completed():  # it goes on: only the waiting has ended
-                return False
-            self._work.wait()  # tells what ended it: perhaps success, just after the waiting
-        return True
+        return all(_wait_for(work, limit) for work in self._works)
+
+
+def _wait_for(work: Any, limit: timedelta) -> bool:
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if not work.is_completed():  # it goes on: only the waiting has ended
+            return False
+        work.wait()  # tells what ended it: perhaps success, just after the waiting
+    return True
 
 
 class HostLane(Lane):
     """The CPU's: works of the process group take the place of streams."""
 
-    def issue(self, start: Callable[[bool], Any]) -> Issued:
-        work = start(True)
-        return Finished() if work is None else _WorkPending(work)
+    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Issued:
+        works = start(True)
+        return _WorksPending(works) if works else Finished()
 
 
 class _EventPending:
@@ -100,7 +105,7 @@ class StreamLane(Lane):
         self._device = device
         self._stream = torch.Stream(device)
 
-    def issue(self, start: Callable[[bool], Any]) -> Issued:
+    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Issued:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             start(False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,105 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up, sizes_of
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
-from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, mark_owned
+from fsdp_wrap._interval import Interval
+from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
 from fsdp_wrap.flat_param import Allocator
 
 __all__ = ["DTensorLayout"]
 
 _ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
-
-    Attributes:
-        fqn: Name within the unit.
-        shape: Of the parameter.
-        dim: The dimension that is cut; its indices are the rows here.
-        ranks: Into how many parts.
-        start: Where the parameter begins in the unsharded buffer.
-        offset: Where each rank's chunk begins in its part of the buffer that travels.
-    """
-
-    fqn: str
-    shape: torch.Size
-    dim: int
-    ranks: int
-    start: int
-    offset: int
-
-    @functools.cached_property
-    def chunk(self) -> int:
-        """Rows of a whole chunk."""
-        return -(-self.shape[self.dim] // self.ranks)
-
-    @functools.cached_property
-    def whole(self) -> int:
-        """How many ranks hold a whole chunk; the next holds the rest, the others nothing."""
-        return self.shape[self.dim] // self.chunk if self.shape.numel() else 0
-
-    @functools.cached_property
-    def rest(self) -> int:
-        """Rows of the chunk that is not whole."""
-        return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
-
-    @property
-    def stop(self) -> int:
-        """Where the parameter ends in the unsharded buffer."""
-        return self.start + self.shape.numel()
-
-    @property
-    def end(self) -> int:
-        """Where each rank's chunk ends in its part."""
-        return self.offset + self._shape_of(self.chunk).numel()
-
-    def _shape_of(self, rows: int) -> torch.Size:
-        return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
-
-    def first_row(self, rank: int) -> int:
-        """Returns the first row that a rank holds."""
-        return min(rank * self.chunk, self.shape[self.dim])
-
-    def rows(self, rank: int) -> int:
-        """Returns how many rows a rank holds."""
-        return self.first_row(rank + 1) - self.first_row(rank)
-
-    def held(self, part: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the view of a rank's part in which its rows are."""
-        shape = self._shape_of(self.rows(rank))
-        return part[self.offset : self.offset + shape.numel()].view(shape)
-
-    def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Views of all ranks' parts (ranks x shard): (ranks, rows, other dimensions) and (rows, others)."""
-        found = []
-        if self.whole:
-            chunks = parts[: self.whole, self.offset : self.end]
-            found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
-        if self.rest:
-            found.append(self.held(parts[self.whole], self.whole).movedim(self.dim, 0))
-        return found
-
-    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
-        rows = tensor.movedim(self.dim, 0)
-        found = []
-        if self.whole:
-            whole = rows[: self.whole * self.chunk]
-            found.append(whole.view(self.whole, self.chunk, *rows.shape[1:]))
-        if self.rest:
-            found.append(rows[self.whole * self.chunk :])
-        return found
-
-    def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Views of what belongs to no row."""
-        first = self.offset + self._shape_of(self.rest).numel()
-        return [
-            parts[self.whole : self.whole + 1, first : self.end],
-            parts[self.whole + 1 :, self.offset : self.end],
-        ]
 
 
 class DTensorLayout:
@@ -146,11 +55,13 @@ class DTensorLayout:
         self.name, self.sharded, self.in_place = name, True, allocator.size == 1
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
-        self._cuts = _cut(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
+        self._cuts = cut_all(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
-        self.shard_numel = self._used.stop
+        self._held_shapes = [cut.held_shape(self._rank) for cut in self._cuts]
+        self._sizes = sizes_of(self._cuts, self._held_shapes)
+        self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
         self.numel = self.shard_numel * allocator.size
-        self.full_numel = self.numel if self.in_place else _up(self._cuts[-1].stop, allocator.size)
+        self.full_numel = self.numel if self.in_place else round_up(self._cuts[-1].stop, allocator.size)
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
@@ -159,6 +70,8 @@ class DTensorLayout:
             piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
             slot.param.data = piece  # whoever holds the original does not keep its memory alive
         self.sources = [self._parameter(index, slot.param) for index, slot in enumerate(slots)]
+        self._leaves: list[nn.Parameter] = []
+        self._follow_places()
 
     def _new_shard(self, dtype: torch.dtype, on_meta: bool) -> torch.Tensor:
         if on_meta:
@@ -180,7 +93,9 @@ class DTensorLayout:
         ]
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
-        return [cut.held(part, self._rank) for cut in self._cuts]
+        """Views of this rank's part, or something of its size, in which its rows are."""
+        pieces = torch.split_with_sizes(part, self._sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces[::2], self._held_shapes)]
 
     def _dtensor(self, index: int, piece: torch.Tensor) -> DTensor:
         # The public way costs ten times as much, per gradient and step.
@@ -225,12 +140,12 @@ class DTensorLayout:
         return [
             Interval(cut.fqn, cut.shape, first, piece.view(-1), source, first)
             for cut, piece, source in zip(self._cuts, self._pieces, self.sources)
-            for first in [_only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
+            for first in [only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
         ]
 
     def held_by_rank(self) -> list[list[int]]:
         return [
-            [_only_rows(cut).rows(rank) * cut.shape[1:].numel() for rank in range(self._ranks)]
+            [only_rows(cut).rows(rank) * cut.shape[1:].numel() for rank in range(self._ranks)]
             for cut in self._cuts
         ]
 
@@ -259,6 +174,7 @@ class DTensorLayout:
         leaves = [nn.Parameter(view, requires_grad=False) for view in self.views(buffer)]
         for leaf, attributes in zip(leaves, self._attributes):
             leaf.__dict__.update(attributes)
+        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -270,11 +186,13 @@ class DTensorLayout:
     # what the modules show
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
-        for places, param in zip(self.places, params):
-            places.show(param)
+        Display(self.places, params).show()
+
+    def show_leaves(self) -> None:
+        self._leaf_display.show()
 
     def show_sharded(self) -> None:
-        self.show(self.sources)
+        self._display.show()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self.show(params)
@@ -287,6 +205,7 @@ class DTensorLayout:
 
     def add_place(self, index: int, place: Place) -> None:
         self.places[index].add(*place)
+        self._follow_places()
         self.show_sharded()
 
     # gradients
@@ -296,10 +215,9 @@ class DTensorLayout:
         travelling.view(self._ranks, -1)[:, self._used].copy_(flags, non_blocking=True)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        self._marks.take_away()
         own = reduced.to(self._shard.device)
         for index, (param, piece) in enumerate(zip(self.sources, self._held(own))):
-            if self._marks.made(param):
-                param.grad = None
             # Looking at the number waits for the device: only where this rank does not know by itself.
             if not param.requires_grad or not (used[index] or own[self._used][index].item()):
                 continue
@@ -307,7 +225,6 @@ class DTensorLayout:
                 param.grad = self._dtensor(index, piece)
             else:
                 held_by_this_rank(param.grad).add_(piece)
-        self._marks.clear()
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self.sources:
@@ -338,6 +255,9 @@ class DTensorLayout:
     def gradients(self) -> list[torch.Tensor | None]:
         return [None if param.grad is None else held_by_this_rank(param.grad) for param in self.sources]
 
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        return [grad for grad in self.gradients() if grad is not None and grad.numel()]
+
     # changes from outside
 
     def follow_replaced(self) -> bool:
@@ -353,6 +273,7 @@ class DTensorLayout:
             self._pieces[index].copy_(value)
             self._show_in(param, index)
         self.sources = found
+        self._display = Display(self.places, found)
         return True
 
     def copied(self, memo: dict[int, Any]) -> DTensorLayout:
@@ -365,30 +286,12 @@ class DTensorLayout:
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         self.places = copy.deepcopy(self.places, memo)
+        self._follow_places()
         self.show_sharded()
 
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _cut(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignment: int) -> list[_Cut]:
-    cuts: list[_Cut] = []
-    start = offset = 0
-    for slot, dim in zip(slots, dims):
-        cut = _Cut(slot.fqn, slot.param.shape, dim, ranks, start, offset)
-        start, offset = _up(cut.stop, alignment), _up(cut.end, alignment)
-        cuts.append(cut)
-    return cuts
-
-
-def _only_rows(cut: _Cut) -> _Cut:
-    if cut.dim != 0:
-        raise ValueError(
-            f"parameter '{cut.fqn}' is cut along dimension {cut.dim}, so that no rank holds one contiguous "
-            "piece of it; save it as the DTensor that state_dict() of its module has"
-        )
-    return cut
+    def _follow_places(self) -> None:
+        self._leaf_display = Display(self.places, self._leaves)
+        self._display = Display(self.places, self.sources)
 
 
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:
@@ -396,7 +299,7 @@ def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) 
 
 
 def _check_replaced(
-    cut: _Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
+    cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
 ) -> None:
     fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
     same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta

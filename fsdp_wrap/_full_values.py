@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "FullValue",
     "copier",
     "full_values",
+    "gather",
     "handles_of",
     "is_first_rank",
     "is_sharded",
@@ -61,11 +63,39 @@ class FullValue:
         """Bytes of the full tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def gather(self) -> tuple[torch.Tensor, Pending]:
-        """Issues the gather; returns the full tensor, in memory of its own, and what to wait for."""
-        full = self.communicator.empty(self.shape.numel(), self.dtype)
-        pending = self.communicator.all_gather_parts(full, self.lengths, self.write)
-        return full.view(self.shape), pending
+    def travels_with(self, other: FullValue) -> bool:
+        """Whether the two can be parts of one message from each rank."""
+        same_ranks = self.communicator == other.communicator and self.communicator.size > 1
+        return same_ranks and self.dtype == other.dtype
+
+
+def gather(values: Sequence[FullValue]) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
+    """Issues one gather of values that travel together, or of one alone.
+
+    Returns:
+        For each value what makes, after the wait, the full tensor in memory of its own, once; and what to
+        wait for. One alone arrives in its place; several arrive side by side and are copied from there.
+    """
+    communicator, dtype = values[0].communicator, values[0].dtype
+    by_rank = [list(of_rank) for of_rank in zip(*(value.lengths for value in values))]
+    lengths = [sum(of_rank) for of_rank in by_rank]
+    arriving = communicator.empty(sum(lengths), dtype)
+
+    def write(own: torch.Tensor) -> None:
+        for value, part in zip(values, torch.split(own, by_rank[communicator.rank])):
+            value.write(part)
+
+    pending = communicator.all_gather_parts(arriving, lengths, write)
+    if len(values) == 1:
+        return [lambda: arriving.view(values[0].shape)], pending
+    parts = [torch.split(of_rank, each) for of_rank, each in zip(torch.split(arriving, lengths), by_rank)]
+    return [partial(_joined, value, of_value) for value, of_value in zip(values, zip(*parts))], pending
+
+
+def _joined(value: FullValue, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    full = value.communicator.empty(value.shape.numel(), value.dtype)
+    torch.cat(tuple(parts), out=full)
+    return full.view(value.shape)
 
 
 def full_values(handle: ParamHandle, segment: Segment) -> list[FullValue]:

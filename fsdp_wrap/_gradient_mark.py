@@ -61,14 +61,13 @@ class GradientMarks:
             if param.requires_grad:
                 self._marks[param] = _Mark(param, self._marks.get(param))
 
-    def made(self, param: nn.Parameter) -> bool:
-        """Whether a parameter's gradient is the mark's own."""
-        return param in self._marks and self._marks[param].made
-
     def zeroed(self, params: Iterable[nn.Parameter]) -> list[bool]:
         """For each parameter, whether it was marked and its gradient zeroed since."""
         return [param in self._marks and self._marks[param].zeroed for param in params]
 
-    def clear(self) -> None:
-        """Forgets all marks."""
+    def take_away(self) -> None:
+        """Forgets all marks, and removes the gradients that are the marks' own."""
+        for param, mark in self._marks.items():
+            if mark.made:
+                param.grad = None
         self._marks.clear()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
+from fsdp_wrap._in_flight import KeptParameters, Reduction
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._segment import Segment
@@ -20,10 +22,18 @@ from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
 from fsdp_wrap.api import MixedPrecision
 
-__all__ = ["HandleState", "ParamHandle", "ReduceScatter"]
+__all__ = ["HandleState", "ParamHandle", "ReduceScatter", "Transport"]
 
 ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 """Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
+
+
+class Transport(Protocol):
+    """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them."""
+
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending: ...
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending: ...
 
 
 class HandleState(Enum):
@@ -55,7 +65,9 @@ class ParamHandle:
 
     Attributes:
         state: What is in memory.
+        unsharded_nbytes: Bytes of the unsharded buffers when they are allocated.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
+        transport: How parameters and gradients travel in training.
     """
 
     def __init__(
@@ -67,15 +79,17 @@ class ParamHandle:
     ) -> None:
         self.communicator = communicator
         self.replicas = replicas
+        self.transport: Transport = communicator
         self._policy = policy
         self._contributors: float = communicator.size * replicas.size
         self.segments = [self._segment(layout) for layout in layouts]
+        self.unsharded_nbytes = self._count_nbytes()
         self.state = HandleState.SHARDED
         self.generation = 0
         self._gathering: Pending = Finished()
-        self._kept: _Kept | None = None
+        self._kept: KeptParameters | None = None
         self._versions: list[int] = []
-        self._reduction: _Reduction | None = None
+        self._reduction: Reduction | None = None
         self._reduce_scatter: ReduceScatter | None = None
         self._summing = replicas
         self._summoned: list[SummonedSegment] = []
@@ -85,17 +99,20 @@ class ParamHandle:
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policy)
+        handle.travel_by(self.transport)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
         return handle
+
+    def travel_by(self, transport: Transport) -> None:
+        """Lets parameters and gradients travel another way from now on; what users are shown does not."""
+        self.transport = transport
 
     def _segment(self, layout: Layout) -> Segment:
         dtypes = SegmentDtypes.of(layout.dtype, self._policy)
         return Segment(layout, dtypes, self.communicator, self._contributors)
 
-    @property
-    def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded buffers when they are allocated."""
+    def _count_nbytes(self) -> int:
         return sum(segment.full.nbytes for segment in self.segments)
 
     @property
@@ -126,28 +143,43 @@ class ParamHandle:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients were taken that no reduction has consumed."""
-        return not self.reducing and any(segment.grads.allocated for segment in self.segments)
+        """Whether there are gradients that no reduction has taken."""
+        collected = not self.reducing and any(segment.gradients.collected for segment in self.segments)
+        return collected or any(segment.gradients.on_leaves for segment in self.segments)
+
+    @property
+    def bulky(self) -> bool:
+        """Whether the first gradient that arrives may take as much memory as all that would follow."""
+        return any(segment.trainable and segment.gradients.bulky for segment in self.segments)
+
+    @property
+    def lends(self) -> bool:
+        """Whether gradients lie where the full parameters were."""
+        return any(segment.gradients.lie_in(segment.full) for segment in self.segments)
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients wait unreduced for a later backward (`no_sync`)."""
-        return any(segment.accumulates for segment in self.segments)
+        return any(segment.gradients.accumulated for segment in self.segments)
 
     # parameters
 
-    def unshard(self) -> bool:
-        """Issues the all-gather; returns False if the unit was unsharded (or being so) already."""
+    def unshard(self, lasting: bool = False) -> bool:
+        """Issues the all-gather; returns False if the unit was unsharded (or being so) already.
+
+        Args:
+            lasting: Whether `is_current` is to tell later if the shards have changed since.
+        """
         if self.state is not HandleState.SHARDED:
             return False
-        self._versions = self._shard_versions()
+        self._versions = self._shard_versions() if lasting else []
         if self._kept is not None:
             self._gathering = self._kept.gather(self.segments)
         else:
             for segment in self.segments:
                 segment.gathered.allocate()
             gathered = [segment.gathered_data for segment in self.segments]
-            self._gathering = self.communicator.all_gather(gathered, self._write_shards)
+            self._gathering = self.transport.all_gather(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
 
@@ -156,7 +188,7 @@ class ParamHandle:
 
     @property
     def is_current(self) -> bool:
-        """Whether the unit is unsharded, or being so, with its shards as they are now."""
+        """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         return unsharded and self._versions == self._shard_versions()
 
@@ -174,15 +206,17 @@ class ParamHandle:
         for segment in self.segments:
             segment.layout.write_shard(segment.own_data)
 
-    def wait(self) -> None:
-        """Makes the leaves usable by what the caller does next."""
-        if self.state is HandleState.UNSHARDING:
-            self._gathering.wait()
-            self._gathering = Finished()
-            for segment in self.segments if self._kept is None else ():
-                segment.arrange()
-            self._kept = None
-            self.state = HandleState.UNSHARDED
+    def wait(self) -> bool:
+        """Makes the leaves usable by what the caller does next; returns whether that took a gather."""
+        if self.state is not HandleState.UNSHARDING:
+            return False
+        self._gathering.wait()
+        self._gathering = Finished()
+        for segment in self.segments if self._kept is None else ():
+            segment.arrange()
+        self._kept = None
+        self.state = HandleState.UNSHARDED
+        return True
 
     def reshard(self, within: Communicator | None = None) -> bool:
         """Frees the full parameters; returns False if the unit was sharded already.
@@ -193,7 +227,7 @@ class ParamHandle:
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         if unsharded:
             self.wait()  # a gather in flight still writes
-        self._kept = _Kept(self.segments, within) if within is not None and unsharded else None
+        self._kept = KeptParameters(self.segments, within) if within is not None and unsharded else None
         if not unsharded:
             return False
         self.show_sharded()
@@ -207,7 +241,7 @@ class ParamHandle:
         if not self._shows_leaves:
             self._shows_leaves = True
             for segment in self.segments:
-                segment.layout.show(segment.leaves)
+                segment.layout.show_leaves()
 
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""
@@ -226,8 +260,9 @@ class ParamHandle:
         assert self.state is HandleState.SHARDED
         for index, segment in enumerate(self.segments):
             layout, before = segment.layout, segment.layout.dtype
-            holders = (layout.flat_param, *layout.sources)
-            if segment.accumulates and any(param.dtype != before for param in holders):
+            if segment.gradients.accumulated and any(
+                param.dtype != before for param in (layout.flat_param, *layout.sources)
+            ):
                 raise RuntimeError(
                     f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
                     "gradients left by no_sync wait for a backward; convert before or after the accumulation"
@@ -236,6 +271,7 @@ class ParamHandle:
                 segment.follow_resident()
             elif layout.dtype != before:
                 self.segments[index] = self._segment(layout)
+                self.unsharded_nbytes = self._count_nbytes()
                 self.generation += 1
 
     @property
@@ -307,7 +343,10 @@ class ParamHandle:
 
     def follow_requires_grad(self) -> bool:
         """Lets the leaves follow the sharded parameters' `requires_grad`; returns whether any changed."""
-        return any([segment.follow_requires_grad() for segment in self.segments])
+        changed = False
+        for segment in self.segments:
+            changed = segment.follow_requires_grad() or changed
+        return changed
 
     @property
     def has_own_reduction(self) -> bool:
@@ -324,13 +363,18 @@ class ParamHandle:
         self._reduce_scatter, self._summing = reduce_scatter, replicas
         self._contributors = replicas.size
         for segment in self.segments:
-            segment.average_over(self._contributors)
+            segment.gradients.average_over(self._contributors)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divides summed gradients by another number than that of the ranks."""
         self._contributors = factor
         for segment in self.segments:
-            segment.average_over(factor)
+            segment.gradients.average_over(factor)
+
+    def accumulate_gradients(self) -> None:
+        """Moves the leaves' gradients into the reduce buffers, where more may be added before a reduction."""
+        for segment in self.segments:
+            segment.gradients.collect_to_accumulate()
 
     def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.
@@ -341,15 +385,15 @@ class ParamHandle:
             counts_unused: Whether parameters that no rank used get gradients of zeros.
         """
         # Whether a segment takes part must not depend on which of its leaves this rank used.
-        segments = [segment for segment in self.segments if segment.trainable or segment.grads.allocated]
-        full = [segment.complete_gradients(counts_unused) for segment in segments]
+        segments = [each for each in self.segments if each.trainable or each.gradients.collected]
+        full = [segment.gradients.complete(counts_unused) for segment in segments]
         shards = [
             self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
         ]
-        reduce_scatter = self._reduce_scatter or self.communicator.reduce_scatter
+        reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
         replicas = self._summing if over_replicas else None
-        self._reduction = _Reduction(segments, shards, reduce_scatter(shards, full), replicas)
-        return sum(segment.grads.nbytes for segment in segments)
+        self._reduction = Reduction(segments, shards, reduce_scatter(shards, full), replicas)
+        return sum(segment.gradients.nbytes for segment in segments)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""
@@ -360,86 +404,24 @@ class ParamHandle:
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""
         for segment in self.segments:
-            segment.keep_accumulated()
+            segment.gradients.keep_accumulated()
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since."""
         for segment in self.segments:
-            segment.forget_zeroed()
+            segment.gradients.forget_zeroed()
 
     def drop_gradients(self) -> None:
         """Forgets all gradients that have not reached the sharded parameters."""
         for segment in self.segments:
-            segment.drop_gradients()
-            segment.drop_partial()
+            segment.gradients.drop_all()
 
     def abandon_backward(self) -> None:
         """Drops what a failed backward left: works in flight, gradients on leaves, partial sums."""
         if self._reduction is not None:
             reduction, self._reduction = self._reduction, None
             reduction.abandon()
+        if self.lends:
+            self.reshard()
         for segment in self.segments:
-            segment.drop_partial_gradients()
-
-
-class _Kept:
-    """The full parameters of a unit, evenly cut within some ranks that keep them from forward to backward."""
-
-    def __init__(self, segments: list[Segment], within: Communicator) -> None:
-        self._within = within
-        self._parts = [within.own_part(segment.full_data).clone() for segment in segments]
-
-    def gather(self, segments: list[Segment]) -> Pending:
-        """Fills the unsharded buffers."""
-        for segment in segments:
-            segment.full.allocate()
-        full = [segment.full_data for segment in segments]
-
-        def fill() -> None:
-            for target, part in zip(full, self._parts):
-                self._within.own_part(target).copy_(part)
-
-        return self._within.all_gather(full, fill)
-
-
-class _Reduction:
-    """A reduction in flight: its buffers, what is still to be done, and where the result goes.
-
-    The sum over the replicas, if any, follows that within the copy, at once if that is finished already.
-    """
-
-    def __init__(
-        self,
-        segments: list[Segment],
-        shards: list[torch.Tensor],
-        pending: Pending,
-        replicas: Communicator | None,
-    ) -> None:
-        self._segments, self._shards, self._pending = segments, shards, pending
-        self._replicas = replicas
-        self._over_replicas: Pending | None = None
-        if isinstance(pending, Finished):
-            self._sum_over_replicas()
-
-    def _sum_over_replicas(self) -> None:
-        for segment, shard in zip(self._segments, self._shards):
-            segment.take_partial(shard)
-        replicas = self._replicas
-        self._over_replicas = Finished() if replicas is None else replicas.all_reduce(self._shards)
-
-    def finish(self) -> None:
-        self._pending.wait()
-        if self._over_replicas is None:
-            self._sum_over_replicas()
-        assert self._over_replicas is not None
-        self._over_replicas.wait()
-        for segment, shard in zip(self._segments, self._shards):
-            if self._replicas is None:
-                segment.keep_partial(shard)
-            else:
-                segment.add_reduced(shard)
-
-    def abandon(self) -> None:
-        self._pending.wait()
-        for segment in self._segments:
-            segment.drop_gradients()
+            segment.gradients.drop_failed()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._channel import Channel, Kind
-from fsdp_wrap._collectives import GroupCommunicator
+from fsdp_wrap._collectives import ExchangeCommunicator
 from fsdp_wrap._device import Pending
 from fsdp_wrap._rendezvous import Exchange, open_channel
 
@@ -34,8 +34,8 @@ Posts = Sequence[tuple[Tensors, Iterable[int]]]  # what goes to which ranks
 Arrived = Mapping[int, Tensors]  # what came, by rank
 
 
-class HostCommunicator(GroupCommunicator):
-    """Shared memory where all ranks of the group can have it, else the process group's own collectives.
+class HostCommunicator(ExchangeCommunicator):
+    """Shared memory where all ranks of the group can have it, else what is next best over gloo.
 
     Which it is shows at the first collective, since ranks may wrap their modules in any order. Broadcasts
     and gathers of parts stay with the process group: their callers promise not to hold anything twice.
@@ -56,7 +56,7 @@ class HostCommunicator(GroupCommunicator):
 
     def _exchange(self, value: Any) -> list[Any]:
         exchange = Exchange(self._group, self.rank, self.size, value)
-        self._watch.issue(lambda: [exchange], limited=True).wait()
+        self._watch.issue(lambda: exchange, limited=True).wait()
         return exchange.values()
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
@@ -78,7 +78,7 @@ class HostCommunicator(GroupCommunicator):
             channel,
             Kind.REDUCE_SCATTER,
             lambda: [(parts[peer], [peer]) for peer in channel.peers],
-            dict.fromkeys(channel.peers, shards),
+            dict.fromkeys(channel.peers, parts[self.rank]),
             lambda arrived: _reduce({**arrived, self.rank: parts[self.rank]}, shards, torch.add),
         )
 
@@ -136,6 +136,18 @@ class HostCommunicator(GroupCommunicator):
     def broadcast_object(self, value: Any) -> Any:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        if (channel := self._channel) is None:
+            return super().all_to_all(received, sent)
+        going, coming = self._by_rank([sent]), self._by_rank([received])
+        coming[self.rank][0].copy_(going[self.rank][0])
+        return self._issue_on(
+            channel,
+            Kind.ALL_TO_ALL,
+            lambda: [(going[peer], [peer]) for peer in channel.peers],
+            self._of_peers(coming),
+        )
+
     def _issue_on(
         self,
         channel: Channel,
@@ -154,7 +166,7 @@ class HostCommunicator(GroupCommunicator):
             combine: Uses what came; otherwise it is copied into what was wanted.
         """
         collective = _Collective(channel, kind, wanted, combine)
-        return self._watch.issue(lambda: [collective.begin(post)], limited=True)
+        return self._watch.issue(lambda: collective.begin(post), limited=True)
 
     def _by_rank(self, full: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Returns each rank's part of evenly sharded 1-D tensors."""
@@ -217,11 +229,19 @@ class _Collective:
 
 
 def _reduce(by_rank: Arrived, targets: Tensors, operation: Callable[..., torch.Tensor]) -> None:
-    """Combines all ranks' tensors, in the order of the ranks, into some that may be those of one rank."""
+    """Combines all ranks' tensors, in the order of the ranks, into some that may be those of one rank.
+
+    Where theirs are of another dtype, it is done in that of the targets.
+    """
     for index, target in enumerate(targets):
         sources = [by_rank[rank][index] for rank in sorted(by_rank)]
         if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
             target.copy_(functools.reduce(operation, [source.float() for source in sources]))
+            continue
+        if sources[0].dtype != target.dtype:
+            target.copy_(sources[0])
+            for source in sources[1:]:
+                operation(target, source.to(target.dtype), out=target)
             continue
         first, second, *rest = sources
         rest = [source.clone() if source is target else source for source in rest]

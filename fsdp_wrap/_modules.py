@@ -11,6 +11,7 @@ from torch import nn
 __all__ = [
     "UNIT_ATTR",
     "WRAPPED_ATTR",
+    "Display",
     "Ignored",
     "ParamPlaces",
     "Place",
@@ -63,30 +64,45 @@ class ParamPlaces:
         """Adds one more place."""
         self._places.append((module, name))
 
-    def show(self, param: nn.Parameter) -> None:
-        """Registers `param` in every place."""
-        for module, name in self._places:
-            if _has_own_setattr(module):
-                setattr(module, name, param)
-            else:
-                module.__dict__.pop(name, None)
-                module._parameters[name] = param
-
-    def show_plain(self, tensor: torch.Tensor) -> None:
-        """Shows a plain tensor as the attribute; no parameter is registered under the name.
-
-        The key stays in `_parameters` with the value None, which keeps the order of names.
-        """
-        for module, name in self._places:
-            if _has_own_setattr(module):
-                setattr(module, name, None)
-            module._parameters[name] = None
-            module.__dict__[name] = tensor
-
     def shown(self) -> nn.Parameter | None:
         """What the first place shows now: a parameter that the user put there, perhaps."""
         module, name = self._places[0]
         return module._parameters.get(name)
+
+
+class Display:
+    """Tensors with the places that are to show them, prepared once: showing costs one update a module.
+
+    A tensor that is no parameter is shown as the attribute alone. Its name stays in `_parameters`, with the
+    value None, which keeps the order of names.
+
+    Args:
+        places: For each tensor, all that are to show it.
+        tensors: What to show.
+    """
+
+    def __init__(self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor]) -> None:
+        self._params: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+        self._plain: dict[nn.Module, dict[str, torch.Tensor]] = {}
+        for several, tensor in zip(places, tensors):
+            for module, name in several:
+                param = tensor if isinstance(tensor, nn.Parameter) else None
+                self._params.setdefault(module, {})[name] = param
+                if param is None:
+                    self._plain.setdefault(module, {})[name] = tensor
+        self._told = [module for module in self._params if _has_own_setattr(module)]
+
+    def show(self) -> None:
+        """Shows the tensors."""
+        for module, params in self._params.items():
+            for name in params:
+                module.__dict__.pop(name, None)
+            module._parameters.update(params)
+        for module in self._told:
+            for name, param in self._params[module].items():
+                setattr(module, name, param)
+        for module, tensors in self._plain.items():
+            module.__dict__.update(tensors)
 
 
 @dataclass(frozen=True)
@@ -158,9 +174,7 @@ def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[s
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Puts a tensor in the place of the parameter or buffer of that name."""
     if isinstance(tensor, nn.Parameter):
-        places = ParamPlaces()
-        places.add(module, name)
-        places.show(tensor)
+        Display([[(module, name)]], [tensor]).show()
     else:
         module._buffers[name] = tensor
 

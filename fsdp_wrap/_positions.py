@@ -171,11 +171,12 @@ class _Job:
     def __init__(self) -> None:
         self._directory = _directory()
         self._word = secrets.token_hex(8)
-        self._enabled = True
+        self._enabled = dist.get_backend() != "fake"  # where there are no other ranks to show anything
         self._groups: dict[str, GroupPositions] = {}
         try:
-            self._word = _agree(self._word)
-            _remove_left_overs(self._directory)
+            if self._enabled:
+                self._word = _agree(self._word)
+                _remove_left_overs(self._directory)
         except (OSError, RuntimeError) as error:
             self._disable(error)
 
@@ -447,6 +448,15 @@ class UnitPositions:
         """Notes that this rank enters the unit."""
         if self._group is not None:
             self._group.enter(self._note, phase, iteration)
+
+    def gathered(self) -> None:
+        """Checks, once a gather was waited for, that every peer has issued the same.
+
+        Raises:
+            RuntimeError: If a peer has issued another one.
+        """
+        self.gather.completed()
+        self.gather_kept.completed()
 
 
 class CollectivePositions:

@@ -145,14 +145,13 @@ class BufferCasts:
             if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
         ]
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def show_cast(self) -> None:
         """Lets the modules compute with buffers in the buffer dtype, from now on."""
         self._computes = True
-        if self._dtype is not None:
-            for cast in self._casts:
-                cast.show_cast(self._dtype)
+        if self._dtype is not None and self._casts:
+            with torch.inference_mode(False), torch.no_grad():
+                for cast in self._casts:
+                    cast.show_cast(self._dtype)
 
     @torch.no_grad()
     def hold_original(self) -> None:

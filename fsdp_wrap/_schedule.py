@@ -8,7 +8,7 @@ reached is finished in the backward's final callback.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,11 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._events import EventKind, Phase, emit
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._handle import HandleState, ParamHandle
-from fsdp_wrap._positions import Tree, UnitPositions
-from fsdp_wrap._precision import cast_floating, floating_dtype
 from fsdp_wrap._segment import Segment
+from fsdp_wrap._traffic import Traffic
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
@@ -47,13 +45,12 @@ class Schedule:
         self._units = list(names)
         self._order: ExecOrder[Unit] = ExecOrder()
         self._order_check = OrderCheck()
-        self._iteration = 0
         self._depth = 0
         self._backward_open = False
         self._trains = False
         self._syncs = True
         self._keeps_graph = False
-        self._reducing: Unit | None = None
+        self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
         self._finishes = True
         self._event: Any = None
@@ -61,57 +58,14 @@ class Schedule:
         self._device = next((handle.communicator.device for handle in handles), torch.device("cpu"))
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns))
-        tree = Tree()
-        self._positions = {unit: _positions_of(unit, tree) for unit in self._units}
+        self._traffic = Traffic(self._units)
 
     # forward
 
-    def run_forward(
-        self,
-        unit: Unit,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        part: nn.Module | None = None,
-    ) -> Any:
-        """Runs `call` as a forward of the unit, or of one of its parts, and of those that lend it parameters.
-
-        Without gradients it may run inside `summon_full_params`, and computes with what that shows, in master
-        dtype and without communication: a rank may do so alone.
-
-        Raises:
-            RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the output
-                is a view of a parameter.
-        """
-        if not torch.is_grad_enabled() and _shown_in_full(unit):
-            return call(*args, **kwargs)
-        if self._depth == 0 and self._device.type != "cpu":
-            args, kwargs = map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
-        casts = unit.options.casts
-        returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
-        computed = casts.root if unit is self.root else casts.nested
-        if computed is not None:
-            args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
-        uses: list[Use] = []
-        try:
-            for each in (*unit.lenders, unit):
-                uses.append(schedule_of(each).pre_forward(each, part))
-            inputs = []
-            for use in uses:
-                args, kwargs, nodes = schedule_of(use.unit).watch_inputs(use, args, kwargs)
-                inputs.append(nodes)
-            output = call(*args, **kwargs)
-            if returned is not None:
-                output = cast_floating(output, returned)
-            for use, nodes in zip(uses, inputs):
-                schedule_of(use.unit).post_forward(use, output, nodes)
-            return output
-        finally:
-            for use in uses:
-                schedule_of(use.unit).exit_forward(use)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
+    @property
+    def moves_inputs_to(self) -> torch.device | None:
+        """The device of this tree, where an outermost forward would begin now and inputs may be elsewhere."""
+        return self._device if self._depth == 0 and self._device.type != "cpu" else None
 
     def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> Use:
         """Begins a forward call: unshards, and lets the modules compute with the leaves.
@@ -127,7 +81,7 @@ class Schedule:
         if unit.handle is not None:
             if not recompute:
                 self._order_check.enter(unit)
-            self._unshard(unit, Phase.BACKWARD if recompute else Phase.FORWARD)
+            self._traffic.unshard(unit, Phase.BACKWARD if recompute else Phase.FORWARD)
             self._hook_leaves(unit)
             if not recompute:
                 self._prefetch_forward(unit)
@@ -187,7 +141,7 @@ class Schedule:
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.record(unit)
         if unit.running == 1 and unit.ran(use.part) and not self._keeps_parameters(use, bool(with_grad)):
-            self._reshard(unit, Phase.FORWARD, unit.options.reshards_within if with_grad else None)
+            self._traffic.reshard(unit, Phase.FORWARD, unit.options.reshards_within if with_grad else None)
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -202,12 +156,12 @@ class Schedule:
     def _end_outermost_forward(self) -> None:
         prefetched, self._prefetched = self._prefetched, []
         for unit in prefetched:  # they did not run after all
-            self._reshard(unit, Phase.FORWARD)
+            self._traffic.reshard(unit, Phase.FORWARD)
         for unit in self._units:
             if unit.partly_ran:
                 unit.restart()
                 if unit.options.reshard_after_forward:
-                    self._reshard(unit, Phase.FORWARD)
+                    self._traffic.reshard(unit, Phase.FORWARD)
 
     def _prefetch_forward(self, unit: Unit) -> None:
         expected = self._order.next_in_forward(unit)
@@ -215,26 +169,26 @@ class Schedule:
             self._prefetched.remove(unit)
         elif not unit.options.forward_targets and unit.options.forward_prefetch:
             for wrong in self._prefetched:  # the order has changed
-                self._reshard(wrong, Phase.FORWARD)
+                self._traffic.reshard(wrong, Phase.FORWARD)
             self._prefetched = []
         targets: Iterable[Unit] = unit.options.forward_targets
         if unit.options.forward_prefetch and expected is not None:
             targets = targets or (expected,)
-        self._prefetched += [target for target in targets if self._gather(target, Phase.FORWARD)]
+        self._prefetched += [target for target in targets if self._traffic.gather(target, Phase.FORWARD)]
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
         self._trains = torch.is_grad_enabled()
-        self._iteration += 1
+        iteration = self._traffic.begin_iteration()
         self._order.begin_forward()
-        self._order_check.begin_forward(self._trains and self.root.module.training, self._iteration)
+        self._order_check.begin_forward(self._trains and self.root.module.training, iteration)
         if self._backward_open:
             self._abandon_backward()
         self._await_event()
         for unit in self._units:  # kept for a backward that has not come: may be stale by now
             if unit.survives:
                 continue
-            self._reshard(unit, Phase.FORWARD)
+            self._traffic.reshard(unit, Phase.FORWARD)
             if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
 
@@ -270,12 +224,14 @@ class Schedule:
                 "backward; run the forward again"
             )
         self._open_backward()
+        if use.unit.handle is not None and use.unit.handle.bulky:
+            self._make_room()
         if use.unit.options.unshards_in_backward:
-            self._unshard(use.unit, Phase.BACKWARD)
+            self._traffic.unshard(use.unit, Phase.BACKWARD)
             assert use.unit.handle is not None
             use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
         if use.open(graph_task(), inputs) and _prefetches(use.unit, BackwardPrefetch.BACKWARD_PRE):
-            self._prefetch(use.unit)
+            self._prefetch_with_room(use.unit)
 
     def on_leaf_gradient(self, unit: Unit, segment: Segment, index: int) -> None:
         """Runs when a leaf has its gradient of the running backward.
@@ -283,8 +239,7 @@ class Schedule:
         Raises:
             RuntimeError: If the gradient has a graph of its own.
         """
-        leaf, handle = segment.leaves[index], unit.handle
-        assert handle is not None
+        leaf = segment.leaves[index]
         if leaf.grad is not None and leaf.grad.requires_grad:
             leaf.grad = None
             raise RuntimeError(
@@ -293,12 +248,13 @@ class Schedule:
                 "inner derivative and backward() without create_graph for the outer one"
             )
         self._open_backward()
-        if handle.reducing:  # a second use in another graph task: the buffer is still travelling
-            self._finish_reduction()
-        segment.take_gradient(index)
-        if unit.gradient_arrived(leaf):
-            self._reduce(unit, Phase.BACKWARD)
-            if unit.over_with_last_gradient():
+        segment.gradient_arrived(index, unit.options.gradients_in_place and self._takes_in_place(unit))
+        if segment.gradients.crowded:
+            self._make_room()
+        if unit.gradient_arrived(leaf) and not unit.awaits_inputs:
+            if unit.needed_for_inputs:
+                self._take_gradients(unit, Phase.BACKWARD)
+            else:
                 self._unit_backward_over(unit)
 
     def _on_input_gradient(self, use: Use) -> None:
@@ -307,8 +263,6 @@ class Schedule:
         if use.task != graph_task() or not use.input_done():
             return
         if unit.close(use) and not unit.gradients_to_come():
-            if unit.handle is not None and unit.handle.holds_gradients:
-                self._reduce(unit, Phase.BACKWARD)
             self._unit_backward_over(unit)
 
     def _unit_backward_over(self, unit: Unit) -> None:
@@ -318,12 +272,13 @@ class Schedule:
         unit.end_backward()
         emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         self._end_unsharded_backward(unit, Phase.BACKWARD)
+        self._take_gradients(unit, Phase.BACKWARD)
         if _prefetches(unit, BackwardPrefetch.BACKWARD_POST):
             self._prefetch(unit)
 
     def _end_unsharded_backward(self, unit: Unit, phase: Phase) -> None:
         if unit.options.reshards_after_backward:
-            self._reshard(unit, phase)
+            self._traffic.reshard(unit, phase)
         elif unit.handle is not None and not unit.running:
             unit.handle.show_sharded()
 
@@ -345,18 +300,17 @@ class Schedule:
         for unit in self._units:
             if unit.handle is None:
                 continue
-            if unit.handle.holds_gradients:
-                self._reduce(unit, Phase.FINAL_CALLBACK)
-                if not self._reduces(unit):
-                    unit.handle.keep_accumulated()
             if not self._keeps_graph:
                 if unit.end_backward():
                     emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
                 self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
             elif not unit.running:
                 unit.handle.show_sharded()
+            self._take_gradients(unit, Phase.FINAL_CALLBACK)
+            if not self._reduces(unit):
+                unit.handle.keep_accumulated()
         if self._finishes:
-            self._finish_reduction()
+            self._make_room()
         self._backward_open = False
 
     def end_failed_backward(self) -> None:
@@ -364,11 +318,12 @@ class Schedule:
         if self._backward_open and graph_task() == -1:
             self._abandon_backward()
             for unit in self._units:
-                self._reshard(unit, Phase.IDLE)
+                self._traffic.reshard(unit, Phase.IDLE)
 
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
-        self._reducing = None
+        self._traffic.forget_reduction()
+        self._prefetching_later = None
         self._backward_open = False
         for unit in self._units:
             if unit.handle is not None:
@@ -380,23 +335,23 @@ class Schedule:
         """Issues a unit's all-gather; the next iteration takes its parameters over unless they change."""
         if unit.handle is None:
             return
-        if not unit.handle.is_current and graph_task() == -1 and not unit.running:
-            self._reshard(unit, Phase.IDLE)
+        if not unit.handle.is_current and graph_task() == -1 and not self._depth:
+            self._traffic.reshard(unit, Phase.IDLE)
             if unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
-        self._gather(unit, Phase.IDLE)
+        self._traffic.gather(unit, Phase.IDLE)
         unit.hold(True)
 
     def show_unsharded(self, unit: Unit) -> None:
         """Lets the modules of a unit show its full parameters, until it is resharded or its forward ends."""
         if unit.handle is not None:
-            self._unshard(unit, Phase.IDLE)
+            self._traffic.unshard(unit, Phase.IDLE)
             self._hook_leaves(unit)
             unit.handle.show_leaves()
 
     def reshard(self, unit: Unit) -> None:
         """Frees a unit's full parameters, unless its forward is running."""
-        self._reshard(unit, Phase.IDLE)
+        self._traffic.reshard(unit, Phase.IDLE)
         if unit.handle is not None and not unit.running:
             unit.handle.reshard()  # what it keeps within a smaller group as well
 
@@ -417,85 +372,52 @@ class Schedule:
         """Drops whatever a forward or backward left, and gradients that wait for a reduction."""
         self._abandon_backward()
         for unit in self._units:
-            self._reshard(unit, Phase.IDLE)
+            self._traffic.reshard(unit, Phase.IDLE)
             if unit.handle is not None:
                 unit.handle.drop_gradients()
 
     # steps that several of the above share
 
-    def _unshard(self, unit: Unit, phase: Phase) -> None:
-        handle = unit.handle
-        assert handle is not None
-        if handle.state is HandleState.REPLACED:
-            raise RuntimeError(
-                f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
-                "backward after that"
-            )
-        if handle.state is HandleState.SUMMONED:
-            raise RuntimeError(
-                f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-                "before running forward or backward"
-            )
-        self._positions[unit].enter(phase, self._iteration)
-        self._gather(unit, phase)
-        handle.wait()
-        self._positions[unit].gather.completed()
-        self._positions[unit].gather_kept.completed()
+    def _prefetch_with_room(self, unit: Unit) -> None:
+        """Prefetches once the memory of gradients that still travel is free again."""
+        assert unit.handle is not None
+        in_place = unit.options.gradients_in_place and self._takes_in_place(unit)
+        crowds = self._traffic.reducing or (in_place and unit.handle.bulky)
+        if crowds and unit.handle.trainable:
+            self._prefetching_later = unit
+        else:
+            self._prefetch(unit)
+
+    def _takes_in_place(self, unit: Unit) -> bool:
+        """Whether nothing speaks against gradients in the place of the unit's parameters."""
+        freed = unit.options.reshards_after_backward and not unit.running
+        return freed and self._reduces(unit) and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
         for target in unit.options.backward_targets or (expected,):
             if target is not None and target.options.unshards_in_backward:
-                self._gather(target, Phase.BACKWARD)
+                self._traffic.gather(target, Phase.BACKWARD)
 
-    def _gather(self, unit: Unit, phase: Phase) -> bool:
-        """Issues a unit's all-gather; returns False if it is unsharded, or being so, already."""
-        handle = unit.handle
-        if handle is None or handle.state is not HandleState.SHARDED:
-            return False
-        if handle.without_values:
-            raise ValueError(
-                f"parameters of {unit.name} are on the meta device and have no values: "
-                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
-                "or load them before the first forward"
-            )
-        positions = self._positions[unit]
-        gather = positions.gather_kept if handle.keeps_parts else positions.gather
-        gather.issue(phase, self._iteration)
-        handle.unshard()
-        emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
-        return True
-
-    def _reshard(self, unit: Unit, phase: Phase, within: Communicator | None = None) -> None:
-        # A backward may run inside a forward, which still needs its leaves.
-        in_use = unit.running > (1 if phase is Phase.FORWARD else 0)
-        if unit.handle is not None and not in_use and unit.handle.reshard(within):
-            unit.hold(False)
-            emit(EventKind.RESHARD, unit.fqn, phase, unit.handle.unsharded_nbytes)
-
-    def _reduce(self, unit: Unit, phase: Phase) -> None:
-        """Starts a unit's reduction once the one before it is finished: one is in flight at most."""
-        if not self._reduces(unit):
+    def _take_gradients(self, unit: Unit, phase: Phase) -> None:
+        """Takes what gradients a unit has off its leaves, to be reduced or kept."""
+        if unit.handle is None or not unit.handle.holds_gradients:
             return
-        self._finish_reduction()
-        assert unit.handle is not None
-        options, positions = unit.options, self._positions[unit]
-        reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
-        reduction.issue(phase, self._iteration)
-        nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
-        emit(EventKind.REDUCE, unit.fqn, phase, nbytes)
-        self._reducing = unit
+        self._make_room()  # one is in flight at most
+        if self._reduces(unit):
+            self._traffic.reduce(unit, phase)
+        else:
+            unit.handle.accumulate_gradients()
 
     def _reduces(self, unit: Unit) -> bool:
         return self._syncs and unit.options.syncs
 
-    def _finish_reduction(self) -> None:
-        unit, self._reducing = self._reducing, None
-        if unit is not None and unit.handle is not None:
-            unit.handle.finish_reduction()
-            if not unit.handle.has_own_reduction:  # which may have waited for nobody
-                self._positions[unit].reduction.completed()
-                self._positions[unit].reduction_in_copy.completed()
+    def _make_room(self) -> None:
+        """Finishes the reduction in flight, and issues the prefetch that waited for its memory."""
+        self._traffic.finish_reduction()
+        waiting, self._prefetching_later = self._prefetching_later, None
+        if waiting is not None:
+            self._prefetch(waiting)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -522,26 +444,6 @@ def schedule_of(unit: Unit) -> Schedule:
     """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
     schedule = unit.schedule
     return schedule if isinstance(schedule, Schedule) else Schedule(unit)
-
-
-def _shown_in_full(unit: Unit) -> bool:
-    """Whether the user holds the full parameters that the unit computes with."""
-    handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
-    return bool(handles) and all(handle.shows_full for handle in handles)
-
-
-def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
-    communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
-    within = unit.options.reshards_within
-    return UnitPositions(
-        unit.name,
-        tree,
-        gathering=[one.positions for one in communicators[:1] if one.positions is not None],
-        # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
-        reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
-        keeping=[] if within is None or within.positions is None else [within.positions],
-        waits=all(one.device.type == "cpu" for one in communicators),
-    )
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:

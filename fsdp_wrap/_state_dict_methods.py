@@ -46,7 +46,7 @@ from fsdp_wrap.state_dict import (
     with_wrapped_metadata,
 )
 
-__all__ = ["OptimStateDictMethods", "StateDictMethods"]
+__all__ = ["OptimStateDictMethods", "StateDictMethods", "drop_stale_loads"]
 
 
 class StateDictMethods(nn.Module):
@@ -178,7 +178,7 @@ class StateDictMethods(nn.Module):
                 f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}"
             )
         schedule_of(self._unit).require_idle("load_state_dict()")
-        self._drop_stale_loads()
+        drop_stale_loads(self)
         if load_parts(self, state_dict):
             return _IncompatibleKeys([], [])
         copied = with_wrapped_metadata(self, state_dict)
@@ -215,10 +215,6 @@ class StateDictMethods(nn.Module):
                 wrapper._finish_load(succeeded)
             for buffer, value in () if succeeded else buffers:
                 buffer.copy_(value)
-
-    def _drop_stale_loads(self) -> None:
-        for wrapper in _wrappers_in(self):
-            wrapper._drop_stale_load()
 
     def _drop_stale_load(self) -> None:
         """Ends a load of a plain module above that failed half-way."""
@@ -374,6 +370,12 @@ class OptimStateDictMethods:
 def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:
     wrappers = (unit.module for unit in units_in(module).values())
     return [wrapper for wrapper in wrappers if isinstance(wrapper, StateDictMethods)]
+
+
+def drop_stale_loads(module: nn.Module) -> None:
+    """Ends, in all wrappers at and below a module, a load of a plain module above that failed half-way."""
+    for wrapper in _wrappers_in(module):
+        wrapper._drop_stale_load()
 
 
 def _state_dict_arguments(

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._buffers import pack, unpack
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._layout import Layout, pack, unpack
+from fsdp_wrap._layout import Layout
 from fsdp_wrap._steps import refuse_in_steps
 
 __all__ = ["SummonedSegment", "Summoning"]

@@ -44,7 +44,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 def _children(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return list(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # asking for the former is cheap
         return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]

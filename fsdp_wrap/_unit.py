@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class UnitOptions:
         counts_unused: Whether parameters that no rank used get gradients of zeros.
         forward_targets: Units whose all-gathers forward issues with this one; none for the default.
         backward_targets: The same for backward.
+        gradients_in_place: Whether a gradient may take the memory of its parameter.
     """
 
     reshard_after_forward: bool = True
@@ -52,6 +53,7 @@ class UnitOptions:
     counts_unused: bool = False
     forward_targets: tuple[Unit, ...] = ()
     backward_targets: tuple[Unit, ...] = ()
+    gradients_in_place: bool = False
 
     def copied(self, memo: dict[int, Any]) -> UnitOptions:
         """Returns the same for a unit's deep copy; units that are not copied stay what they are."""
@@ -77,6 +79,7 @@ class Unit:
     Attributes:
         running: Forward calls in progress.
         held: Whether the user has unsharded it by hand.
+        schedule: In which it runs (`schedule_of` knows the type); None before its first use.
     """
 
     def __init__(
@@ -102,8 +105,11 @@ class Unit:
         self.fqn = ""
         self.running = 0
         self.nested = False
-        self._schedule: object | None = None
+        self.schedule: object | None = None
         self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
+        self._generation = -1
+        self._trainable: frozenset[int] = frozenset()  # the ids of leaves that need gradients
+        self._all_train = handle is None
         self._missing: set[int] = set()
         self._open_uses = 0
         self._in_backward = False
@@ -114,14 +120,9 @@ class Unit:
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
         return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
 
-    @property
-    def schedule(self) -> object | None:
-        """The schedule in which this unit runs (`schedule_of` knows its type); None before its first use."""
-        return self._schedule
-
     def join(self, schedule: object, fqn: str) -> None:
         """Makes this a unit of `schedule`, under its name relative to the root."""
-        self._schedule = schedule
+        self.schedule = schedule
         self.fqn = fqn
 
     def nest(self, fqn: str) -> None:
@@ -166,15 +167,23 @@ class Unit:
         """Waits for the forwards of all parts again."""
         self._to_run = set(self.parts)
 
-    def newly_trainable(self) -> Iterator[tuple[nn.Parameter, int, int]]:
-        """Yields (leaf, segment, index) of leaves that need gradients and were not yielded before."""
-        if self.handle is None or not self.handle.follow_requires_grad():
-            return
-        for number, segment in enumerate(self.handle.segments):
-            for index, leaf in enumerate(segment.leaves):
-                if leaf.requires_grad and id(leaf) not in self._hooked:
-                    self._hooked[id(leaf)] = leaf
-                    yield leaf, number, index
+    def newly_trainable(self) -> list[tuple[nn.Parameter, int, int]]:
+        """Returns (leaf, segment, index) of leaves that need gradients and were not returned before."""
+        handle = self.handle
+        if handle is None or not (handle.follow_requires_grad() or self._generation != handle.generation):
+            return []
+        leaves = [
+            (leaf, number, index)
+            for number, segment in enumerate(handle.segments)
+            for index, leaf in enumerate(segment.leaves)
+        ]
+        trainable = [found for found in leaves if found[0].requires_grad]
+        self._generation = handle.generation
+        self._trainable = frozenset(id(leaf) for leaf, _, _ in trainable)
+        self._all_train = len(trainable) == len(leaves)
+        new = [found for found in trainable if id(found[0]) not in self._hooked]
+        self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
+        return new
 
     # backward
 
@@ -182,19 +191,15 @@ class Unit:
         """Prepares for a backward of the tree, which may or may not reach this unit."""
         self._open_uses = 0
         self._in_backward = False
-        self._expect_gradients()
+        self._missing = set(self._trainable)
         if self.handle is not None:
             self.handle.forget_zeroed()
-
-    def _expect_gradients(self) -> None:
-        segments = [] if self.handle is None else self.handle.segments
-        self._missing = {id(leaf) for segment in segments for leaf in segment.leaves if leaf.requires_grad}
 
     def gradient_arrived(self, leaf: nn.Parameter) -> bool:
         """Notes a leaf's gradient; returns whether all have arrived."""
         self._in_backward = True
         if not self._missing:  # reached again, by another graph task
-            self._expect_gradients()
+            self._missing = set(self._trainable)
         self._missing.discard(id(leaf))
         return not self._missing
 
@@ -217,16 +222,18 @@ class Unit:
         self._open_uses -= 1
         return self._open_uses == 0
 
-    def over_with_last_gradient(self) -> bool:
-        """Whether nothing of the unit is needed once all trainable leaves have their gradients.
+    @property
+    def awaits_inputs(self) -> bool:
+        """Whether gradients of watched inputs are still to come."""
+        return self._open_uses > 0
 
-        A frozen leaf may be needed for input gradients; those tell by themselves if they are watched,
-        and leave the decision to the final callback if they are not.
+    @property
+    def needed_for_inputs(self) -> bool:
+        """Whether frozen leaves may be needed, for gradients of inputs, after all trainable ones have theirs.
+
+        Watched inputs tell when they are done; others leave the decision to the final callback.
         """
-        segments = [] if self.handle is None else self.handle.segments
-        return self._open_uses == 0 and all(
-            leaf.requires_grad for segment in segments for leaf in segment.leaves
-        )
+        return not self._all_train
 
     def end_backward(self) -> bool:
         """Ends the unit's backward; returns whether there was one."""

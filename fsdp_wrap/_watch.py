@@ -43,23 +43,23 @@ class Watch:
         self._device = device
         self.positions = positions
 
-    def issue(self, start: Callable[[], list[Issued]], limited: bool) -> Pending:
-        """Issues collectives; waiting for the result waits for all of them.
+    def issue(self, start: Callable[[], Issued], limited: bool) -> Pending:
+        """Issues collectives.
 
         Waiting raises a `RuntimeError` where one fails or does not complete, or a peer has issued another.
 
         Args:
             start: Issues them.
-            limited: Whether their `wait_for` keeps to its limit.
+            limited: Whether the `wait_for` of what it returns keeps to its limit.
 
         Raises:
             RuntimeError: If one fails.
         """
         try:
-            works = start()
+            issued = start()
         except RuntimeError as error:
             raise self.failure(error) from error
-        return _LimitedWait(works, self) if limited else _UnlimitedWait(works, self)
+        return _LimitedWait(issued, self) if limited else _UnlimitedWait(issued, self)
 
     def failure(self, error: RuntimeError) -> RuntimeError:
         """Returns what to raise for a failed collective.
@@ -148,20 +148,19 @@ class _Looks:
 class _LimitedWait:
     """Waits a short time and looks, in turns."""
 
-    def __init__(self, works: list[Issued], watch: Watch) -> None:
-        self._works = works
+    def __init__(self, issued: Issued, watch: Watch) -> None:
+        self._issued = issued
         self._watch = watch
         self._looks = _Looks(watch)
 
     def wait(self) -> None:
-        for work in self._works:
-            pause = _FIRST_LOOK
-            while not self._wait_for(work, pause):
-                pause = max(min(2 * pause, _LATER_LOOKS, self._looks.look()), _LAST_LOOK)
+        pause = _FIRST_LOOK
+        while not self._wait_for(pause):
+            pause = max(min(2 * pause, _LATER_LOOKS, self._looks.look()), _LAST_LOOK)
 
-    def _wait_for(self, work: Issued, limit: timedelta) -> bool:
+    def _wait_for(self, limit: timedelta) -> bool:
         try:
-            return work.wait_for(limit)
+            return self._issued.wait_for(limit)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
 
@@ -169,8 +168,8 @@ class _LimitedWait:
 class _UnlimitedWait:
     """Waits once all peers have come: nothing could end a wait for one that does not come."""
 
-    def __init__(self, works: list[Issued], watch: Watch) -> None:
-        self._works = works
+    def __init__(self, issued: Issued, watch: Watch) -> None:
+        self._issued = issued
         self._watch = watch
         self._looks = _Looks(watch)
 
@@ -178,8 +177,7 @@ class _UnlimitedWait:
         if not self._looks.all_came():
             self._await_peers()
         try:
-            for work in self._works:
-                work.wait()
+            self._issued.wait()
         except RuntimeError as error:
             raise self._watch.failure(error) from error
 

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fsdp_wrap._flat_front import FlatFront, Front, SliceFront
 from fsdp_wrap._gradient_mark import GradientMarks
-from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import ParamPlaces, ParamSlot, Place, show_extra
+from fsdp_wrap._interval import Interval
+from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -113,15 +114,19 @@ class FlatLayout:
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.full_numel = self.shard_numel * allocator.size
+        self.noted_numel = 0
         self._first = self.shard_numel * allocator.rank
         self._allocate = allocator.empty_on_host if offload else allocator.empty
         shard = self._allocate(self.shard_numel, self.dtype)
         self._resides = not sharded and shard.device == allocator.device
+        self._cut = _Cut(self.extents, self._first, self.shard_numel)
         _fill(shard, self._first, self.extents, slots)
         self._shard = shard
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
-        self._front: _Front = _SliceFront(self, slots) if use_orig_params else _FlatFront(self)
+        self._leaves: list[nn.Parameter] = []
+        self._leaf_display = Display((), ())
+        self._front: Front = SliceFront(self, slots) if use_orig_params else FlatFront(self)
         self._front.hide_full()
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
             slot.param.data = piece  # whoever holds the original does not keep its memory alive
@@ -174,6 +179,7 @@ class FlatLayout:
             leaf = nn.Parameter(view, requires_grad=False)
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
+        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -184,8 +190,10 @@ class FlatLayout:
         self.flat_param.data.copy_(own.data)
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
-        for places, param in zip(self.places, params):
-            places.show(param)
+        Display(self.places, params).show()
+
+    def show_leaves(self) -> None:
+        self._leaf_display.show()
 
     def show_sharded(self) -> None:
         self._front.show_sharded()
@@ -204,19 +212,24 @@ class FlatLayout:
 
     def add_place(self, index: int, place: Place) -> None:
         self.places[index].add(*place)
+        self._follow_places()
         self._front.show_sharded()
+
+    def _follow_places(self) -> None:
+        self._leaf_display = Display(self.places, self._leaves)
+        self._front.follow_places()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:
         """Registers the `FlatParameter` with the unit's module, or takes it away."""
         show_extra(self._module, self._name, param)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        self._marks.take_away()
         gradient = reduced.to(self.flat_param.device)
         holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
         for param, piece, param_used in holders:
             if param.requires_grad:
-                _add_gradient(param, piece, param_used, self._marks.made(param))
-        self._marks.clear()
+                _add_gradient(param, piece, param_used)
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self._front.holders:
@@ -241,6 +254,9 @@ class FlatLayout:
 
     def gradients(self) -> list[torch.Tensor | None]:
         return self._front.gradients()
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        return self._front.gradient_blocks()
 
     def follow_replaced(self) -> bool:
         old, new = self._shard, self.flat_param.data
@@ -271,6 +287,7 @@ class FlatLayout:
     def follow_modules(self, memo: dict[int, Any]) -> None:
         self.places = copy.deepcopy(self.places, memo)
         self._module = copy.deepcopy(self._module, memo)
+        self._follow_places()
         self._front.hide_full()
 
     def intervals(self) -> list[Interval]:
@@ -290,15 +307,30 @@ class FlatLayout:
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
-        if not self.sharded:
-            return self.views(shard)
-        bounds = (extent.within(self._first, self.shard_numel) for extent in self.extents)
-        return [shard[start:stop] for start, stop in bounds]
+        return self._cut.pieces(shard) if self.sharded else self.views(shard)
 
 
-def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool, is_mark: bool) -> None:
-    if is_mark:
-        param.grad = None
+class _Cut:
+    """How a shard is cut into pieces of the original parameters: all views come from one call."""
+
+    def __init__(self, extents: Sequence[Extent], first: int, length: int) -> None:
+        self._sizes: list[int] = []
+        self._parts: list[int] = []
+        end = 0
+        for start, stop in (extent.within(first, length) for extent in extents):
+            if stop > start:
+                self._sizes += [start - end, stop - start]
+                end = stop
+            self._parts.append(len(self._sizes) - 1 if stop > start else -1)
+        self._sizes += [length - end, 0]  # the last for all that are empty
+
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Returns one view per original parameter."""
+        parts = torch.split_with_sizes(shard, self._sizes)
+        return [parts[part] for part in self._parts]
+
+
+def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:
     if piece.numel() == 0:
         param.grad = None  # an empty slice has nothing to update
     elif not used and not piece.any():
@@ -318,16 +350,6 @@ def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:
         param.grad.copy_(piece)
 
 
-def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
-    return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
-
-
-def _cast_gradient(param: nn.Parameter) -> None:
-    if param.grad is not None:
-        grad, param.grad = param.grad, None
-        param.grad = grad.to(param.dtype)
-
-
 def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:
     result: list[Extent] = []
     start = 0
@@ -345,172 +367,3 @@ def _fill(shard: torch.Tensor, first: int, extents: Sequence[Extent], slots: Seq
         if stop > start:
             offset = first + start - extent.start
             shard[start:stop].copy_(slot.param.detach().reshape(-1)[offset : offset + stop - start])
-
-
-class _Front(Protocol):
-    """What the optimizer and the user see of a layout while it is sharded.
-
-    Attributes:
-        sources: For each original parameter, the sharded parameter that stands for it.
-        holders: The sharded parameters, each once.
-    """
-
-    sources: Sequence[nn.Parameter]
-    holders: Sequence[nn.Parameter]
-
-    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Cuts something of the shard's size into one piece per holder."""
-        ...
-
-    def used(self, used: Sequence[bool]) -> Sequence[bool]:
-        """From whether each original parameter was used to whether each holder was."""
-        ...
-
-    def gradients(self) -> list[torch.Tensor | None]: ...
-
-    def show_sharded(self) -> None: ...
-
-    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
-
-    def hide_full(self) -> None: ...
-
-    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns a shard with the data that the user has put in the place of its pieces; if none, itself."""
-        ...
-
-    def move_to(self, shard: torch.Tensor) -> None:
-        """Goes over to the memory of another shard, perhaps of another dtype."""
-        ...
-
-    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _Front:
-        """Returns the same for the layout's copy; what it shows stands in `memo` for what this one does."""
-        ...
-
-
-class _FlatFront:
-    """The `FlatParameter` alone; under the original names stand plain slices of it."""
-
-    def __init__(self, layout: FlatLayout) -> None:
-        self._layout = layout
-        self.sources: Sequence[nn.Parameter] = [layout.flat_param] * len(layout.extents)
-        self.holders: Sequence[nn.Parameter] = [layout.flat_param]
-        self._pieces = layout.pieces(layout.flat_param.data)
-
-    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
-        return shard
-
-    def move_to(self, shard: torch.Tensor) -> None:
-        self._pieces = self._layout.pieces(shard)
-        _cast_gradient(self._layout.flat_param)
-        self.show_sharded()
-
-    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _FlatFront:
-        new = _FlatFront(layout)
-        memo.update((id(old), piece) for old, piece in zip(self._pieces, new._pieces))
-        return new
-
-    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [shard]
-
-    def used(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [any(used)]
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        grad = self._layout.flat_param.grad
-        return [None] * len(self.sources) if grad is None else [*self._layout.pieces(grad)]
-
-    def show_sharded(self) -> None:
-        for places, piece in zip(self._layout.places, self._pieces):
-            places.show_plain(piece)
-
-    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
-        self._layout.register_flat_param(None)
-        self._layout.show(params)
-
-    def hide_full(self) -> None:
-        self._layout.register_flat_param(self._layout.flat_param)
-        self.show_sharded()
-
-
-class _SliceFront:
-    """The user's own Parameter objects, each holding its slice of the shard.
-
-    Their `.data` is a slice while sharded and the full parameter while shown in full, so whoever holds
-    such an object (an optimizer made meanwhile, say) holds the right one.
-    """
-
-    def __init__(self, layout: FlatLayout, slots: Sequence[ParamSlot]) -> None:
-        self._layout = layout
-        self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
-        self.holders: Sequence[nn.Parameter] = self.sources
-        self._pieces = layout.pieces(layout.flat_param.data)
-        self._grads: list[torch.Tensor | None] | None = None
-
-    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
-        if all(param.dtype == shard.dtype for param in self.sources) and not any(
-            map(_lies_elsewhere, self.sources, self._pieces)
-        ):
-            return shard
-        self._check_replaced()
-        result = shard.to(self.sources[0].dtype, copy=True)
-        for param, piece, new in zip(self.sources, self._pieces, self.cut(result)):
-            if _lies_elsewhere(param, piece):
-                new.copy_(param.data)
-        return result
-
-    def _check_replaced(self) -> None:
-        for fqn, param, piece in zip(self._layout.fqns, self.sources, self._pieces):
-            if param.shape != piece.shape or param.dtype != self.sources[0].dtype:
-                raise ValueError(
-                    f"the data of the sharded parameter '{fqn}' were replaced by a tensor of shape "
-                    f"{tuple(param.shape)} and dtype {param.dtype}; they must keep {tuple(piece.shape)}, and "
-                    f"the dtype of '{self._layout.fqns[0]}', {self.sources[0].dtype}"
-                )
-
-    def move_to(self, shard: torch.Tensor) -> None:
-        self._pieces = self._layout.pieces(shard)
-        for param, piece in zip(self.sources, self._pieces):
-            param.data = piece
-            _cast_gradient(param)
-
-    def copied(self, layout: FlatLayout, memo: dict[int, Any]) -> _SliceFront:
-        new = copy.copy(self)
-        new._layout, new._pieces = layout, layout.pieces(layout.flat_param.data)
-        new.sources = new.holders = [
-            nn.Parameter(piece, param.requires_grad) for param, piece in zip(self.sources, new._pieces)
-        ]
-        for old, param in zip(self.sources, new.sources):
-            param.__dict__.update(old.__dict__)
-            memo[id(old)] = param
-        return new
-
-    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        return self._layout.pieces(shard)
-
-    def used(self, used: Sequence[bool]) -> Sequence[bool]:
-        return used
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        return [param.grad for param in self.sources]
-
-    def show_sharded(self) -> None:
-        self._layout.show(self.sources)
-
-    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
-        if copies:
-            self._layout.show(params)
-            return
-        self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
-        for source, param in zip(self.sources, params):
-            source.grad = None
-            source.data = param.data
-        self._layout.show(self.sources)
-
-    def hide_full(self) -> None:
-        for param, piece in zip(self.sources, self._pieces):
-            param.data = piece
-        self.show_sharded()
-        if self._grads is not None:
-            for param, grad in zip(self.sources, self._grads):
-                param.grad = grad
-            self._grads = None

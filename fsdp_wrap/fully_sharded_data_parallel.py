@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
+from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
 from fsdp_wrap._materialize import MaterializationError, Values
-from fsdp_wrap._mesh import ShardMesh, resolve_device, resolve_mesh
+from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts
 from fsdp_wrap._schedule import schedule_of
-from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
     BackwardPrefetch,
@@ -40,7 +42,7 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_wrap.clip_grad import clip_grad_norm, grad_norms
+from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.comm_hooks import register_comm_hook
 from fsdp_wrap.forward_methods import register_forward_method
 from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
@@ -161,7 +163,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         spec = FlatSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh),
+            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh.groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy=policy,
@@ -189,6 +191,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.module = self
+        self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
     # the wrapped module
@@ -267,7 +270,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
 
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._drop_stale_load()
-        return schedule_of(self._unit).run_forward(self._unit, call, args, kwargs)
+        return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
         """Lets a method of the wrapped module, such as `generate`, run as its forward does.
@@ -316,12 +319,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
                 one encloses.
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
-        return clip_grad_norm(self, max_norm, norm_type)
+        return self._gradient_norms.clip(max_norm, norm_type)
 
     def grad_norms(self, norm_type: float | int = 2.0) -> dict[str, torch.Tensor]:
         """Returns the norm of each parameter's gradient over all ranks, by original name; unshards nothing.
 
-        Collective; see `fsdp_wrap.clip_grad.grad_norms`. Parameters without a gradient are left out.
+        Collective; see `GradientNorms.by_name`. Parameters without a gradient are left out.
 
         Args:
             norm_type: The p of the p-norm, as for `clip_grad_norm_`.
@@ -330,7 +333,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
         """
-        return grad_norms(self, norm_type)
+        return self._gradient_norms.by_name(norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Lets a hook reduce the gradients of all units; see `fsdp_wrap.comm_hooks` for ready-made ones.
@@ -344,8 +347,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             hook: The hook.
 
         Raises:
-            RuntimeError: On an instance that another one encloses, if there is a hook already, inside a
-                forward or backward, or while gradients wait that were accumulated under `no_sync`.
+            RuntimeError: On an instance that another one encloses, if there is a hook already or compressed
+                reductions, inside a forward or backward, or while gradients wait that were accumulated under
+                `no_sync`.
             ValueError: If `hook` cannot be called so, or is a ready-made one and `state` names other ranks.
         """
         register_comm_hook(self, state, hook)
@@ -362,8 +366,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
         """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`."""
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-            wrapper._drop_stale_load()
+        drop_stale_loads(module)
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     @staticmethod
@@ -377,8 +380,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         buffers: bool = False,
     ) -> Generator[tuple[str, torch.Tensor]]:
         """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.full_stream`."""
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-            wrapper._drop_stale_load()
+        drop_stale_loads(module)
         return iter_full_params(
             module,
             budget=budget,
@@ -434,7 +436,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Returns a second model of the same values, on the same process groups; no communication."""
-        self._drop_stale_loads()
+        drop_stale_loads(self)
         return deepcopy_wrapper(self, self._unit, memo)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -529,7 +531,7 @@ def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) ->
             )
         if after.dtype != before.dtype:
             schedule_of(unit).require_idle("a conversion to another dtype")
-            if is_summoned(unit) or segment.accumulates:
+            if is_summoned(unit) or segment.gradients.accumulated:
                 state = "shown in full" if is_summoned(unit) else "waiting for gradients left by no_sync"
                 raise RuntimeError(
                     f"the parameters of {unit.name} cannot go from {before.dtype} to {after.dtype} while "

@@ -366,16 +366,12 @@ def rekey_optim_state_dict(
     given = optim.param_groups if optim is not None else optim_input
     ordered = [original.fqn for group in names.groups(given) for original in group]
     declared = [key for group in state_dict["param_groups"] for key in group["params"]]
-    if key_type is OptimStateKeyType.PARAM_NAME:
-        renamed: dict[Any, Any] = dict(enumerate(ordered))
-        position: Callable[[Any], Any] = int
-        done = all(isinstance(key, str) for key in declared)
-    else:
-        renamed = {name: index for index, name in enumerate(ordered)}
-        position = renamed.__getitem__
-        done = all(isinstance(key, int) for key in declared)
-    if done:
+    by_name = key_type is OptimStateKeyType.PARAM_NAME
+    if all(isinstance(key, str if by_name else int) for key in declared):
         return dict(state_dict)
+    positions: dict[Any, Any] = {name: index for index, name in enumerate(ordered)}
+    renamed = dict(enumerate(ordered)) if by_name else positions
+    position = None if by_name else positions.__getitem__
     missing = [str(key) for key in declared if key not in renamed]
     if missing:
         raise ValueError(f"the optimizer of {len(ordered)} parameters does not have {', '.join(missing)}")

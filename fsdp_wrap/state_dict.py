@@ -170,7 +170,8 @@ def _full_params(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[
     """Returns full copies of a unit's parameters, by segment."""
     segments = handle.segments
     values = [value for segment in segments for value in full_values(handle, segment)]
-    copies = stream(values, sum(value.nbytes for value in values), wanted=wanted, to_host=offload)
+    # All at once, and small ones together: the caller keeps everything anyway.
+    copies = stream(values, 2 * sum(value.nbytes for value in values), wanted=wanted, to_host=offload)
     return [
         [
             nn.Parameter(next(copies)[1], requires_grad=source.requires_grad)

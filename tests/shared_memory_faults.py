@@ -1,8 +1,9 @@
-"""Trains with shared memory again and again, and kills a rank each time: a program for test_shared_memory.py.
+"""Trains with shared memory again and again, and kills ranks most times: a program for test_shared_memory.py.
 
 Usage: python shared_memory_faults.py TRIALS
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import _positions
 from fsdp_wrap._channel import Channel
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 RANKS, LIMIT = 3, 30.0
-SOON = 8.0
-"""Seconds within which survivors must end, far less than the group's limit."""
+SOON = 5.0
+"""Seconds from the first kill within which survivors must end, far less than the group's limit."""
 
 PHASES = {"post": Channel.post, "arrived": Channel.arrived, "read": Channel.read, "release": Channel.release}
 
@@ -31,45 +33,78 @@ PHASES = {"post": Channel.post, "arrived": Channel.arrived, "read": Channel.read
 def main(trials: int) -> None:
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"
     torch.set_num_threads(1)
+    longest = 0.0
     for trial in range(trials):
         with tempfile.TemporaryDirectory() as folder:
-            run(trial, Path(folder))
-    print(f"{trials} trials passed")
+            longest = max(longest, run(trial, Path(folder)))
+    print(f"{trials} trials passed; survivors ended within {longest:.1f} s of a kill")
 
 
-def run(trial: int, folder: Path) -> None:
-    """One trial: of every few, one is without a kill."""
+def run(trial: int, folder: Path) -> float:
+    """One trial: of every few, one is without a kill. Returns how long survivors took to end."""
     draw = random.Random(trial)
     victims = draw.sample(range(RANKS), draw.choice([1, 1, 1, 2])) if trial % 6 else []
     plan = draw.choice([*PHASES, "between steps", "at any time"]), draw.randrange(1, 60)
+    for name in ("positions", "temporary", "trained"):
+        (folder / name).mkdir()
     children = [fork(rank, victims, plan, folder) for rank in range(RANKS)]
-    begin = time.monotonic()
+    try:
+        if victims and plan[0] == "at any time":
+            while len(list((folder / "trained").iterdir())) < RANKS:
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 1.0))
+            for victim in victims:
+                os.kill(children[victim], signal.SIGKILL)
+        codes, ends = await_all(children)
+        reports = {path.name: path.read_text() for path in folder.glob("report*")}
+        told = (trial, plan, victims, codes, ends, reports)
+        assert codes == {rank: -signal.SIGKILL if rank in victims else 0 for rank in range(RANKS)}, told
+        took = max(ends.values()) - min([ends[victim] for victim in victims], default=max(ends.values()))
+        assert took < SOON, told
+        assert not list((folder / "temporary").iterdir()), told
+        assert not any(in_group(child) for child in children), told
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+    print(trial, plan, victims, f"{took:.2f} s", flush=True)
+    return took
+
+
+def await_all(children: list[int]) -> tuple[dict[int, int], dict[int, float]]:
+    """Returns the exit codes of the ranks that have ended in time, and when they did."""
     codes: dict[int, int] = {}
-    if plan[0] == "at any time":
-        time.sleep(draw.uniform(0, 3.0))
-        for victim in victims:
-            os.kill(children[victim], signal.SIGKILL)
-    while len(codes) < RANKS:
+    ends: dict[int, float] = {}
+    begin = time.monotonic()
+    while len(codes) < RANKS and time.monotonic() - begin < 2 * LIMIT:
         for rank, child in enumerate(children):
             ended, status = os.waitpid(child, os.WNOHANG) if rank not in codes else (0, 0)
             if ended:
-                codes[rank] = os.waitstatus_to_exitcode(status)
+                codes[rank], ends[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(0.01)
-        if time.monotonic() - begin > LIMIT + SOON:
-            break
-    reports = {path.name: path.read_text() for path in folder.glob("report*")}
-    for rank in range(RANKS):
-        expected = -signal.SIGKILL if rank in victims else 0
-        assert codes.get(rank) == expected, (trial, plan, victims, codes, reports)
-    print(trial, plan, victims, flush=True)
+    return codes, ends
+
+
+def in_group(leader: int) -> bool:
+    """Whether any process is left of those that a rank has started, or itself."""
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def fork(rank: int, victims: list[int], plan: tuple[str, int], folder: Path) -> int:
     child = os.fork()
     if child:
+        with contextlib.suppress(OSError):  # it has done so itself, or has ended
+            os.setpgid(child, child)
         return child
     code = 1
     try:
+        os.setpgid(0, 0)
+        tempfile.tempdir = str(folder / "temporary")
+        _positions._directory = lambda: folder / "positions"  # whose files a later job removes
         code = survive(rank, rank in victims, plan, folder, bool(victims))
     except BaseException:
         (folder / f"report{rank}").write_text(traceback.format_exc())
@@ -88,12 +123,24 @@ def survive(rank: int, dies: bool, plan: tuple[str, int], folder: Path, killed: 
     )
     if dies and plan[0] in PHASES:
         die_in(*plan)
+    last = 1 + plan[1] // 6 if dies and plan[0] == "between steps" else 10**9
     try:
-        train(plan[1] // 6 if dies and plan[0] == "between steps" else 10**9, endless=killed)
+        train(last, killed, folder / "trained" / str(rank))
     except RuntimeError as error:
         (folder / f"report{rank}").write_text(str(error))
-        return 0 if killed and not dies and "rank" in str(error) else 2
-    return 3 if killed else 0
+        return 0 if killed and not dies and "rank" in str(error) and not named_files() else 2
+    return 3 if killed or named_files() else 0
+
+
+def named_files() -> list[str]:
+    """Files in shared memory that this process has open or mapped and that have a name."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    links += [line[5] for line in lines if len(line) > 5]
+    return [link for link in links if link.startswith("/dev/shm/") and not link.endswith("(deleted)")]
 
 
 def die_in(phase: str, calls: int) -> None:
@@ -109,7 +156,8 @@ def die_in(phase: str, calls: int) -> None:
     setattr(Channel, phase, deadly)
 
 
-def train(last: int, endless: bool) -> None:
+def train(last: int, endless: bool, trained: Path) -> None:
+    """Trains for a few steps or without an end, and up to the last one at most; tells of the first."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(3)))
     model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -125,6 +173,7 @@ def train(last: int, endless: bool) -> None:
         optimizer.zero_grad()
         first = loss.item() if first is None else first
         step += 1
+        trained.touch()
     assert loss.item() < first
 
 

@@ -170,7 +170,8 @@ def test_no_corruption_loads(tmp_path, seed):
     model = other(net())
     optimizer, data = adamw(model), Counter(-1)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    choice, corruptions = random.Random(seed), [truncate, flip, delete, swap, swap_steps, append]
+    choice = random.Random(seed)
+    corruptions: list[Corruption] = [truncate, flip, delete, swap, swap_steps, append]
     for index in range(50):
         corrupt = corruptions[index % len(corruptions)]
         damaged = shutil.copytree(folder, tmp_path / "damaged" / folder.name)

@@ -16,6 +16,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
 
@@ -280,6 +281,92 @@ def test_large_half_precision_gradients_are_clipped_precisely(rank, world_size):
     total = model.clip_grad_norm_(1.0)
     assert total.isinf() and total.dtype == HALF  # it does not fit the dtype, but is known in a wider one
     torch.testing.assert_close(grad, torch.full_like(grad, 1 / 256), rtol=1e-3, atol=0)
+
+
+# One norm per reduced shard.
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@ranks(3)
+def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
+    _, model = twins(Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
+    layouts = [each.layout for unit in units_in(model).values() for each in unit.handle.segments]
+
+    def blocks() -> list[int]:
+        return [len(layout.gradient_blocks()) for layout in layouts]
+
+    def exchange(way: str) -> None:
+        held = [param for param in model.parameters() if param.numel() > 0]
+        for number, param in enumerate(held):
+            if way == "edited":
+                param.grad.mul_(number)
+            elif way == "another tensor" and number % 2:
+                param.grad = param.grad * 3
+            elif way == "other data" and number % 3 == 0:
+                param.grad.data = param.grad * 5
+            elif way == "none" and number % 4 == 0:
+                param.grad = None
+
+    for way in ("as reduced", "edited", "another tensor", "other data", "none"):
+        model.zero_grad()
+        backward(model, rank)
+        assert blocks() == [1] * len(layouts)
+        exchange(way)
+        assert (blocks() == [1] * len(layouts)) == (way in ("as reduced", "edited"))
+        before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+        pieces = torch.cat([grad.flatten() for grad in before if grad is not None])
+        expected = torch.linalg.vector_norm(torch.cat(gather_objects(pieces)), norm_type)
+        total = model.clip_grad_norm_(1e-3, norm_type)
+        torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+        for param, grad in zip(model.parameters(), before):
+            clipped = None if grad is None else grad * (1e-3 / (total + 1e-6))
+            assert (param.grad is None) == (clipped is None)
+            if clipped is not None:
+                torch.testing.assert_close(param.grad, clipped, rtol=1e-12, atol=0)
+
+
+@each_form
+@ranks(2)
+def test_norms_of_large_shards_keep_their_digits(rank, world_size, use_orig_params):
+    model = FSDP(nn.Linear(2048, 2048), use_orig_params=use_orig_params)
+    for param in model.parameters():
+        param.grad = torch.rand_like(param)
+    pieces = [param.grad.flatten().double() for param in model.parameters()]
+    for norm_type in (1.0, 2.0):
+        power = sum(piece.pow(norm_type).sum() for piece in pieces)
+        dist.all_reduce(power)
+        expected = (power ** (1 / norm_type)).float()
+        torch.testing.assert_close(model.clip_grad_norm_(1e9, norm_type), expected, rtol=1e-6, atol=0)
+
+
+@each_form
+@ranks(2)
+def test_modules_that_come_and_go_are_noticed(rank, world_size, use_orig_params):
+    raw = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
+    model = FSDP(raw, use_orig_params=use_orig_params, ignored_modules=[raw[1]])
+    first, second = raw[1]
+    ignored = [first.weight, first.bias, second.weight, second.bias]
+
+    def total(*expected: nn.Parameter) -> None:
+        for param in (*ignored, *expected):
+            param.grad = torch.ones_like(param)
+        for param in raw[0].parameters():
+            param.grad = None
+        count = sum(param.numel() for param in expected)
+        assert model.clip_grad_norm_(1e9, 1.0) == count == sum(model.grad_norms(1.0).values())
+
+    total(*ignored)
+    del raw[1][1]
+    total(first.weight, first.bias)
+    first.weight = nn.Parameter(torch.ones(5))
+    total(first.weight, first.bias)
+    raw[1].insert(0, second)
+    total(first.weight, first.bias, second.weight, second.bias)
+    first.register_parameter("more", nn.Parameter(torch.ones(7)))
+    total(first.weight, first.bias, first.more, second.weight, second.bias)
+    del first.more
+    total(first.weight, first.bias, second.weight, second.bias)
+    assert copy.deepcopy(model).grad_norms() == {}
 
 
 # What is missing.

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -465,7 +466,7 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     clock, nobody = Clock(), Nobody(limit)
     with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
         watch = _watch.Watch(nobody, torch.device("cpu"), nobody)
-        pending = watch.issue(lambda: [clock], limited=True)
+        pending = watch.issue(lambda: clock, limited=True)
         with pytest.raises(RuntimeError, match="the table") as caught:
             pending.wait()
     assert max(clock.limits) <= 1.0
@@ -510,8 +511,11 @@ def stop():
     os._exit(0)
 
 
-def run_until(rank, world_size, folder, how, victim, phase, unit, iteration, strategy="FULL_SHARD"):
+def run_until(
+    rank, world_size, folder, how, victim, phase, unit, iteration, strategy="FULL_SHARD", way="plain"
+):
     """Trains until a rank is killed or stops; the others leave a report and end, as failing ranks do."""
+    os.environ["FSDP_WRAP_GLOO"] = way
     model = wrapped(process_group=limited_group(), sharding_strategy=ShardingStrategy[strategy])
     if rank == victim:
         act_in(model, phase, unit, iteration, stop if how == "stop" else kill)
@@ -539,9 +543,10 @@ def reports_of(folder, world_size, how, victim, *arguments):
     return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
 
 
+@pytest.mark.parametrize("way", ["plain", "exchange"])
 @pytest.mark.parametrize(("phase", "unit"), [("forward", "b"), ("backward", "c"), ("backward", "a")])
-def test_killed_rank(phase, unit, tmp_path):
-    report = reports_of(tmp_path, 2, "kill", 1, phase, unit, 2)[0]
+def test_killed_rank(phase, unit, way, tmp_path):
+    report = reports_of(tmp_path, 2, "kill", 1, phase, unit, 2, "FULL_SHARD", way)[0]
     assert f"rank 1 (dead): in or after unit '{unit}' ({phase} of iteration 2)" in report["error"]
     assert "rank 0 (this one): in or after unit" in report["error"]
     assert report["took"] < TIME_LIMIT
@@ -556,14 +561,44 @@ def test_killed_rank_before_its_peers_have_looked(tmp_path):
     assert "rank 1 (dead): in or after unit 'a' (forward of iteration 1)" in report["error"]
 
 
+@pytest.mark.parametrize("way", ["plain", "exchange"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_stopped_rank(phase, tmp_path):
-    report = reports_of(tmp_path, 2, "stop", 1, phase, "b", 2)[0]
+def test_stopped_rank(phase, way, tmp_path):
+    report = reports_of(tmp_path, 2, "stop", 1, phase, "b", 2, "FULL_SHARD", way)[0]
     assert 0.7 * TIME_LIMIT < report["took"] < TIME_LIMIT
     for text in (report["error"], report["warned"][0]):
         assert f"the group's time limit is {TIME_LIMIT} s" in text
         assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
     assert len(report["warned"]) == 1
+
+
+def die_in_exchange(rank, world_size, folder, seconds):
+    """The last rank dies while many large messages are on their way, after it has issued them."""
+    group = limited_group()
+    model = FSDP(nn.Linear(1024, 4096), process_group=group)
+    if rank == world_size - 1:
+        threading.Timer(seconds, kill).start()
+    begin = time.monotonic()
+    try:
+        while True:
+            begin = time.monotonic()
+            model(torch.ones(1, 1024)).sum().backward()
+    except RuntimeError as error:
+        report = {"error": str(error), "took": time.monotonic() - begin}
+    (Path(folder) / f"{rank}").write_text(json.dumps(report))
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_amid_large_messages(seed, tmp_path):
+    draw = random.Random(seed)
+    world_size = draw.choice([2, 3])
+    run_isolated(die_in_exchange, str(tmp_path), draw.uniform(0.5, 2), world_size=world_size)
+    for rank in range(world_size - 1):
+        report = json.loads((tmp_path / f"{rank}").read_text())
+        assert f"rank {world_size - 1} (dead): in or after" in report["error"]
+        assert report["took"] < TIME_LIMIT
 
 
 @pytest.mark.slow
@@ -574,7 +609,8 @@ def test_random_kills(seed, tmp_path):
     victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
     unit, iteration = draw.choice("abc"), draw.choice([1, 2, 9])
     strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    reports = reports_of(tmp_path, world_size, "kill", victim, phase, unit, iteration, strategy)
+    way = draw.choice(["plain", "exchange"])
+    reports = reports_of(tmp_path, world_size, "kill", victim, phase, unit, iteration, strategy, way)
     for report in reports.values():
         expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"
         assert expected in report["error"]
@@ -628,7 +664,7 @@ class Late:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("connection closed by peer")], ids=["done", "failed"])
 def test_a_work_that_ends_just_after_the_wait_for_it(error):
-    pending = lane_of(torch.device("cpu"), "gather").issue(lambda async_op: Late(error))
+    pending = lane_of(torch.device("cpu"), "gather").issue(lambda async_op: [Late(error)])
     if error is None:
         assert pending.wait_for(timedelta(seconds=1))
     else:

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from fsdp_wrap._collectives import SoloCommunicator, reduce_scatter_single
-from fsdp_wrap._collectives import _all_gather as all_gather_single
+from fsdp_wrap._collectives import SoloCommunicator
 from fsdp_wrap._device import Finished
 from fsdp_wrap._dtensor_layout import DTensorLayout
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import ParamSlot
+from fsdp_wrap._objects import all_gather_single, reduce_scatter_single
 from fsdp_wrap.api import MixedPrecision
 
 RANKS = 128
@@ -125,7 +125,6 @@ def reduce(handle: ParamHandle, grads: list[torch.Tensor]) -> None:
     handle.wait()
     for index, grad in enumerate(grads):
         segment.leaves[index].grad = grad.to(segment.dtypes.param)
-        segment.take_gradient(index)
     handle.start_reduction()
     handle.finish_reduction()
     handle.reshard()

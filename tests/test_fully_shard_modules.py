@@ -25,7 +25,7 @@ from fsdp_wrap import (
     record_events,
     register_fsdp_forward_method,
 )
-from fsdp_wrap.clip_grad import grad_norms
+from fsdp_wrap.clip_grad import GradientNorms
 from models import Transformer, loss_of, tokens, train
 from test_fully_shard import assert_same, shard_blocks
 from test_fully_shard_order import trace
@@ -357,7 +357,7 @@ def test_what_mixed_models_cannot_do_and_what_else_runs(rank, world_size):
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (ddp, model)]
     expected = train(ddp, optimizers[0], rank, range(3))
     assert train(model, optimizers[1], rank, range(3)) == pytest.approx(expected, rel=1e-5)
-    norms = grad_norms(model, 2.0)
+    norms = GradientNorms(model).by_name(2.0)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(norms[name], param.grad.norm(), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="was sharded by fully_shard, so its optimizer state"):

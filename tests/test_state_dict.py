@@ -675,6 +675,36 @@ def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap,
     assert_equal(model.state_dict(), plain.state_dict())
 
 
+def summoned_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    with FSDP.summon_full_params(model):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def streamed_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(FSDP.iter_full_params(model))
+
+
+def copied_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return copy.deepcopy(model).state_dict()
+
+
+@each_form
+@pytest.mark.parametrize("values_of", [summoned_values, streamed_values, copied_values])
+@ranks(2)
+def test_what_failed_to_load_below_a_plain_module_is_not_in_the_way(
+    rank, world_size, values_of, use_orig_params
+):
+    model, plain = wrapped_and_plain(WithFailing, below_plain, use_orig_params)
+    (failing,) = (module for module in model.modules() if isinstance(module, Failing))
+    failing.fails = True
+    with pytest.raises(KeyError, match="of the user's own"):
+        model.load_state_dict({name: value * 0.9 for name, value in plain.state_dict().items()})
+    failing.fails = False
+    found, expected = values_of(model), plain.state_dict()
+    for name in ("gain", "up.weight", "down.weight"):
+        torch.testing.assert_close(found[f"blocks.1.{name}"], expected[f"blocks.1.{name}"], rtol=0, atol=0)
+
+
 class Lazy:
     """No tensor, but one in any torch function; such things stand in the checkpoints that Lightning reads."""
 

@@ -292,6 +292,65 @@ def test_every_byte_travels_once(rank, world_size, use_orig_params):
             assert traffic["broadcast"].bytes == sum(value.nbytes for value in sharded.values())
 
 
+class Many(nn.Module):
+    """Small tensors of two dtypes among larger ones, and one of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (3, 700, 1, 70_000, 0, 5, 2_000, 2_000, 40_000, 11)
+        self.values = nn.ParameterList(torch.randn(size) for size in sizes)
+        self.halves = nn.ParameterList(torch.randn(size).half() for size in (4, 9))
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@ranks(3)
+def test_small_tensors_travel_together(rank, world_size, front):
+    plain = Many()
+    model = FSDP(copy.deepcopy(plain), use_orig_params=front == "orig", sync_module_states=True)
+    expected = dict(iter_full_params(model, budget=1))  # each alone
+    assert {name: (value.shape, value.dtype) for name, value in expected.items()} == {
+        name: (value.shape, value.dtype) for name, value in parameters(plain).items()
+    }
+    total = sum(value.nbytes for value in expected.values())
+    calls = {}
+    for budget in (1, 9_000, 50_000, None):
+        with count_collectives() as traffic:
+            found = dict(iter_full_params(model, budget=budget))
+        assert_equal(found, expected)
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
+        assert traffic["broadcast"].bytes == total
+        calls[budget] = traffic["broadcast"].calls
+    # Three before the large one, four behind it, the next large one, the last, those of another dtype:
+    # at most one message of each rank a batch.
+    assert calls[None] <= 6 * world_size
+    assert calls[1] > calls[9_000] > calls[None]
+    with count_collectives() as traffic:  # what a rank keeps must not decide what travels together
+        for number, _ in enumerate(iter_full_params(model, rank0_only=True)):
+            if number == 2 * rank:
+                break
+    assert traffic["broadcast"].calls == calls[None]
+    assert_equal(dict(iter_full_params(model)), expected)
+
+
+@each_front
+@ranks(2)
+def test_small_tensors_that_travel_together_stay_within_the_budget(rank, world_size, front):
+    one = 64 * 64 * 4
+    with only_new_objects():
+        net = nn.Sequential(
+            *(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(4))
+        )
+        model = shard(front, net, ModuleWrapPolicy({nn.Sequential}))
+        for most in (4, 7, 12, 40):
+            gc.collect()
+            before = live_bytes()  # the shards among them
+            with Peak(before + 1.02 * most * one) as peak:
+                for _ in iter_full_params(model, budget=most * one):
+                    pass
+            assert before > 15 * one
+            assert peak.value - before <= 1.02 * most * one, most
+
+
 # Callers that break off, or come at the wrong time.
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,15 +177,10 @@ def save(
         RuntimeError: On every rank if one could not write; it names the rank, and nothing appears. Also if
             an earlier background save failed and nobody has asked for its result.
     """
-    wait_for_pending()
-    team = Team.of(process_group)
-    to_do, state = team.together(
-        lambda: (
-            Save(Path(dir), step, keep_last, progress),
-            Subject(model, optim, extra).taken(team.rank),
-        )
+    team, to_do, state = _agreed(
+        lambda rank: (Save(Path(dir), step, keep_last, progress), Subject(model, optim, extra).taken(rank)),
+        process_group,
     )
-    to_do.agreed(team)
     return to_do.write(state, team)
 
 
@@ -224,18 +219,27 @@ def async_save(
         ValueError: As `save`; what is found out later is raised by the result.
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
     """
-    wait_for_pending()
-    team = Team.of(process_group)
-    to_do, state = team.together(
-        lambda: (
+    team, to_do, state = _agreed(
+        lambda rank: (
             Save(Path(dir), step, keep_last, progress),
-            staged(Subject(model, optim, extra).taken(team.rank)),
-        )
+            staged(Subject(model, optim, extra).taken(rank)),
+        ),
+        process_group,
     )
-    to_do.agreed(team)
     pending = PendingSave(to_do, state, _in_background(team))
     _pending.append(pending)
     return pending
+
+
+def _agreed(
+    plan: Callable[[int], tuple[Save, dict[str, Any]]], process_group: dist.ProcessGroup | None
+) -> tuple[Team, Save, dict[str, Any]]:
+    """Waits for an earlier save and plans one, by `plan(rank)` on each; returns who writes what."""
+    wait_for_pending()
+    team = Team.of(process_group)
+    to_do, state = team.together(lambda: plan(team.rank))
+    to_do.agreed(team)
+    return team, to_do, state
 
 
 def _in_background(team: Team) -> Team:

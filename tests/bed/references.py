@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_wrap._exchange import _GATHER_TAG, _REDUCE_TAG
 from fsdp_wrap._host_communicator import HostCommunicator
 
 
@@ -34,6 +35,9 @@ _NAMES = {
     "recv_any_source_": "recv",
 }
 """From c10d's operators to ``torch.distributed``'s functions, where more than an underscore differs."""
+
+_EXCHANGES = {_GATHER_TAG: "all_gather_into_tensor", _REDUCE_TAG: "reduce_scatter_tensor"}
+"""What messages with our tags stand for."""
 
 
 @contextmanager
@@ -71,6 +75,7 @@ _SHARED: dict[str, Callable[..., list[tuple[str, torch.Tensor]]]] = {
     "all_gather": lambda full, *_: [("all_gather_into_tensor", tensor) for tensor in full],
     "reduce_scatter": lambda shards, full: [("reduce_scatter_tensor", tensor) for tensor in full],
     "all_reduce": lambda tensors, *_: [("all_reduce", tensor) for tensor in tensors],
+    "all_to_all": lambda received, sent: [("all_to_all_single", sent)],
     "gather": lambda own, full: [("gather", own if full is None else full)],
     "scatter": lambda own, full: [("scatter", own if full is None else full)],
 }
@@ -86,11 +91,24 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        tag = args[-1] if args and func.namespace == "c10d" else None
+        exchanged = isinstance(tag, int) and tag in _EXCHANGES
         name = _collective(func)
-        if name is not None and (self._objects or not _carries_objects()):
-            calls, size = self._counts.get(name, Traffic())
-            self._counts[name] = Traffic(calls + 1, size + max(map(_bytes, (*args, result)), default=0))
+        if exchanged:
+            self._add_exchange(name, *args)
+        elif name is not None and (self._objects or not _carries_objects()):
+            self._add(name, max(map(_bytes, (*args, result)), default=0))
         return result
+
+    def _add_exchange(self, name: str | None, tensors: Any, boxed: Any, peer: int, tag: int) -> None:
+        """Counts the messages of one collective once, at the first that is received."""
+        group = dist.ProcessGroup.unbox(boxed)
+        if name == "recv" and peer == (group.rank() - 1) % group.size():
+            self._add(_EXCHANGES[tag], group.size() * _bytes(tensors))
+
+    def _add(self, name: str, size: int) -> None:
+        calls, before = self._counts.get(name, Traffic())
+        self._counts[name] = Traffic(calls + 1, before + size)
 
 
 def _collective(func: Any) -> str | None:

@@ -1,0 +1,171 @@
+"""The goals, as data, and how far they are met by the figures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.harness import Figures
+from benchmarks.implementations import OURS
+
+
+@dataclass(frozen=True)
+class Goal:
+    """No implementation of ours may have more than `limit` in a column.
+
+    Attributes:
+        name: Of the goal.
+        about: What the figure is.
+        limit: Most that it may be.
+        place: Question, table and column of the figure.
+        over: The rows that the figure is divided by, where it is no ratio yet; of several, the least.
+        medians: The column of the same ratio of medians, shown beside it.
+        rows: The implementations.
+    """
+
+    name: str
+    about: str
+    limit: float
+    place: tuple[str, str, str]
+    over: tuple[str, ...] = ()
+    rows: tuple[str, ...] = OURS
+
+    def figure(self, results: Mapping[str, Figures], row: str) -> float | None:
+        """What was measured for one implementation, if it was."""
+        question, title, column = self.place
+        table = results.get(question, {}).get(title, {})
+        found = table.get(row, {}).get(column)
+        if found is None or not self.over:
+            return found
+        bases = [table[base][column] for base in self.over if base in table]
+        return found / min(bases) if bases else None
+
+    def medians(self, results: Mapping[str, Figures], row: str) -> float | None:
+        """The same by the ratio of the medians, where the figure is a paired one."""
+        question, title, column = self.place
+        return results.get(question, {}).get(title, {}).get(row, {}).get(f"medians {column}")
+
+
+def _steps(name: str, about: str, base: str, limits: Mapping[str, float]) -> list[Goal]:
+    return [
+        Goal(name, f"step of {case}, {about}", limit, ("step", case, f"/ {base}"))
+        for case, limit in limits.items()
+    ]
+
+
+def _memory(case: str, group: str, column: str) -> tuple[str, str, str]:
+    return "memory", f"{case}, {group}", column
+
+
+FLAT, EITHER, FSDP2 = ("fsdp1_flat",), ("fsdp1", "fsdp1_flat"), ("fsdp2",)
+WRAPPED = ("fsdp_wrap", "fully_shard")  # whose optimizer has original parameters
+
+GOALS: list[Goal] = [
+    *_steps("P1", "to DDP", "ddp", {"gpt": 1.00, "small": 1.75, "mlp": 0.95, "lora": 1.10}),
+    *_steps("P2", "to the best of FSDP1", "fsdp1", {"gpt": 0.82, "small": 0.57, "mlp": 0.60, "lora": 0.58}),
+    *_steps("P2", "to FSDP2", "fsdp2", {"gpt": 0.65, "small": 0.35, "mlp": 0.41, "lora": 0.72}),
+    Goal("P3", "host time of a unit of 12, to FSDP1 flat", 0.20, ("host", "12 parameters", "/ fsdp1_flat")),
+    Goal("P3", "host time of a unit of 12, to FSDP2", 0.12, ("host", "12 parameters", "/ fsdp2")),
+    *(
+        Goal(
+            "P4",
+            f"backward peak, {case} on {group}, {what}, to {base[0]}",
+            0.85,
+            _memory(case, group, column),
+            base,
+        )
+        for case in ("gpt", "mlp")
+        for group, column, what in (
+            ("resident", "backward", "gradients in it"),
+            ("resident", "above gradients", "gradients as state"),
+            ("fake group", "backward", "gradients in it"),
+        )
+        for base in (("fsdp1",), FSDP2)
+    ),
+    *(
+        Goal("P5", f"forward peak, {case}, to {base[0]}", limit, _memory(case, "fake group", "forward"), base)
+        for case in ("gpt", "mlp")
+        for base, limit in ((("fsdp1",), 1.00), (FSDP2, 0.67))
+    ),
+    Goal("P6", "backward peak, lora, to FSDP1", 0.45, _memory("lora", "fake group", "backward"), ("fsdp1",)),
+    Goal("P6", "gradient bytes, lora, to FSDP1", 0.02, ("wire", "lora", "reduced MB"), ("fsdp1",), WRAPPED),
+    *(
+        Goal("P7", f"bytes on the wire, {case}, to {base[0]}", 0.755, ("wire", case, "step MB"), base)
+        for case in ("gpt", "mlp")
+        for base in (EITHER, FSDP2)
+    ),
+    *(
+        Goal(
+            "P8",
+            f"{what} on {group}, to {base}",
+            limit,
+            ("update", f"{what}, {group}", f"/ {base}"),
+            rows=WRAPPED,
+        )
+        for group in ("gloo", "fake group")
+        for what, limits in (("clip", (0.25, 0.05)), ("AdamW", (1.00, 0.35)))
+        for base, limit in zip(("fsdp1", "fsdp2"), limits)
+    ),
+    *(
+        Goal(
+            "P9",
+            f"at rest, {case}, to FSDP1 with original parameters",
+            0.78,
+            _memory(case, "tensors", "rest MB"),
+            ("fsdp1",),
+        )
+        for case in ("gpt", "mlp")
+    ),
+    *(
+        Goal("P10", f"growth of {what}", 1.05, ("scaling", "growth", column))
+        for what, column in (
+            ("the step to DDP, 4 to 64 blocks", "blocks: / ddp"),
+            ("the step to DDP, 2 to 4 ranks", "ranks: / ddp"),
+            ("host time per unit, 2 to 1,024 ranks", "fake ranks: us"),
+            ("peak memory, 2 to 1,024 ranks", "fake ranks: memory"),
+        )
+    ),
+]
+GOALS += [
+    *(
+        Goal(
+            "G1",
+            f"backward peak on CUDA, {ranks} fake ranks, to {base}",
+            0.70,
+            ("gpu", f"memory, fake group of {ranks}", "peak MB"),
+            (base,),
+            WRAPPED,
+        )
+        for ranks in (8, 64)
+        for base in ("fsdp1", "fsdp2")
+    ),
+    Goal(
+        "G1", "reserved in vain", 0.03, ("gpu", "memory, fake group of 8", "reserved in vain"), rows=WRAPPED
+    ),
+    Goal("G2", "step of 48 small units, to FSDP2", 0.50, ("gpu", "48 small units", "/ fsdp2"), rows=WRAPPED),
+    Goal("G2", "step in bf16, to plain", 1 / 0.97, ("gpu", "width 4096 in bf16", "/ plain"), rows=WRAPPED),
+    Goal("G3", "offloaded step, to FSDP2", 1 / 1.8, ("gpu", "offload", "s"), FSDP2, ("fsdp_wrap",)),
+    Goal(
+        "G3", "offloaded step, to roofline", 1 / 0.85, ("gpu", "offload", "/ roofline"), rows=("fsdp_wrap",)
+    ),
+]
+
+
+def judged(results: Mapping[str, Figures]) -> str:
+    """The goals as a table: our figures beside each, marked where they miss it."""
+    lines = [f"| goal | | at most | {' | '.join(OURS)} | met |", f"|---|---|---:|{'---:|' * len(OURS)}---|"]
+    for goal in GOALS:
+        found = {row: goal.figure(results, row) for row in goal.rows}
+        measured = [value for value in found.values() if value is not None]
+        met = "not measured" if not measured else "yes" if max(measured) <= goal.limit else "no"
+        cells = (_cell(found.get(row), goal.medians(results, row), goal.limit) for row in OURS)
+        lines.append(f"| {goal.name} | {goal.about} | {goal.limit:.4g} | {' | '.join(cells)} | {met} |")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, medians: float | None, limit: float) -> str:
+    if value is None:
+        return ""
+    shown = f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
+    shown += f" ({medians:.2f})" if medians is not None else ""
+    return shown if value <= limit else f"**{shown}**"

@@ -1,0 +1,64 @@
+"""Host time per unit and step: what sharding costs besides computing and sending.
+
+python -m benchmarks.host --impl fsdp1_flat,fsdp2,fsdp_wrap,fully_shard
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, interleave, run_fake
+from benchmarks.implementations import PLAIN, SHARDING, Trained
+from benchmarks.models import stacked
+
+RANKS, BLOCKS = 8, 16
+PARAMETERS = {f"{count} parameters": count for count in (4, 12, 24)}
+BASELINES = {"fsdp1_flat": ("fsdp1_flat",), "fsdp1": ("fsdp1",), "fsdp2": ("fsdp2",)}
+
+
+def measure(parameters: int, names: list[str], rounds: int | None) -> dict[str, list[float]]:
+    """Called on a fake group: seconds per unit and step beyond those of the plain model."""
+    case = stacked(BLOCKS, parameters)
+    competitors = {name: Trained(name, case, fused=True) for name in (PLAIN, *names)}
+    turns = {name: each.pass_through for name, each in competitors.items()}
+    times = interleave(turns, rounds or case.rounds, warmup=5)
+    plain = statistics.median(times.pop(PLAIN))
+    return {name: [(seconds - plain) / BLOCKS for seconds in mine] for name, mine in times.items()}
+
+
+def ask(settings: Settings) -> Figures:
+    """A table for each number of parameters in a unit, and one of what a further parameter costs."""
+    names = settings.implementations(SHARDING)
+    figures = {
+        case: compare(
+            run_fake(measure, RANKS, PARAMETERS[case], names, settings.rounds), BASELINES, ("us", 1e6)
+        )
+        for case in settings.cases_of([*PARAMETERS])
+    }
+    if len(figures) > 1:
+        (few, low), *_, (many, high) = figures.items()
+        further = PARAMETERS[many] - PARAMETERS[few]
+        figures["each further parameter"] = {
+            name: {"us": (high[name]["us"] - low[name]["us"]) / further} for name in names
+        }
+    return figures
+
+
+QUESTION = Question(
+    "host",
+    "Host time",
+    f"""\
+Microseconds per unit of 4, 12 and 24 tiny parameters and step (zero_grad, forward, backward), on a process
+group of {RANKS} ranks that sends nothing, beyond those of the model without wrapping; {BLOCKS} units and
+the root.""",
+    ask,
+    chart="us",
+)
+
+
+def main() -> None:
+    ask_alone(QUESTION)
+
+
+if __name__ == "__main__":
+    main()

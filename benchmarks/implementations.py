@@ -1,0 +1,157 @@
+"""What is compared, and one model of each in training; each is one entry in `IMPLEMENTATIONS`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_wrap
+from benchmarks.models import Block, Case
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _fsdp1(module: nn.Module, use_orig_params: bool = True, strategy: str = "FULL_SHARD") -> nn.Module:
+    return torch_fsdp.FullyShardedDataParallel(
+        module,
+        sharding_strategy=torch_fsdp.ShardingStrategy[strategy],
+        auto_wrap_policy=TorchModuleWrapPolicy({Block}),
+        device_id=_device(module),
+        forward_prefetch=False,
+        use_orig_params=use_orig_params,
+    )
+
+
+def _fsdp_wrap(module: nn.Module, use_orig_params: bool = True, strategy: str = "FULL_SHARD") -> nn.Module:
+    return fsdp_wrap.FullyShardedDataParallel(
+        module,
+        sharding_strategy=fsdp_wrap.ShardingStrategy[strategy],
+        auto_wrap_policy=fsdp_wrap.wrap.ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+    )
+
+
+def _sharded_by(
+    fully_shard: Callable[..., object], module: nn.Module, reshard_after_forward: bool = True
+) -> nn.Module:
+    mesh = init_device_mesh(_device(module).type, (dist.get_world_size(),))
+    for unit in [*(child for child in module.modules() if isinstance(child, Block)), module]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return module
+
+
+IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp1": _fsdp1,
+    "fsdp1_flat": partial(_fsdp1, use_orig_params=False),
+    "fsdp1_grad_op": partial(_fsdp1, strategy="SHARD_GRAD_OP"),
+    "fsdp2": partial(_sharded_by, torch_fsdp.fully_shard),
+    "fsdp2_keep": partial(_sharded_by, torch_fsdp.fully_shard, reshard_after_forward=False),
+    "fsdp_wrap": _fsdp_wrap,
+    "fsdp_wrap_flat": partial(_fsdp_wrap, use_orig_params=False),
+    "fsdp_wrap_grad_op": partial(_fsdp_wrap, strategy="SHARD_GRAD_OP"),
+    "fully_shard": partial(_sharded_by, fsdp_wrap.fully_shard),
+    "fully_shard_keep": partial(_sharded_by, fsdp_wrap.fully_shard, reshard_after_forward=False),
+}
+SHARDING = [
+    name for name in IMPLEMENTATIONS if name != "ddp"
+]  # and so at home on a fake group, where DDP fails
+PLAIN = "plain"  # the model as it is, without communication
+DEEPSPEED = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()
+# What keeps parameters after the forward; in their backward only gradients travel.
+KEEPING = {
+    "ddp": "ddp",
+    "fsdp1": "fsdp1_grad_op",
+    "fsdp2": "fsdp2_keep",
+    "fsdp_wrap": "fsdp_wrap_grad_op",
+    "fully_shard": "fully_shard_keep",
+}
+OURS = ("fsdp_wrap", "fsdp_wrap_flat", "fully_shard")
+DEFAULTS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp2", *OURS]  # as users have them
+
+
+class Trained:
+    """One implementation's model, AdamW and batch."""
+
+    def __init__(self, implementation: str, case: Case, fused: bool = False) -> None:
+        torch.manual_seed(0)
+        make = {**IMPLEMENTATIONS, PLAIN: lambda module: module}[implementation]
+        self.model: Any = make(case.model())
+        trainable = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, fused=fused)
+        torch.manual_seed(1 + dist.get_rank())
+        self._batch = case.batch()
+        self.loss = float("nan")
+
+    def step(self) -> None:
+        """zero_grad, forward, backward, AdamW."""
+        self.optimizer.zero_grad()
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        self.loss = loss.item()
+
+    def forward(self) -> torch.Tensor:
+        """One forward; returns the loss."""
+        loss: torch.Tensor = self.model(self._batch)
+        return loss
+
+    def pass_through(self) -> None:
+        """A step without the optimizer's part."""
+        self.optimizer.zero_grad()
+        self.forward().backward()
+
+    def clip(self) -> None:
+        """Clips by the library's own method where there is one."""
+        clip = getattr(self.model, "clip_grad_norm_", None)
+        if clip is None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1e9)
+            getattr(norm, "full_tensor", lambda: norm)()
+        else:
+            clip(1e9)
+
+
+class DeepSpeedTrained(Trained):
+    """The same by DeepSpeed's ZeRO-3, whose engine has methods of its own for each part of a step."""
+
+    def __init__(self, case: Case) -> None:
+        import deepspeed
+
+        os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+        torch.manual_seed(0)
+        module = case.model()
+        trainable = [param for param in module.parameters() if param.requires_grad]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "memory_efficient_linear": False},
+        }
+        self.model, self.optimizer, *_ = deepspeed.initialize(
+            model=module, optimizer=torch.optim.AdamW(trainable), config=config, dist_init_required=False
+        )
+        torch.manual_seed(1 + dist.get_rank())
+        self._batch = case.batch()
+
+    def step(self) -> None:
+        loss = self.forward()
+        self.model.backward(loss)
+        self.model.step()
+        self.loss = loss.item()
+
+
+def trained(implementation: str, case: Case) -> Trained:
+    """An implementation's model in training, whatever it takes to train it."""
+    return DeepSpeedTrained(case) if implementation in DEEPSPEED else Trained(implementation, case)

@@ -1,0 +1,94 @@
+"""The page of results: a section a question, with its tables and a picture, and the goals at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goals import judged
+from benchmarks.harness import Figures, Question, as_markdown
+
+HEAD = """# Performance
+
+Measured by `python -m benchmarks`, which writes this page, its pictures and the
+[figures](performance/figures.json). `--only step,memory` measures some questions anew and keeps the others,
+`--out DIR` writes elsewhere. Each question is a script of its own with `--impl`, `--cases`, `--ranks` and
+`--rounds`, such as `python -m benchmarks.step --impl ddp,fsdp_wrap --cases mlp`.
+
+Implementations: `ddp` is torch's DistributedDataParallel; `fsdp1` its FullyShardedDataParallel with
+original parameters, `_flat` without, `_grad_op` with SHARD_GRAD_OP; `fsdp2` its `fully_shard`, `_keep`
+without resharding after forward; `fsdp_wrap` this library's wrapper and `fully_shard` its own function,
+likewise. `deepspeed` (ZeRO stage 3) runs on a CPU as well, and takes part in the time of a step where it is
+installed and `--impl` names it; it is left out here, since its losses depart from those of the others, by 6
+% after 22 steps of `small`. fairscale 0.4.13 installs beside torch 2.13, but its forward needs CUDA streams
+(on a CPU: `KeyError: 'all_gather'`).
+
+Competitors train in the same processes and take turns. `/ x` is the median over rounds of the ratio to `x`
+within the same round, which bears a changing load; `medians / x` is the ratio of medians. Of several forms
+of `x`, the fastest counts: in the time of a step `fsdp1` stands for the better of original and flat
+parameters.
+"""
+GOALS = """## Goals
+
+Ratios; the smaller the better. Times are paired ratios, with those of the medians in parentheses; what
+misses its goal is bold. A goal is met where all of our implementations that it names meet it.
+"""
+
+
+def write_page(folder: Path, questions: list[Question], answers: Mapping[str, Any]) -> Path:
+    """Writes `performance.md` and the pictures of what was answered."""
+    (folder / "performance").mkdir(parents=True, exist_ok=True)
+    asked = [question for question in questions if question.name in answers]
+    sections = [_section(folder, question, answers[question.name]) for question in asked]
+    goals = judged({name: answer["figures"] for name, answer in answers.items()})
+    page = folder / "performance.md"
+    page.write_text("\n".join([HEAD, *sections, GOALS, goals, ""]))
+    return page
+
+
+def _section(folder: Path, question: Question, answer: Mapping[str, Any]) -> str:
+    machine = answer["machine"]
+    lines = [
+        f"## {question.title}\n",
+        f"`python -m benchmarks.{question.name}`. {question.about}\n",
+        f"{answer['date']}: torch {machine['torch']}, Python {machine['python']}, {machine['cores']} cores "
+        f"of {machine['processor']}, load {machine['load']} at the start; took {answer['seconds']:.0f} s.\n",
+    ]
+    if draw(folder / "performance" / f"{question.name}.svg", question, answer["figures"]):
+        lines.append(f"![{question.title}](performance/{question.name}.svg)\n")
+    if not answer["figures"]:
+        lines.append("This machine cannot answer it.\n")
+    lines += [f"**{title}**\n\n{as_markdown(table)}\n" for title, table in answer["figures"].items()]
+    return "\n".join(lines)
+
+
+def draw(path: Path, question: Question, figures: Figures) -> bool:
+    """Draws one column of all tables as groups of bars; returns whether it could."""
+    groups = {title: table for title, table in figures.items() if _has(table, question.chart)}
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return False
+    if not groups:
+        return False
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = list(dict.fromkeys(row for table in groups.values() for row in table))
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 8}):
+        figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
+        for index, row in enumerate(rows):
+            heights = [table.get(row, {}).get(question.chart, 0.0) for table in groups.values()]
+            places = [group + (index + 0.5) / (len(rows) + 1) for group in range(len(groups))]
+            axes.bar(places, heights, width=1 / (len(rows) + 1), label=row, color=f"C{index % 10}")
+        axes.set_xticks([group + 0.5 for group in range(len(groups))], list(groups))
+        axes.set_ylabel(question.chart)
+        axes.legend(fontsize=6, ncols=2)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+    return True
+
+
+def _has(table: Mapping[str, Mapping[str, float]], column: str) -> bool:
+    return any(column in row for row in table.values())

@@ -1,0 +1,90 @@
+"""Bytes on the wire per rank and step, as the kernel counts them for the ranks' connections.
+
+python -m benchmarks.wire --impl fsdp1,fsdp2,fsdp_wrap --cases gpt,mlp,lora
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks
+from benchmarks.implementations import IMPLEMENTATIONS, KEEPING, Trained
+from benchmarks.meters import received
+from benchmarks.models import CASES, Case
+
+
+def travelled(action: Callable[[], object]) -> float:
+    """Called on every rank: megabytes that a rank received meanwhile, in the mean of ranks."""
+    dist.barrier()  # what came before has arrived
+    before = received()
+    action()
+    dist.barrier()
+    mean = torch.tensor(float(received() - before), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size() / 1e6
+
+
+def measure(case_name: str, names: list[str]) -> Table:
+    """Called on every rank: megabytes of each implementation's third step, by phase."""
+    case = CASES[case_name]
+    names = case.taken_by(names)
+    table = {name: _phases(name, case) for name in names}
+    for name in names:
+        table[name]["/ needed"] = table[name]["step MB"] / _needed(case)
+        if KEEPING.get(name) in table:
+            table[name]["reduced MB"] = table[KEEPING[name]]["backward MB"]
+    return table
+
+
+def _phases(name: str, case: Case) -> dict[str, float]:
+    each = Trained(name, case)
+    each.step()
+    each.step()
+    each.optimizer.zero_grad()
+    losses: list[torch.Tensor] = []
+    forward = travelled(lambda: losses.append(each.forward()))
+    backward = travelled(lambda: losses.pop().backward())
+    update = travelled(each.optimizer.step)
+    return {"forward MB": forward, "backward MB": backward, "step MB": forward + backward + update}
+
+
+def _needed(case: Case) -> float:
+    """Two gathers of all parameters and one reduction of those that train."""
+    params = list(case.model().parameters())
+    reduced = sum(param.nbytes for param in params if param.requires_grad)
+    others = 1 - 1 / dist.get_world_size()
+    return others * (2 * sum(param.nbytes for param in params) + reduced) / 1e6
+
+
+def ask(settings: Settings) -> Figures:
+    """A table a case."""
+    names = settings.implementations([*IMPLEMENTATIONS])
+    return {
+        case: run_ranks(measure, settings.ranks, case, names)
+        for case in settings.cases_of([*CASES], usual=["gpt", "mlp", "lora"])
+    }
+
+
+QUESTION = Question(
+    "wire",
+    "Bytes on the wire",
+    """\
+Megabytes that a rank receives in a step of fp32 training, 2 ranks over gloo: the kernel's counters of the
+ranks' own TCP connections, so protocol and control messages count, other processes do not. `/ needed`:
+relative to two gathers of all parameters and one reduction of those that train. `reduced MB`: of gradients
+alone, which is what travels in the backward of the form that keeps parameters after the forward
+(`_grad_op`, `_keep`).""",
+    ask,
+    chart="/ needed",
+)
+
+
+def main() -> None:
+    ask_alone(QUESTION)
+
+
+if __name__ == "__main__":
+    main()

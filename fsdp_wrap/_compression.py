@@ -1,0 +1,197 @@
+"""Compression: gathers and reductions that send fewer bytes than the numbers they stand for.
+
+What users see and save stays exact: `summon_full_params`, state dicts and optimizers know the sharded
+parameters in master dtype, and nothing of how units compute with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._device import Pending
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._precision import is_castable
+from fsdp_wrap._quantize import CODECS, Codec, ExactTail
+from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._unit import Unit, units_in
+
+__all__ = ["CompressedTransport", "compress"]
+
+_FEWEST = 1024
+"""Of shards with fewer elements, the saved bytes would not pay for the kernels."""
+
+
+def compress(module: nn.Module, *, gathers: str | None = None, reductions: str | None = None) -> None:
+    """Lets the units of a module gather parameters and reduce gradients in fewer bytes.
+
+    Each may travel as "bf16", or as "int8" or "int4": whole numbers from -127 to 127 or from -7 to 7, of
+    which 128 consecutive ones of a rank's part share a scale s, the largest absolute value / 127 or / 7. A
+    number comes back with an error of at most s / 2, before it is rounded to its dtype; a block with a NaN or
+    an infinity comes back without a finite number. Of fp32's bytes these are 0.5, 0.258 and 0.133.
+
+    All ranks compute with the same rounded parameters, bit for bit; what optimizers update, and what
+    `summon_full_params` and state dicts show, is not rounded. What a rank sends of its gradients is rounded
+    once; the receiver adds it up in the reduce dtype, with its own in full.
+
+    These travel as they are: integers and 8-bit floats, shards of less than 1,024 elements, what would not
+    shrink, the sum over the replicas of hybrid strategies and of NO_SHARD, and parameters that fewer ranks
+    keep from forward to backward.
+
+    All ranks must call it alike (it is collective), at any time outside of forward and backward. The next
+    call replaces what was chosen; `compress(module)` ends it.
+
+    Args:
+        module: A wrapped module, one that `fully_shard` was applied to, or one that contains such.
+        gathers: How parameters travel; None: in param dtype.
+        reductions: How gradients travel; None: in reduce dtype.
+
+    Raises:
+        RuntimeError: Inside a forward or backward, or if reductions are to be compressed that a communication
+            hook does.
+        ValueError: If a name is unknown, there is no unit, or ranks choose differently.
+    """
+    gather_codec, reduction_codec = _codec("gathers", gathers), _codec("reductions", reductions)
+    handles = _handles_in(module, reductions)
+    for communicator in dict.fromkeys(handle.communicator for handle in handles):
+        _check_agreement(communicator, {"gathers": gathers, "reductions": reductions})
+    for handle in handles:
+        if handle.communicator.size > 1:
+            codec = None if reduction_codec is None else _reducing(reduction_codec, handle)
+            handle.travel_by(CompressedTransport(handle.communicator, gather_codec, codec))
+
+
+def _codec(argument: str, name: str | None) -> Codec | None:
+    if name is not None and name not in CODECS:
+        raise ValueError(f"{argument} may be compressed as {', '.join(CODECS)} or None, not as {name!r}")
+    return None if name is None else CODECS[name]
+
+
+def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
+    units: list[Unit] = list(dict.fromkeys(units_in(module).values()))
+    if not units:
+        raise ValueError(f"compress() needs a sharded module, and {type(module).__name__} contains none")
+    for unit in units:
+        schedule_of(unit).require_idle("compress()")
+        if reductions is not None and unit.handle is not None and unit.handle.has_own_reduction:
+            raise RuntimeError(
+                f"{unit.name} has a communication hook already, which reduces its gradients; compress the "
+                "gathers only"
+            )
+    return [unit.handle for unit in units if unit.handle is not None]
+
+
+def _check_agreement(communicator: Communicator, chosen: dict[str, str | None]) -> None:
+    by_rank = communicator.all_gather_object(chosen)
+    if any(other != chosen for other in by_rank):
+        told = "; ".join(f"rank {rank} of its group chose {other}" for rank, other in enumerate(by_rank))
+        raise ValueError(f"all ranks must call compress() with the same arguments: {told}")
+
+
+def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
+    """Returns a codec that leaves alone what the layouts have noted behind the gradients."""
+    noted = max(segment.layout.noted_numel for segment in handle.segments)
+    return ExactTail(codec, noted) if noted else codec
+
+
+class CompressedTransport:
+    """How a unit's parameters and gradients travel encoded (a `Transport`).
+
+    Args:
+        communicator: Moves the bytes.
+        gathers: How parameters travel; None: as they are.
+        reductions: The same of gradients.
+    """
+
+    def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
+        self._communicator = communicator
+        self._gathers, self._reductions = gathers, reductions
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients travel encoded."""
+        return self._reductions is not None
+
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        """As a communicator's; own parts become what the other ranks decode as well."""
+        communicator, codec = self._communicator, self._gathers
+        if codec is None:
+            return communicator.all_gather(full, fill)
+        sent = [self._room(codec, numbers) for numbers in full]
+        encodings = [(numbers, room) for numbers, room in zip(full, sent) if room is not numbers]
+
+        def fill_encoded() -> None:
+            fill()
+            for numbers, room in encodings:
+                codec.encode(communicator.own_part(numbers), communicator.own_part(room))
+
+        def decode() -> None:
+            for numbers, room in encodings:
+                for part, encoded in zip(self._parts(numbers), self._parts(room)):
+                    for target, values in codec.decoded(encoded, part):
+                        target.copy_(values)
+
+        return _Then([communicator.all_gather(sent, fill_encoded)], [decode])
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+        """As a communicator's; each rank adds up what it decodes, so that no sum is rounded to a codec."""
+        codec = self._reductions
+        if codec is None:
+            return self._communicator.reduce_scatter(shards, full)
+        works: list[Pending] = []
+        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for shard, numbers in zip(shards, full):
+            room = self._room(codec, numbers)
+            if room is numbers:
+                plain.append((shard, numbers))
+            else:
+                works.append(self._exchange(codec, shard, numbers, room))
+        if plain:
+            works.append(self._communicator.reduce_scatter(*map(list, zip(*plain))))
+        return _Then(works)
+
+    def _exchange(
+        self, codec: Codec, shard: torch.Tensor, numbers: torch.Tensor, room: torch.Tensor
+    ) -> Pending:
+        """Sends every other rank its part of `numbers`, encoded, and sums what comes in `shard`."""
+        own = self._communicator.rank
+        for rank, (part, encoded) in enumerate(zip(self._parts(numbers), self._parts(room))):
+            if rank == own:
+                shard.copy_(part)
+            else:
+                codec.encode(part, encoded)
+        received = self._communicator.empty(room.numel(), torch.uint8)
+
+        def add() -> None:
+            for rank, encoded in enumerate(self._parts(received)):
+                for target, values in codec.decoded(encoded, shard) if rank != own else ():
+                    target.add_(values)
+
+        return _Then([self._communicator.all_to_all(received, room)], [add])
+
+    def _room(self, codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns memory for all ranks' encoded parts of `numbers`; itself where that does not pay."""
+        ranks = self._communicator.size
+        numel, dtype = numbers.numel() // ranks, numbers.dtype
+        if not is_castable(dtype) or numel < _FEWEST or codec.nbytes(numel, dtype) >= numel * dtype.itemsize:
+            return numbers
+        return self._communicator.empty(ranks * codec.nbytes(numel, dtype), torch.uint8)
+
+    def _parts(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensor.chunk(self._communicator.size)
+
+
+class _Then:
+    """Waits for some things, and then does others."""
+
+    def __init__(self, works: list[Pending], actions: Sequence[Callable[[], None]] = ()) -> None:
+        self._works, self._actions = works, actions
+
+    def wait(self) -> None:
+        for each in self._works:
+            each.wait()
+        for action in self._actions:
+            action()

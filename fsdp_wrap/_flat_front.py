@@ -1,0 +1,254 @@
+"""What the optimizer and the user see of a flat layout while it is sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot
+
+__all__ = ["FlatFront", "Front", "SliceFront"]
+
+
+class _Layout(Protocol):
+    """What a front needs of its layout."""
+
+    places: Sequence[ParamPlaces]
+    shard_numel: int
+
+    @property
+    def flat_param(self) -> nn.Parameter: ...
+
+    @property
+    def fqns(self) -> Sequence[str]: ...
+
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def show(self, params: Sequence[nn.Parameter]) -> None: ...
+
+    def register_flat_param(self, param: nn.Parameter | None) -> None: ...
+
+
+class Front(Protocol):
+    """What the optimizer and the user see of a layout while it is sharded.
+
+    Attributes:
+        sources: For each original parameter, the sharded parameter that stands for it.
+        holders: The sharded parameters, each once.
+    """
+
+    sources: Sequence[nn.Parameter]
+    holders: Sequence[nn.Parameter]
+
+    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Cuts something of the shard's size into one piece per holder."""
+        ...
+
+    def used(self, used: Sequence[bool]) -> Sequence[bool]:
+        """From whether each original parameter was used to whether each holder was."""
+        ...
+
+    def gradients(self) -> list[torch.Tensor | None]: ...
+
+    def gradient_blocks(self) -> list[torch.Tensor]: ...
+
+    def follow_places(self) -> None:
+        """Goes over to where the layout's places are now."""
+        ...
+
+    def show_sharded(self) -> None: ...
+
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
+
+    def hide_full(self) -> None: ...
+
+    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns a shard with the data that the user has put in the place of its pieces; if none, itself."""
+        ...
+
+    def move_to(self, shard: torch.Tensor) -> None:
+        """Goes over to the memory of another shard, perhaps of another dtype."""
+        ...
+
+    def copied(self, layout: _Layout, memo: dict[int, Any]) -> Front:
+        """Returns the same for the layout's copy; what it shows stands in `memo` for what this one does."""
+        ...
+
+
+class FlatFront:
+    """The `FlatParameter` alone; under the original names stand plain slices of it."""
+
+    def __init__(self, layout: _Layout) -> None:
+        self._layout = layout
+        self.sources: Sequence[nn.Parameter] = [layout.flat_param] * len(layout.places)
+        self.holders: Sequence[nn.Parameter] = [layout.flat_param]
+        self._pieces = layout.pieces(layout.flat_param.data)
+        self.follow_places()
+
+    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard
+
+    def move_to(self, shard: torch.Tensor) -> None:
+        self._pieces = self._layout.pieces(shard)
+        _cast_gradient(self._layout.flat_param)
+        self.follow_places()
+        self.show_sharded()
+
+    def copied(self, layout: _Layout, memo: dict[int, Any]) -> FlatFront:
+        new = FlatFront(layout)
+        memo.update((id(old), piece) for old, piece in zip(self._pieces, new._pieces))
+        return new
+
+    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [shard]
+
+    def used(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [any(used)]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        grad = self._layout.flat_param.grad
+        return [None] * len(self.sources) if grad is None else [*self._layout.pieces(grad)]
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        grad = self._layout.flat_param.grad
+        return [] if grad is None else [grad]
+
+    def follow_places(self) -> None:
+        self._display = Display(self._layout.places, self._pieces)
+
+    def show_sharded(self) -> None:
+        self._display.show()
+
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        self._layout.register_flat_param(None)
+        self._layout.show(params)
+
+    def hide_full(self) -> None:
+        self._layout.register_flat_param(self._layout.flat_param)
+        self.show_sharded()
+
+
+class SliceFront:
+    """The user's own Parameter objects, each holding its slice of the shard.
+
+    Their `.data` is a slice while sharded and the full parameter while shown in full, so whoever holds
+    such an object (an optimizer made meanwhile, say) holds the right one.
+    """
+
+    def __init__(self, layout: _Layout, slots: Sequence[ParamSlot]) -> None:
+        self._layout = layout
+        self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
+        self.holders: Sequence[nn.Parameter] = self.sources
+        self._adopt(layout.flat_param.data)
+        self._grads: list[torch.Tensor | None] | None = None
+        self.follow_places()
+
+    def _adopt(self, shard: torch.Tensor) -> None:
+        self._pieces = self._layout.pieces(shard)
+        self._memory = _memory(self._pieces, shard)
+        first, pieces = int(shard.storage_offset()), enumerate(self._pieces)
+        self._held = [
+            (index, int(piece.storage_offset()) - first) for index, piece in pieces if piece.numel()
+        ]
+
+    def replaced(self, shard: torch.Tensor) -> torch.Tensor:
+        if _memory(self.sources, shard) == self._memory:
+            return shard
+        self._check_replaced()
+        result = shard.to(self.sources[0].dtype, copy=True)
+        for param, piece, new in zip(self.sources, self._pieces, self.cut(result)):
+            if _lies_elsewhere(param, piece):
+                new.copy_(param.data)
+        return result
+
+    def _check_replaced(self) -> None:
+        for fqn, param, piece in zip(self._layout.fqns, self.sources, self._pieces):
+            if param.shape != piece.shape or param.dtype != self.sources[0].dtype:
+                raise ValueError(
+                    f"the data of the sharded parameter '{fqn}' were replaced by a tensor of shape "
+                    f"{tuple(param.shape)} and dtype {param.dtype}; they must keep {tuple(piece.shape)}, and "
+                    f"the dtype of '{self._layout.fqns[0]}', {self.sources[0].dtype}"
+                )
+
+    def move_to(self, shard: torch.Tensor) -> None:
+        self._adopt(shard)
+        for param, piece in zip(self.sources, self._pieces):
+            param.data = piece
+            _cast_gradient(param)
+
+    def copied(self, layout: _Layout, memo: dict[int, Any]) -> SliceFront:
+        new = copy.copy(self)
+        new._layout = layout
+        new._adopt(layout.flat_param.data)
+        new.sources = new.holders = [
+            nn.Parameter(piece, param.requires_grad) for param, piece in zip(self.sources, new._pieces)
+        ]
+        for old, param in zip(self.sources, new.sources):
+            param.__dict__.update(old.__dict__)
+            memo[id(old)] = param
+        return new
+
+    def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._layout.pieces(shard)
+
+    def used(self, used: Sequence[bool]) -> Sequence[bool]:
+        return used
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [param.grad for param in self.sources]
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        held = [(self.sources[index].grad, start) for index, start in self._held]
+        first = held[0][0] if held else None
+        shard = None if first is None else first._base
+        if shard is not None and shard.numel() == self._layout.shard_numel:
+            begin, size = shard.data_ptr(), shard.element_size()
+            if all(grad is not None and grad.data_ptr() == begin + start * size for grad, start in held):
+                return [shard]
+        return [grad for grad, _ in held if grad is not None]
+
+    def follow_places(self) -> None:
+        self._display = Display(self._layout.places, self.sources)
+
+    def show_sharded(self) -> None:
+        self._display.show()
+
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        if copies:
+            self._layout.show(params)
+            return
+        self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
+        for source, param in zip(self.sources, params):
+            source.grad = None
+            source.data = param.data
+        self.show_sharded()
+
+    def hide_full(self) -> None:
+        for param, piece in zip(self.sources, self._pieces):
+            param.data = piece
+        self.show_sharded()
+        if self._grads is not None:
+            for param, grad in zip(self.sources, self._grads):
+                param.grad = grad
+            self._grads = None
+
+
+def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
+    return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
+
+
+def _memory(tensors: Sequence[torch.Tensor], shard: torch.Tensor) -> list[tuple[int, int, torch.dtype]]:
+    """Says where in a shard, which may move as a whole, tensors lie, and what of."""
+    start = shard.data_ptr()
+    sized = ((tensor, tensor.numel()) for tensor in tensors)
+    return [(numel and tensor.data_ptr() - start, numel, tensor.dtype) for tensor, numel in sized]
+
+
+def _cast_gradient(param: nn.Parameter) -> None:
+    if param.grad is not None:
+        grad, param.grad = param.grad, None
+        param.grad = grad.to(param.dtype)

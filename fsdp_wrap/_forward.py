@@ -1,0 +1,78 @@
+"""`run_forward`: one forward call of a unit, with those that lend it parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._precision import cast_floating, floating_dtype
+from fsdp_wrap._schedule import Schedule, schedule_of
+from fsdp_wrap._tree import map_tensors
+from fsdp_wrap._unit import Unit, Use
+
+__all__ = ["run_forward"]
+
+
+def run_forward(
+    unit: Unit,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    part: nn.Module | None = None,
+) -> Any:
+    """Runs `call` as a forward of the unit, or of one of its parts, and of those that lend it parameters.
+
+    Without gradients it may run inside `summon_full_params`, and computes with what that shows, in master
+    dtype and without communication: a rank may do so alone.
+
+    Raises:
+        RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the output
+            is a view of a parameter.
+    """
+    if not torch.is_grad_enabled() and _shown_in_full(unit):
+        return call(*args, **kwargs)
+    own = schedule_of(unit)
+    returned, args, kwargs = _prepared(unit, own, args, kwargs)
+    uses: list[tuple[Schedule, Use]] = []
+    try:
+        for lender in unit.lenders:
+            schedule = schedule_of(lender)
+            uses.append((schedule, schedule.pre_forward(lender, part)))
+        uses.append((own, own.pre_forward(unit, part)))
+        inputs = []
+        for schedule, use in uses:
+            args, kwargs, nodes = schedule.watch_inputs(use, args, kwargs)
+            inputs.append(nodes)
+        output = call(*args, **kwargs)
+        if returned is not None:
+            output = cast_floating(output, returned)
+        for (schedule, use), nodes in zip(uses, inputs):
+            schedule.post_forward(use, output, nodes)
+        return output
+    finally:
+        for schedule, use in uses:
+            schedule.exit_forward(use)
+
+
+def _prepared(
+    unit: Unit, schedule: Schedule, args: Any, kwargs: Any
+) -> tuple[torch.dtype | None, tuple[Any, ...], dict[str, Any]]:
+    """Returns the dtype of the outputs, if that is given, and the inputs moved and cast."""
+    device = schedule.moves_inputs_to
+    if device is not None:
+        args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs))
+    casts = unit.options.casts
+    returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
+    computed = casts.root if unit is schedule.root else casts.nested
+    if computed is not None:
+        args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
+    return returned, args, kwargs
+
+
+def _shown_in_full(unit: Unit) -> bool:
+    """Whether the user holds the full parameters that the unit computes with."""
+    handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
+    return bool(handles) and all(handle.shows_full for handle in handles)

@@ -1,0 +1,251 @@
+"""`FSDPModule`: the methods of a module to which `fully_shard` was applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_wrap._copies import deepcopy_wrapper
+from fsdp_wrap._forward import run_forward
+from fsdp_wrap._handle import HandleState
+from fsdp_wrap._modules import UNIT_ATTR
+from fsdp_wrap._schedule import Schedule, schedule_of
+from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap.forward_methods import register_forward_method
+
+__all__ = ["FSDPModule", "UnshardHandle", "run_as_unit"]
+
+_Self = TypeVar("_Self", bound="FSDPModule")
+
+
+class FSDPModule(nn.Module):
+    """What `fully_shard` makes of a module: a subclass of its class that runs as a unit.
+
+    While the unit is sharded, which it is outside of its forward and backward, `parameters()` are `DTensor`s.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an instance of the original class, as containers do when they are sliced."""
+        return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward, and all hooks, with full parameters."""
+        return self._run_as_forward(super().__call__, args, kwargs)
+
+    def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = _unit_of(self)
+        return run_forward(unit, call, args, kwargs, self)
+
+    def register_forward_method(self, method_name: str) -> None:
+        """Lets a method such as `generate` run as forward does; see `fsdp_wrap.forward_methods`.
+
+        Raises:
+            ValueError: If there is no such method, or it cannot run so.
+        """
+        register_forward_method(self, self, method_name, self._run_as_forward)
+
+    # parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this unit's parameters, and lets the modules show them until it is resharded.
+
+        The next forward takes them over, unless an optimizer has changed the sharded ones since.
+
+        Args:
+            async_op: Return at once; the handle's `wait`, or the forward, waits.
+        """
+        unit = _unit_of(self)
+        schedule_of(unit).unshard(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees this unit's full parameters; the modules show the sharded ones."""
+        unit = _unit_of(self)
+        schedule_of(unit).reshard(unit)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Decides whether full parameters are freed between forward and backward, as the root as well.
+
+        Raises:
+            ValueError: If it is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be a bool here, not {reshard_after_forward!r}")
+        for unit in self._units(recurse):
+            unit.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Decides whether full parameters are freed after backward.
+
+        If not, the next forward takes them over, unless an optimizer has changed the sharded ones since.
+        """
+        self._set(recurse, reshards_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Decides whether backward gathers this unit's parameters: not needed where it computes without them.
+
+        An embedding's does. If another's does not get them, the process may crash.
+        """
+        self._set(False, unshards_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Lets this unit's forward issue the all-gathers of other units.
+
+        Raises:
+            ValueError: If a module is no `FSDPModule`.
+        """
+        self._set(False, forward_targets=tuple(map(_unit_of, modules)))
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Lets this unit's backward issue the all-gathers of other units, not of the expected next one.
+
+        Raises:
+            ValueError: If a module is no `FSDPModule`.
+        """
+        self._set(False, backward_targets=tuple(map(_unit_of, modules)))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Lets the next iteration begin after an event, such as of an optimizer's step on another stream."""
+        self._schedule.wait_for(event)
+
+    # gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Decides whether a backward ends with waiting for the last reduction, or leaves that to the next."""
+        self._schedule.finish_backwards(is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Decides whether gradients are reduced, or kept in full for a later backward.
+
+        Meanwhile `.grad` of parameters without one are zeros: `zero_grad` forgets what was kept.
+        """
+        self._set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Decides whether reduced gradients are summed over the replicas, or kept for a later backward."""
+        self._set(recurse, sums_over_replicas=requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides summed gradients of this unit by a number, instead of by that of the ranks."""
+        handle = _unit_of(self).handle
+        if handle is not None:
+            handle.divide_gradients_by(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted: gradients are divided by our own kernels and never reduced by anything but sums."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Decides whether parameters that no rank used get gradients of zeros, or none.
+
+        Either way, ranks may use different ones.
+        """
+        self._set(recurse, counts_unused=reduce_scatter_unused_params)
+
+    def reset_iter_state(self) -> None:
+        """Drops what a failed forward or backward left, and gradients that wait for a reduction.
+
+        The next outermost forward does this by itself, save for gradients that earlier backwards accumulated.
+
+        Raises:
+            RuntimeError: If another unit encloses this one.
+        """
+        if _unit_of(self).nested:
+            raise RuntimeError(f"reset_iter_state() must be called on the root, not on {_unit_of(self).name}")
+        self._schedule.reset()
+
+    # conversions, copies, state dicts
+
+    def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
+        unit = _unit_of(self)
+        _refuse_moves(unit, fn)
+        self.reshard()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if unit.handle is not None and unit.handle.state is HandleState.SHARDED and not unit.parts:
+            unit.handle.follow_replaced()  # parts are converted one by one: there the next forward does it
+        return self
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        """Returns a second module of the same values, on the same process groups; no communication."""
+        return deepcopy_wrapper(self, _unit_of(self), memo)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.nn.Module`, with `DTensor`s."""
+        self.reshard()
+        return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.reshard()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    # what several of the above share
+
+    @property
+    def _schedule(self) -> Schedule:
+        return schedule_of(_unit_of(self))
+
+    def _units(self, recurse: bool) -> Iterable[Unit]:
+        return dict.fromkeys(units_in(self).values()) if recurse else [_unit_of(self)]
+
+    def _set(self, recurse: bool, **options: Any) -> None:
+        for unit in self._units(recurse):
+            unit.set(**options)
+
+
+class UnshardHandle:
+    """Waits for what `FSDPModule.unshard` has issued."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Lets the modules show the full parameters, for what the caller does next."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            schedule_of(unit).show_unsharded(unit)
+
+
+def _refuse_moves(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for segment in unit.handle.segments if unit.handle is not None else ():
+        shard = segment.layout.flat_param.data
+        before = torch.empty(0, dtype=shard.dtype, device=shard.device)
+        after = fn(before)
+        if after.device != before.device and not before.is_meta:
+            raise ValueError(
+                f"the sharded parameters of {unit.name} cannot go from {before.device} to {after.device}; "
+                "they live where their mesh does"
+            )
+
+
+def run_as_unit(module: nn.Module, unit: Unit) -> None:
+    """Makes a module an `FSDPModule` of a unit, in place: its class becomes a subclass of what it was."""
+    module.__dict__[UNIT_ATTR] = unit
+    module.__class__ = _sharded_class(type(module))
+
+
+_sharded_classes: dict[type[nn.Module], type[FSDPModule]] = {}
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return _sharded_classes[cls]
+
+
+def _unit_of(module: Any) -> Unit:
+    if not isinstance(module, FSDPModule):
+        raise ValueError(f"expected a module to which fully_shard was applied, not a {type(module).__name__}")
+    unit: Unit = module.__dict__[UNIT_ATTR]
+    return unit

@@ -1,0 +1,277 @@
+"""`Gradients`: those of one segment's leaves, on their way from the leaves to the sharded parameters.
+
+They wait on their leaves for the end of their unit's backward, are moved into one reduce buffer at once, and
+leave it with the reduction. Gradients that no reduction takes (`no_sync`) stay in the buffer.
+
+A reduce dtype that is wider than that of the leaves is the sums': what is added only once need not be wide
+before. So the buffer is as narrow as the leaves, unless gradients are accumulated in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._layout import Layout
+from fsdp_wrap._precision import SegmentDtypes
+from fsdp_wrap._resizable import Buffer
+
+__all__ = ["Gradients"]
+
+_FEW_RANKS = 16
+"""Up to so many, dividing before a sum costs at most four of fp16's small exponents."""
+
+
+class Gradients:
+    """The gradients of one segment.
+
+    Args:
+        layout: How they lie in the reduce buffer.
+        dtypes: Of the segment.
+        communicator: Allocates the reduce buffer.
+        contributors: By how much summed gradients are divided: over so many ranks they are averaged.
+        leaves: Whose gradients they are.
+
+    Attributes:
+        bulky: Whether one leaf's gradient alone takes half of the memory of all.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: SegmentDtypes,
+        communicator: Communicator,
+        contributors: float,
+        leaves: Sequence[nn.Parameter],
+    ) -> None:
+        self._layout, self._dtypes, self._leaves = layout, dtypes, leaves
+        widens = torch.promote_types(dtypes.param, dtypes.reduce) == dtypes.reduce
+        narrow = dtypes.param if widens else dtypes.reduce
+        self._own = _Place.freed(communicator.buffer(layout.numel, narrow), layout)
+        self._sums = self._own
+        if narrow != dtypes.reduce:
+            self._sums = _Place.freed(communicator.buffer(layout.numel, dtypes.reduce), layout)
+        self._place = self._own
+        self._filled = [False] * len(leaves)
+        self._numels = [leaf.numel() for leaf in leaves]
+        self.bulky = 2 * max(self._numels) >= layout.full_numel
+        self._arrived = 0
+        self._accumulated = False
+        self._partial: torch.Tensor | None = None
+        self.average_over(contributors)
+        if dtypes.grad != dtypes.master:
+            layout.allow_gradients_of_any_dtype()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the reduce buffer when it is allocated."""
+        return self._place.buffer.nbytes
+
+    @property
+    def collected(self) -> bool:
+        """Whether there is anything in the reduce buffer."""
+        return self._place.buffer.allocated
+
+    @property
+    def on_leaves(self) -> bool:
+        """Whether any leaf holds its gradient still."""
+        return any(leaf.grad is not None for leaf in self._leaves)
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
+        return self._accumulated and any(
+            filled and not zeroed for filled, zeroed in zip(self._filled, self._layout.zeroed())
+        )
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more than a quarter of them has come."""
+        return 4 * self._arrived > self._layout.full_numel
+
+    def average_over(self, contributors: float) -> None:
+        """Divides gradients by another number of ranks.
+
+        After they are summed, when only a shard is left to divide. In fp16 sums would overflow: there before,
+        at many ranks, where that would lose small ones, by about the square root only.
+        """
+        before = _divisor_before(contributors) if self._dtypes.reduce == torch.float16 else 1.0
+        self._scale, self._scale_after = 1.0 / before, before / contributors
+
+    # from the leaves into the reduce buffer
+
+    def arrived(self, index: int, into: Buffer | None = None) -> None:
+        """Notes that a leaf has its gradient.
+
+        Args:
+            index: Which leaf.
+            into: An unsharded buffer that nobody needs any more where the leaf lies: the gradient moves
+                there at once, and the buffer becomes the reduce buffer, unless there is one already.
+
+        Raises:
+            RuntimeError: If a gradient lies there already.
+        """
+        self._arrived += self._numels[index]
+        if into is not None and (self.lie_in(into) or not self.collected):
+            if not self.lie_in(into):
+                self._place = _Place(into, self._layout)
+            elif self._filled[index]:
+                raise RuntimeError(
+                    f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
+                    "when the first had taken its place; its unit must not use set_gradients_in_place"
+                )
+            self._move([index])
+
+    def collect(self) -> None:
+        """Moves what gradients the leaves hold into the reduce buffer."""
+        self._move(range(len(self._leaves)))
+        self._arrived = 0
+
+    def collect_to_accumulate(self) -> None:
+        """As `collect`, where more may be added before a reduction."""
+        if not self.collected:
+            self._place = self._sums
+        self.collect()
+
+    def _move(self, indices: Sequence[int]) -> None:
+        targets: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        there = [index for index in indices if self._leaves[index].grad is not None]
+        if there:
+            self._place.allocate()
+        for index in there:
+            leaf = self._leaves[index]
+            parts, pieces = self._place.parts[index], self._layout.split(index, _taken_from(leaf))
+            if self._filled[index]:
+                for target, piece in zip(parts, pieces):
+                    target.add_(piece, alpha=self._scale)
+            else:
+                targets += parts
+                grads += pieces
+                self._filled[index] = True
+        _copy_scaled(targets, grads, self._scale)
+
+    def complete(self, counts_unused: bool = False) -> torch.Tensor:
+        """Returns the reduce buffer, with all gradients, and zeros where none came.
+
+        Args:
+            counts_unused: Whether parameters that no rank used are to get gradients of zeros.
+        """
+        self.collect()
+        self._place.allocate()
+        for parts, filled in zip(self._place.parts, self._filled):
+            for part in () if filled else parts:
+                part.zero_()
+        self._filled = [filled or counts_unused for filled in self._filled]
+        self._layout.note_used(self._place.tensor, self._filled)
+        return self._place.tensor
+
+    # what was reduced
+
+    def keep_partial(self, shard: torch.Tensor) -> None:
+        """Keeps what was summed over this copy's ranks only, until `take_partial`."""
+        self._partial = shard
+        self.drop()
+
+    def take_partial(self, shard: torch.Tensor) -> None:
+        """Adds what was kept by `keep_partial`, if anything."""
+        if self._partial is not None:
+            shard.add_(self._partial)
+            self._partial = None
+
+    def add_reduced(self, shard: torch.Tensor) -> None:
+        """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
+        reduced = shard.to(self._dtypes.grad)
+        if self._scale_after != 1.0:
+            reduced.mul_(self._scale_after)
+        self._layout.add_reduced(reduced, self._filled)
+        self.drop()
+
+    # what was not
+
+    def keep_accumulated(self) -> None:
+        """Keeps the gradients collected so far for a later backward."""
+        if self.collected:
+            self._accumulated = True
+            self._layout.mark_unsynced()
+
+    def forget_zeroed(self) -> None:
+        """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
+        if self._accumulated:
+            for index, zeroed in enumerate(self._layout.zeroed()):
+                self._filled[index] = self._filled[index] and not zeroed
+
+    def drop(self) -> None:
+        """Forgets all that was collected and frees the reduce buffer."""
+        self._filled = [False] * len(self._leaves)
+        self._accumulated = False
+        self._place.buffer.free()
+        self._place = self._own
+
+    def drop_all(self) -> None:
+        """Forgets all gradients, also those summed over a part of the ranks."""
+        self.drop()
+        self._partial = None
+
+    def drop_failed(self) -> None:
+        """Forgets what a failed backward left; what earlier backwards accumulated stays."""
+        for leaf in self._leaves:
+            leaf.grad = None
+        self._arrived = 0
+        if not self._accumulated:
+            self.drop()
+
+    def lie_in(self, buffer: Buffer) -> bool:
+        """Whether a buffer serves as the reduce buffer now."""
+        return self._place.buffer is buffer
+
+
+class _Place:
+    """Where the gradients of all leaves lie side by side."""
+
+    @classmethod
+    def freed(cls, buffer: Buffer, layout: Layout) -> _Place:
+        """Makes one whose memory comes when it is needed."""
+        place = cls(buffer, layout)
+        buffer.free()
+        return place
+
+    def __init__(self, buffer: Buffer, layout: Layout) -> None:
+        self.buffer = buffer
+        self.tensor = buffer.tensor.data  # an alias: leaves' version counters do not move
+        self.parts = layout.parts(self.tensor)
+        self._padding = layout.padding(self.tensor)
+
+    def allocate(self) -> None:
+        if not self.buffer.allocated:
+            self.buffer.allocate()
+            for gap in self._padding:
+                gap.zero_()
+
+
+def _taken_from(leaf: nn.Parameter) -> torch.Tensor:
+    grad, leaf.grad = leaf.grad, None
+    assert grad is not None
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
+    if scale == 1.0:
+        if targets:
+            torch._foreach_copy_(targets, grads)
+        return
+    for target, grad in zip(targets, grads):
+        if torch.promote_types(grad.dtype, target.dtype) == grad.dtype:
+            torch.mul(grad, scale, out=target)  # copied, divided and cast in one pass: rounded once
+        else:
+            target.copy_(grad).mul_(scale)  # divided in the wider dtype
+
+
+def _divisor_before(contributors: float) -> float:
+    if contributors <= _FEW_RANKS:
+        return contributors
+    return float(2 ** math.ceil(math.log2(contributors) / 2))

@@ -1,0 +1,139 @@
+"""Process groups, this rank's place in them, and those groups that follow from others."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_wrap._compute_device import device_type_for
+
+__all__ = ["Ranks", "default_group", "default_mesh", "groups_by_host", "neighbours", "ranks_in"]
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group and this process's place in it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+def ranks_in(group: Any) -> Ranks:
+    """Returns this process's place in a group.
+
+    Raises:
+        ValueError: If it is not part of it.
+        TypeError: If it is no process group.
+    """
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup or None, not {type(group).__name__}"
+        )
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not part of the process_group that it was given: wrap only on the "
+            "ranks of the group, or pass each rank the group that it belongs to"
+        )
+    return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def default_group(user: str) -> dist.ProcessGroup:
+    """Returns the process group of all ranks.
+
+    Args:
+        user: What needs it, for the error's text.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    group = dist.group.WORLD if dist.is_available() else None
+    if group is None:
+        raise ValueError(
+            f"{user} needs a process group, and there is none: call "
+            "torch.distributed.init_process_group() before wrapping (torchrun sets what it reads)"
+        )
+    return group
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns the one-dimensional mesh of all ranks, on the accelerator if they can communicate from it.
+
+    Raises:
+        ValueError: If there is no process group.
+    """
+    group = default_group("fully_shard")
+    return _once_for(
+        group, "mesh", lambda: init_device_mesh(device_type_for(group), (dist.get_world_size(),))
+    )
+
+
+def neighbours(ranks: Ranks, size: int) -> Ranks:
+    """Returns the group of so many ranks that stand side by side in a group; collective among them.
+
+    Raises:
+        ValueError: If the group cannot be cut so.
+    """
+    if not 1 < size < ranks.size or ranks.size % size:
+        raise ValueError(
+            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded, "
+            f"and be neither 1 (which is False) nor {ranks.size} (which is True)"
+        )
+
+    def make() -> Any:
+        first = ranks.rank // size * size
+        members = dist.get_process_group_ranks(ranks.group)[first : first + size]
+        return dist.new_group(members, use_local_synchronization=True)
+
+    return ranks_in(_once_for(ranks.group, ("neighbours", size), make))
+
+
+def groups_by_host(world: dist.ProcessGroup) -> tuple[Any, Any]:
+    """Returns the groups (within this rank's host, across hosts) by LOCAL_WORLD_SIZE; collective.
+
+    Raises:
+        ValueError: If hosts cannot have that many ranks each.
+    """
+    size = dist.get_world_size(world)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if local < 1 or size % local:
+        raise ValueError(
+            f"cannot shard within hosts: LOCAL_WORLD_SIZE={local} does not divide the {size} ranks; "
+            "pass a (shard, replicate) pair as process_group or a device_mesh of two dimensions"
+        )
+    return _once_for(world, ("hosts", local), lambda: _make_groups_by_host(size, local))
+
+
+def _make_groups_by_host(size: int, local: int) -> tuple[Any, Any]:
+    rank = dist.get_rank()
+    if rank == 0:
+        warnings.warn(
+            f"no groups were given: sharding within each host ({local} ranks by LOCAL_WORLD_SIZE) and "
+            f"replicating across {size // local}",
+            stacklevel=2,
+        )
+    within = [dist.new_group(range(start, start + local)) for start in range(0, size, local)]
+    across = [dist.new_group(range(place, size, local)) for place in range(local)]
+    return within[rank // local], across[rank % local]
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def _once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made]) -> _Made:
+    """Makes what follows from a group once, for all units, and keeps it as long as the group lives."""
+    made = _made.setdefault(group, {})
+    if what not in made:
+        made[what] = make()
+    result: _Made = made[what]
+    return result

@@ -1,0 +1,76 @@
+"""What a unit holds between its verbs: parameters that some ranks keep, and a reduction in flight."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._device import Finished, Pending
+from fsdp_wrap._segment import Segment
+
+__all__ = ["KeptParameters", "Reduction"]
+
+
+class KeptParameters:
+    """The full parameters of a unit, evenly cut within some ranks that keep them from forward to backward."""
+
+    def __init__(self, segments: list[Segment], within: Communicator) -> None:
+        self._within = within
+        self._parts = [within.own_part(segment.full_data).clone() for segment in segments]
+
+    def gather(self, segments: list[Segment]) -> Pending:
+        """Fills the unsharded buffers."""
+        for segment in segments:
+            segment.full.allocate()
+        full = [segment.full_data for segment in segments]
+
+        def fill() -> None:
+            for target, part in zip(full, self._parts):
+                self._within.own_part(target).copy_(part)
+
+        return self._within.all_gather(full, fill)
+
+
+class Reduction:
+    """A reduction in flight: its buffers, what is still to be done, and where the result goes.
+
+    The sum over the replicas, if any, follows that within the copy, at once if that is finished already.
+    """
+
+    def __init__(
+        self,
+        segments: list[Segment],
+        shards: list[torch.Tensor],
+        pending: Pending,
+        replicas: Communicator | None,
+    ) -> None:
+        self._segments, self._shards, self._pending = segments, shards, pending
+        self._replicas = replicas
+        self._over_replicas: Pending | None = None
+        if isinstance(pending, Finished):
+            self._sum_over_replicas()
+
+    def _sum_over_replicas(self) -> None:
+        for segment, shard in zip(self._segments, self._shards):
+            segment.gradients.take_partial(shard)
+        replicas = self._replicas
+        self._over_replicas = Finished() if replicas is None else replicas.all_reduce(self._shards)
+
+    def finish(self) -> None:
+        """Waits, and hands the sums to the segments."""
+        self._pending.wait()
+        if self._over_replicas is None:
+            self._sum_over_replicas()
+        assert self._over_replicas is not None
+        self._over_replicas.wait()
+        for segment, shard in zip(self._segments, self._shards):
+            if self._replicas is None:
+                segment.gradients.keep_partial(shard)
+            else:
+                segment.gradients.add_reduced(shard)
+
+    def abandon(self) -> None:
+        """Waits, and drops what was to be reduced."""
+        self._pending.wait()
+        for segment in self._segments:
+            segment.gradients.drop()

@@ -1,0 +1,93 @@
+"""Changes of loaded modules, and of those that will be imported, that can be taken back."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Installation"]
+
+
+class Installation:
+    """What one call of `install` has changed; as a context manager it takes that back at the end."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def rebind(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute until the end."""
+        self._undo.append(functools.partial(setattr, owner, name, inspect.getattr_static(owner, name)))
+        setattr(owner, name, value)
+
+    def replace(self, pairs: Iterable[tuple[Any, Any]], kept: tuple[str, ...] = ()) -> None:
+        """Rebinds what loaded modules hold until the end.
+
+        Args:
+            pairs: (old, new).
+            kept: How the names of modules begin that keep the old ones.
+        """
+        by_id = {id(old): new for old, new in pairs}
+        for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
+            for name, value in list(vars(module).items()):
+                if id(value) in by_id and not module.__name__.startswith(kept):
+                    self.rebind(module, name, by_id[id(value)])
+
+    def set_environment(self, name: str, value: str) -> None:
+        """Sets an environment variable until the end, if it is not set."""
+        if name not in os.environ:
+            self._undo.append(functools.partial(os.environ.pop, name, None))
+            os.environ[name] = value
+
+    def when_imported(self, name: str, adapt: Callable[[Installation, Any], None]) -> None:
+        """Calls `adapt(self, module)` once the module of that name is loaded: now, or later until the end."""
+        if name in sys.modules:
+            adapt(self, sys.modules[name])
+        else:
+            finder = _OnImport(name, functools.partial(adapt, self))
+            sys.meta_path.insert(0, finder)
+            self._undo.append(finder.remove)
+
+    def end(self) -> None:
+        """Takes all changes back. Modules imported in between keep the names that they got."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Finds one module as the others would, and calls a function with it when it has been loaded."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        self.remove()
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self._act(module)
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec

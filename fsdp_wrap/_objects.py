@@ -1,0 +1,49 @@
+"""Small picklable objects between the ranks of a group; torch's collectives by their name in its version."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["all_gather_object", "all_gather_single", "broadcast_object", "reduce_scatter_single"]
+
+# Torch 2.13 renamed them.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
+    own, ranks = _pickled(value, group), dist.get_world_size(group)
+    length = torch.tensor([own.numel()], device=own.device)
+    lengths = length.new_empty(ranks)
+    all_gather_single(lengths, length, group=group)
+    longest = int(lengths.max())
+    full = own.new_empty(ranks * longest)
+    all_gather_single(full, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
+    return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
+    data = _pickled(value if dist.get_rank(group) == 0 else None, group)
+    length = torch.tensor([data.numel()], device=data.device)
+    dist.broadcast(length, group=group, group_src=0)
+    if dist.get_rank(group) != 0:
+        data = data.new_empty(int(length))
+    dist.broadcast(data, group=group, group_src=0)
+    return _unpickled(data)
+
+
+def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    device = dist.distributed_c10d._get_pg_default_device(group)
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    data = data.cpu()
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

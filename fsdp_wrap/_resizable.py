@@ -1,0 +1,70 @@
+"""Buffers whose memory comes and goes while views of them stay valid objects."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Buffer", "ResidentBuffer"]
+
+
+class Buffer:
+    """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
+
+    It starts allocated: views can be made only while it is. They must not be used while it is freed.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.nbytes = self.tensor.numel() * self.tensor.element_size()
+        self._storage = self.tensor.untyped_storage()
+
+    @property
+    def temporary(self) -> bool:
+        """Whether its content matters only while it is allocated."""
+        return True
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the memory is there."""
+        return self.nbytes == 0 or self._storage.nbytes() > 0
+
+    @property
+    def resizable(self) -> bool:
+        """Whether the memory can come and go: not once it is shared with NumPy."""
+        return self._storage.resizable()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this buffer's memory."""
+        same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
+        return same
+
+    def allocate(self) -> None:
+        """Gets memory, with undefined content."""
+        if not self.allocated:
+            self._storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        if self._storage.nbytes() > 0:
+            self._storage.resize_(0)
+
+
+class ResidentBuffer(Buffer):
+    """A buffer over memory that stays: that of a shard which is the whole (NO_SHARD)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._storage = tensor.untyped_storage()
+
+    @property
+    def temporary(self) -> bool:
+        return False
+
+    @property
+    def resizable(self) -> bool:
+        return True
+
+    def free(self) -> None:
+        return None

@@ -1,0 +1,140 @@
+"""`Traffic`: what the units of one tree send and receive: gathers, and one reduction at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._events import EventKind, Phase, emit
+from fsdp_wrap._handle import HandleState
+from fsdp_wrap._positions import Tree, UnitPositions
+from fsdp_wrap._unit import Unit
+
+__all__ = ["Traffic"]
+
+
+class Traffic:
+    """Lets units communicate, notes it for the other ranks, and tells the observers of events.
+
+    Args:
+        units: The units of one tree.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        tree = Tree()
+        self._positions = {unit: _positions_of(unit, tree) for unit in units}
+        self._iteration = 0
+        self._reducing: Unit | None = None
+
+    def begin_iteration(self) -> int:
+        """Counts the outermost forwards; returns the number of the new one."""
+        self._iteration += 1
+        return self._iteration
+
+    # parameters
+
+    def unshard(self, unit: Unit, phase: Phase) -> None:
+        """Makes a unit's leaves usable, gathering if they are not, or not being gathered already.
+
+        Raises:
+            RuntimeError: If its parameters are in the user's hands or in a state dict's.
+            ValueError: If they have no values.
+        """
+        handle = unit.handle
+        assert handle is not None
+        if handle.state is HandleState.REPLACED:
+            raise RuntimeError(
+                f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
+                "backward after that"
+            )
+        if handle.state is HandleState.SUMMONED:
+            raise RuntimeError(
+                f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+                "before running forward or backward"
+            )
+        self._positions[unit].enter(phase, self._iteration)
+        self.gather(unit, phase)
+        if handle.wait():
+            self._positions[unit].gathered()
+
+    def gather(self, unit: Unit, phase: Phase) -> bool:
+        """Issues a unit's all-gather; returns False if it is unsharded, or being so, already.
+
+        Raises:
+            ValueError: If parameters have no values.
+        """
+        handle = unit.handle
+        if handle is None or handle.state is not HandleState.SHARDED:
+            return False
+        if handle.without_values:
+            raise ValueError(
+                f"parameters of {unit.name} are on the meta device and have no values: "
+                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                "or load them before the first forward"
+            )
+        if handle.lends:
+            self.finish_reduction()
+        positions = self._positions[unit]
+        gather = positions.gather_kept if handle.keeps_parts else positions.gather
+        gather.issue(phase, self._iteration)
+        handle.unshard(lasting=phase is Phase.IDLE or not unit.options.reshards_after_backward)
+        emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
+        return True
+
+    def reshard(self, unit: Unit, phase: Phase, within: Communicator | None = None) -> None:
+        """Frees a unit's full parameters, unless a forward that is running needs them.
+
+        Args:
+            unit: The unit.
+            phase: Where in the iteration this is.
+            within: Ranks that keep the full parameters between them.
+        """
+        # A backward may run inside a forward, which still needs its leaves.
+        in_use = unit.running > (1 if phase is Phase.FORWARD else 0)
+        if unit.handle is not None and not in_use and unit.handle.reshard(within):
+            unit.hold(False)
+            emit(EventKind.RESHARD, unit.fqn, phase, unit.handle.unsharded_nbytes)
+
+    # gradients
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a reduction is in flight."""
+        return self._reducing is not None
+
+    def reduce(self, unit: Unit, phase: Phase) -> None:
+        """Issues the reduction of a unit's gradients; none may be in flight."""
+        assert unit.handle is not None
+        options, positions = unit.options, self._positions[unit]
+        reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
+        reduction.issue(phase, self._iteration)
+        nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
+        emit(EventKind.REDUCE, unit.fqn, phase, nbytes)
+        self._reducing = unit
+
+    def finish_reduction(self) -> None:
+        """Waits for the reduction in flight, if any, and hands on its result."""
+        unit, self._reducing = self._reducing, None
+        if unit is not None and unit.handle is not None:
+            unit.handle.finish_reduction()
+            if not unit.handle.has_own_reduction:  # which may have waited for nobody
+                self._positions[unit].reduction.completed()
+                self._positions[unit].reduction_in_copy.completed()
+
+    def forget_reduction(self) -> None:
+        """Leaves the reduction in flight to its unit's handle."""
+        self._reducing = None
+
+
+def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
+    communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+    within = unit.options.reshards_within
+    return UnitPositions(
+        unit.name,
+        tree,
+        gathering=[one.positions for one in communicators[:1] if one.positions is not None],
+        # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
+        reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
+        keeping=[] if within is None or within.positions is None else [within.positions],
+        waits=all(one.device.type == "cpu" for one in communicators),
+    )

@@ -1,0 +1,131 @@
+"""The benchmarks run, at sizes that measure nothing, and their meters and judgements are right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks are not installed
+
+from benchmarks import gpu
+from benchmarks.__main__ import questions, run
+from benchmarks.goals import GOALS, Goal, judged
+from benchmarks.harness import Settings, as_markdown, compare, run_fake, run_group
+from benchmarks.meters import received, resident, tensors
+from benchmarks.models import TINY, lora
+
+CASES = ("tiny", "4 parameters", "12 parameters", "gloo", "fake group", "4 blocks")
+FAKE = ("fake group of 2", "fake group of 8")
+IMPL = ("ddp", "fsdp1", "fsdp2", "fsdp_wrap")
+MB = 1 << 20
+
+
+def test_every_question_is_answered_and_shown(tmp_path):
+    asked = questions()
+    run(asked, tmp_path, Settings(IMPL, (*CASES, *FAKE), rounds=1))
+    answers = json.loads((tmp_path / "performance" / "figures.json").read_text())
+    page = (tmp_path / "performance.md").read_text()
+    for question in asked:
+        figures = answers[question.name]["figures"]
+        assert f"## {question.title}\n" in page
+        assert question.name == "gpu" or any(
+            question.chart in row for t in figures.values() for row in t.values()
+        )
+        for table in figures.values():
+            assert as_markdown(table) in page and set(table) <= set(IMPL)
+            assert all(math.isfinite(value) for row in table.values() for value in row.values())
+        drawn = (tmp_path / "performance" / f"{question.name}.svg").exists()
+        assert drawn == (importlib.util.find_spec("matplotlib") is not None and bool(figures))
+    assert set(answers["step"]["figures"]["tiny"]) == set(IMPL)
+    wire = answers["wire"]["figures"]["tiny"]["fsdp_wrap"]
+    assert 1 <= wire["/ needed"] < 2 and wire["forward MB"] < wire["backward MB"] < wire["step MB"] * 1.01
+
+
+def test_answers_given_before_stay_on_the_page(tmp_path):
+    (tmp_path / "performance").mkdir()
+    before = {"date": "then", "seconds": 1, "machine": {}, "figures": {}}
+    before["machine"] = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
+    kept = {"step": {**before, "figures": {"gpt": {"fsdp_wrap": {"/ ddp": 7.25}}}}}
+    (tmp_path / "performance" / "figures.json").write_text(json.dumps(kept))
+    run([], tmp_path, Settings())
+    page = (tmp_path / "performance.md").read_text()
+    assert "## Time of a step" in page and "## Host time" not in page
+    assert "| P1 | step of gpt, to DDP | 1 | **7.25** |  |  | no |" in page
+
+
+def test_ratios_are_paired_by_round_and_to_the_fastest_form():
+    times = {"base": [1.0, 2.0, 4.0], "slow base": [9.0, 9.0, 9.0], "mine": [2.0, 4.0, 2.0]}
+    row = compare(times, {"both": ("slow base", "base"), "absent": ("nobody",)}, ("s", 1.0))["mine"]
+    assert row == {"s": 2.0, "min": 2.0, "max": 4.0, "/ both": 2.0, "medians / both": 1.0}
+
+
+def test_goals_are_judged_by_all_that_they_name():
+    row, other = GOALS[0].rows[:2]
+    results = {"q": {"t": {row: {"c": 2.0}, other: {"c": 3.0}, "a": {"c": 4.0}, "b": {"c": 8.0}}}}
+    goal = Goal("G", "", 0.6, ("q", "t", "c"), ("a", "b"), (row, other))
+    assert goal.figure(results, row) == 0.5 and goal.figure(results, other) == 0.75
+    assert goal.figure({}, row) is None
+    table = judged({})
+    assert table.count("not measured") == len(GOALS)
+
+
+def test_meters_of_memory():
+    kept = []
+
+    def act():
+        torch.ones(8 * MB // 4)
+        kept.append(torch.ones(4 * MB // 4))
+
+    exact = tensors(act)
+    assert (exact.peak, exact.kept) == (8 * MB, 4 * MB)
+
+    def in_a_thread():
+        thread = threading.Thread(target=act)
+        thread.start(), thread.join()
+
+    resident(in_a_thread)  # the first thread's stack stays
+    seen = resident(in_a_thread)
+    assert abs(seen.peak - 8 * MB) < MB and abs(seen.kept - 4 * MB) < MB
+
+
+def test_meter_of_the_wire():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as sender, server.accept()[0] as receiver:
+            before = received()
+            sender.sendall(bytes(100_000))
+            receiver.recv(100_000, socket.MSG_WAITALL)
+            assert received() - before == 100_000
+
+
+def test_one_percent_of_the_adapted_model_trains():
+    params = list(lora(16, 1).model().parameters())
+    share = sum(p.numel() for p in params if p.requires_grad) / sum(p.numel() for p in params)
+    assert 0.008 < share < 0.012
+
+
+def test_questions_for_a_gpu_run_on_a_cpu():
+    names = ["fsdp2", "fsdp_wrap"]
+    memory = run_fake(_gpu_memory, 2, names)
+    assert all(row["peak MB"] > 0 for row in memory.values())
+    found = run_group(_gpu_speed_and_offload, 1, "gloo", 1, (names,))
+    assert set(found["speed"]) == {"plain", *names}
+    assert all(found["offload"][name]["/ roofline"] > 1 for name in names)
+
+
+def _gpu_memory(names):
+    return gpu.measure_memory(TINY, names, "cpu")
+
+
+def _gpu_speed_and_offload(names):
+    speed = gpu.measure_speed(TINY, names, "cpu", "bfloat16", 1)
+    return {
+        "speed": speed,
+        "offload": {name: gpu.measure_offload(name, TINY, "cpu", 1, 256) for name in names},
+    }

@@ -1,0 +1,118 @@
+"""What a step costs the host, counted in calls: per unit, per parameter, and with more units and ranks.
+
+On a process group that sends nothing, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_wrap
+from fsdp_wrap import FullyShardedDataParallel
+
+FRONTS = {
+    "original": partial(FullyShardedDataParallel, use_orig_params=True),
+    "flat": partial(FullyShardedDataParallel, use_orig_params=False),
+    "fully_shard": fsdp_wrap.fully_shard,
+}
+# Python functions that a step may call for one more unit of four parameters, and for one more parameter.
+MOST = {"original": (480, 21), "flat": (455, 14), "fully_shard": (480, 31)}
+
+
+class Sum(nn.Module):
+    """A unit of as many parameters as asked for, in one module, whose forward calls no other."""
+
+    def __init__(self, params: int) -> None:
+        super().__init__()
+        self.names = [f"p{index}" for index in range(params)]
+        for name in self.names:
+            self.register_parameter(name, nn.Parameter(torch.randn(8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            x = x * getattr(self, name)
+        return x
+
+
+def calls_of_a_step(front: str, units: int, params: int) -> int:
+    """Counts the calls of Python functions in one step; on the CPU backward runs in this thread as well."""
+    model: Any = nn.Sequential(*(FRONTS[front](Sum(params)) for _ in range(units)))
+    model = FRONTS[front](model)
+    x = torch.randn(8, 8)
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    for _ in range(6):  # by then positions have found whom they look for
+        step()
+    sys.setprofile(count)
+    step()
+    sys.setprofile(None)
+    return calls
+
+
+def main() -> None:
+    """Prints the calls of a step by ranks, front, units and parameters of each."""
+    torch.set_num_threads(1)
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ranks in (8, 1024):
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+            for front in FRONTS:
+                for units, params in ((2, 4), (6, 4), (6, 16), (24, 4)):
+                    key = f"{ranks} {front} {units} {params}"
+                    found[key] = calls_of_a_step(front, units, params)
+            dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+@cache
+def counted() -> dict[str, int]:
+    command = [sys.executable, __file__]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        command, cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_calls_per_unit_and_parameter_are_few(front):
+    small, more, wider = (counted()[f"8 {front} {size}"] for size in ("2 4", "6 4", "6 16"))
+    per_unit, per_param = (more - small) / 4, (wider - more) / 6 / 12
+    most_per_unit, most_per_param = MOST[front]
+    assert per_unit <= most_per_unit
+    assert per_param <= most_per_param
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_calls_per_unit_do_not_grow_with_units_or_ranks(front):
+    few = (counted()[f"8 {front} 6 4"] - counted()[f"8 {front} 2 4"]) / 4
+    many = (counted()[f"8 {front} 24 4"] - counted()[f"8 {front} 6 4"]) / 18
+    assert many == pytest.approx(few, rel=0.02)
+    assert counted()[f"1024 {front} 24 4"] == pytest.approx(counted()[f"8 {front} 24 4"], rel=0.02)
+
+
+if __name__ == "__main__":
+    main()

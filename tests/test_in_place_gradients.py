@@ -1,0 +1,201 @@
+"""Gradients that take the memory of their parameters (`set_gradients_in_place`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from bed import ranks
+from bed.memory import Peak
+from fronts import each_front, full_grads, full_state, no_sync, shard, twins
+from fsdp_wrap import MixedPrecision, set_gradients_in_place
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import WRAPPINGS, Block, Transformer, loss_of, named_state, tokens, train
+
+wrapper_fronts = pytest.mark.parametrize("front", ["flat", "orig"])
+
+
+@each_front
+@pytest.mark.parametrize("wrapping", ["whole", "block"])
+@ranks(2)
+def test_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
+    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS[wrapping]())
+    set_gradients_in_place(wrapped)
+    ddp = DDP(plain)
+    for model in (ddp, wrapped):
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer, rank, range(2))
+        optimizer.zero_grad()
+        with no_sync(model) if model is wrapped else ddp.no_sync():
+            loss_of(model, tokens(rank, 2)).backward()
+        loss_of(model, tokens(rank, 3)).backward()
+        optimizer.step()
+        train(model, optimizer, rank, range(4, 6))
+    found = full_state(wrapped)
+    for name, param in named_state(ddp):
+        assert torch.equal(found[name], param), name
+
+
+class _Checkpointed(nn.Module):
+    """A block that is computed again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block = Block()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+class _Twice(nn.Module):
+    """Checkpointed units, one of which runs twice, then a shared layer within a unit."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, 32)
+        self.first, self.again = _Checkpointed(reentrant), Block()
+        self.head = nn.Linear(32, 60, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.again(self.first(self.embed(batch)))
+        return self.head(self.again(self.first(x)))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@wrapper_fronts
+@ranks(2)
+def test_modules_computed_again_or_twice_or_tied(rank, world_size, front, reentrant, inside):
+    """`inside`: the checkpoint is part of the unit, else around it."""
+    units = ModuleWrapPolicy({_Checkpointed, Block} if not inside else {_Checkpointed})
+    plain, wrapped = twins(front, lambda: _Twice(reentrant), torch.float64, auto_wrap_policy=units)
+    set_gradients_in_place(wrapped)
+    for _ in range(2):
+        wrapped.zero_grad()
+        loss = loss_of(wrapped, tokens(rank, 0))
+        loss.backward(retain_graph=not reentrant)
+        if not reentrant:
+            loss.backward()
+    (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
+    found = full_grads(wrapped)
+    for name, param in plain.named_parameters():
+        expected = param.grad * (1 if reentrant else 2)
+        torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class _SharedInside(nn.Module):
+    """A unit whose layer gets a gradient from each of two backwards inside its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@wrapper_fronts
+@ranks(2)
+def test_a_second_gradient_in_one_backward_is_noticed(rank, world_size, front):
+    plain, wrapped = twins(front, _SharedInside, torch.float64)
+    set_gradients_in_place(wrapped)
+    x = torch.full((2, 8), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="'layer.(weight|bias)' got a second gradient"):
+        wrapped(x).sum().backward()
+    wrapped.zero_grad()
+    set_gradients_in_place(wrapped, enabled=False)
+    wrapped(x).square().sum().backward()
+    (sum(plain(torch.full_like(x, r + 1.0).requires_grad_()).square().sum() for r in range(2)) / 2).backward()
+    found = full_grads(wrapped)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("on purpose")
+
+
+@wrapper_fronts
+@ranks(2)
+def test_a_failed_backward_leaves_a_usable_model(rank, world_size, front):
+    plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"]())
+    set_gradients_in_place(wrapped)
+    embed = wrapped.module.embed
+    handle = embed.register_forward_hook(lambda module, args, output: _Raises.apply(output))
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(wrapped, tokens(rank, 5)).backward()
+    handle.remove()
+    wrapped.zero_grad()
+    loss_of(wrapped, tokens(rank, 0)).backward()
+    (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
+    found = full_grads(wrapped)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@wrapper_fronts
+@ranks(2)
+def test_mixed_dtypes_and_frozen_parameters_take_what_way_they_can(rank, world_size, front):
+    def make() -> nn.Module:
+        model = Transformer()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for mixed in (MixedPrecision(), policy):
+        _, wrapped = twins(front, make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
+        _, usual = twins(front, make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
+        set_gradients_in_place(wrapped)
+        for model in (wrapped, usual):
+            loss_of(model, tokens(rank, 0)).backward()
+        found, expected = full_grads(wrapped), full_grads(usual)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class _Halves(nn.Module):
+    """A unit of equal parameters, whose gradients come one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@wrapper_fronts
+@ranks(4)
+def test_a_unit_of_memory_less(rank, world_size, front):
+    """Shards, their gradients, one on its way, what the backend copies, and two units instead of three."""
+    model = shard(front, nn.Sequential(*(_Halves() for _ in range(8))), ModuleWrapPolicy({_Halves}))
+    unit = 4 * 256 * 256 * 4
+    held = 2 * 8 * unit / world_size
+    peaks = []
+    for in_place in (False, True):
+        set_gradients_in_place(model, in_place)
+        model(torch.ones(1, 256)).sum().backward()
+        model.zero_grad()
+        loss = model(torch.ones(1, 256)).sum()
+        with Peak(held + 3.3 * unit) as peak:
+            loss.backward()
+        peaks.append((peak.value - held) / unit)
+    assert peaks[0] <= 3.4
+    assert peaks[1] <= min(2.8, peaks[0] - 0.5)
+
+
+def test_a_module_without_units_is_refused():
+    with pytest.raises(ValueError, match="Linear has no wrapped or sharded module"):
+        set_gradients_in_place(nn.Linear(2, 2))

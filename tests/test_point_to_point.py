@@ -1,0 +1,264 @@
+"""Messages between every two ranks in place of gloo's own collectives: the same numbers, whatever the way."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from bed import ranks
+from bed.references import count_collectives
+from fronts import FRONTS, full_state, no_sync, shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, _collectives, _communicators
+from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
+from fsdp_wrap._communicators import make_communicator
+from fsdp_wrap._exchange import exchange_gather, exchange_reduce
+from fsdp_wrap._mesh import Ranks
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import Block, Transformer, gather_objects, loss_of, named_state, tokens
+
+SETTING = "FSDP_WRAP_GLOO"
+CPU = torch.device("cpu")
+BLOCKS = ModuleWrapPolicy({Block})
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+OTHERS = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.int16]
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv(SETTING, raising=False)
+    monkeypatch.delenv(_communicators._SHARED_MEMORY, raising=False)
+
+
+def choose(monkeypatch, way):
+    """Chooses the way of what is wrapped next; by size: of a `Transformer`, blocks are large."""
+    monkeypatch.setattr(_communicators, "_LEAST_EXCHANGED", 16_000)
+    monkeypatch.delenv(_communicators._SHARED_MEMORY, raising=False)
+    if way == "by size":
+        monkeypatch.delenv(SETTING, raising=False)
+    else:
+        monkeypatch.setenv(SETTING, way)
+
+
+def communicator(group=None):
+    group = group or dist.group.WORLD
+    return make_communicator(Ranks(group, dist.get_rank(group), dist.get_world_size(group)), CPU)
+
+
+def train(model, rank, steps=3):
+    """Accumulates two batches per step, the first of them unreduced; returns the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for index in range(steps):
+        optimizer.zero_grad()
+        with no_sync(model):
+            loss_of(model, tokens(rank, 2 * index)).backward()
+        loss = loss_of(model, tokens(rank, 2 * index + 1))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@ranks(2)
+def test_training_is_bit_equal_to_ddp(rank, world_size, front):
+    torch.manual_seed(0)
+    plain = Transformer().to(torch.bfloat16 if front == "orig" else torch.float32)
+    models, traffics, exchanged = {}, {}, {}
+    for way in ("plain", "by size", "exchange"):
+        with pytest.MonkeyPatch.context() as patch, count_collectives() as traffic:
+            choose(patch, way)
+            spy = mock.Mock(wraps=exchange_reduce)
+            patch.setattr(_collectives, "exchange_reduce", spy)
+            models[way] = shard(front, copy.deepcopy(plain), auto_wrap_policy=BLOCKS)
+            losses = train(models[way], rank)
+        traffics[way], exchanged[way] = (traffic, losses), spy.call_count
+    ddp = DDP(plain)
+    losses = train(ddp, rank)
+    for way, model in models.items():
+        assert traffics[way] == (traffics["plain"][0], losses)
+        state = full_state(model)
+        for name, param in named_state(ddp):
+            assert torch.equal(state[name], param.detach()), (way, name)
+    assert exchanged == {"plain": 0, "by size": 3 * 3, "exchange": 3 * (3 + 1)}
+
+
+@ranks(3, 4)
+def test_sums_are_the_same_every_time_and_close(rank, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, "exchange")
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = FSDP(Transformer(), auto_wrap_policy=BLOCKS)
+            runs.append((train(model, rank), full_state(model)))
+        choose(patch, "plain")
+        torch.manual_seed(0)
+        reference = FSDP(Transformer().double(), auto_wrap_policy=BLOCKS)
+    losses = train(reference, rank)
+    assert runs[0][0] == runs[1][0] == pytest.approx(losses, rel=1e-4)
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+
+
+@ranks(2, 3, 4)
+def test_all_dtypes_and_several_at_once(rank, world_size):
+    """They are issued together, waited for in another order, and small ones go with large ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_communicators, "_LEAST_EXCHANGED", 4000)
+        patch.delenv(_communicators._SHARED_MEMORY, raising=False)
+        ours = communicator()
+    pending, checks = [], []
+    for numel in (0, 1, 77, 5000):  # a rank
+        for dtype in FLOATS + OTHERS if numel else FLOATS:
+            full = ours.empty(numel * world_size, dtype)
+            own = torch.randint(0, 2, (numel,)).to(dtype)
+            fill = lambda full=full, own=own: ours.own_part(full).copy_(own)  # noqa: E731
+            pending.append(ours.all_gather([full, full.clone()], fill))
+            checks.append((full, own))
+    sums = []
+    for numel in (1, 77, 5000):
+        for dtype in (*FLOATS, torch.int64, torch.int32):
+            value = (100 * torch.randn(numel * world_size)).to(dtype)
+            spoiled, result = value.clone(), ours.empty(numel, dtype)
+            pending.append(ours.reduce_scatter([result], [spoiled]))
+            sums.append((result, value))
+    for each in reversed(pending):
+        each.wait()
+    for full, own in checks:
+        wanted = torch.cat(gather_objects(own.view(torch.uint8)))
+        assert torch.equal(full.view(torch.uint8), wanted)
+    for result, value in sums:
+        of_all = torch.stack([ours.own_part(each) for each in gather_objects(value)]).double()
+        wanted = of_all.sum(0)
+        if world_size == 2:  # one rounding
+            assert torch.equal(result, wanted.to(result.dtype))
+        bound = 0 if not value.is_floating_point() else torch.finfo(value.dtype).eps * of_all.abs().sum(0)
+        assert torch.all((result.double() - wanted).abs() <= 2 * bound)
+
+
+@ranks(4)
+def test_subgroups(rank, world_size):
+    """Copies of two ranks each: the same bits as by gloo's own collectives, which run beside the messages."""
+    found = []
+    for way in ("plain", "exchange"):
+        with pytest.MonkeyPatch.context() as patch:
+            choose(patch, way)
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+            strategy = ShardingStrategy.HYBRID_SHARD
+            torch.manual_seed(0)
+            model = FSDP(
+                Transformer(),
+                auto_wrap_policy=BLOCKS,
+                device_mesh=mesh,
+                sharding_strategy=strategy,
+                use_orig_params=True,
+            )
+        found.append((train(model, rank), full_state(model)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+@ranks(2)
+def test_messages_of_the_user_are_not_taken(rank, world_size):
+    """Their own, on the same group, are issued in between, in another order on each rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, "exchange")
+        ours = communicator()
+    full, shard, sent, received = torch.full((8,), rank + 1.0), torch.empty(4), torch.ones(4), torch.empty(4)
+    spoiled = torch.arange(8.0)
+
+    def theirs():
+        return [dist.irecv(received, 1 - rank), dist.isend(sent, 1 - rank)]
+
+    works = theirs() if rank == 0 else []
+    gather = ours.all_gather([full], lambda: None)
+    works = works or theirs()
+    ours.reduce_scatter([shard], [spoiled]).wait()
+    gather.wait()
+    for work in works:
+        work.wait()
+    assert full.tolist() == [1.0] * 4 + [2.0] * 4
+    assert shard.tolist() == [2.0 * (4 * rank + index) for index in range(4)]
+    assert received.tolist() == [1.0] * 4
+
+
+@ranks(2, 4)
+def test_everything_is_on_its_way_at_once(rank, world_size):
+    """A rank that has issued need not wait for others to get what they wait for."""
+    parts = list(torch.full((1 << 18,), float(rank)).chunk(world_size))
+    shard = torch.empty_like(parts[0])
+    gathered = [torch.full((1 << 16,), float(rank)) for _ in range(world_size)]
+    works = [
+        exchange_reduce(dist.group.WORLD, rank, shard, parts),
+        exchange_gather(dist.group.WORLD, rank, gathered),
+    ]
+    if rank == 0:
+        dist.barrier()  # the others are done before it waits
+    for work in works:
+        work.wait()
+        work.wait()  # without effect
+    if rank != 0:
+        dist.barrier()
+    assert [part[-1].item() for part in gathered] == list(range(world_size))
+    assert torch.all(shard == sum(range(world_size)))
+
+
+class Broken:
+    """A message whose connection was closed."""
+
+    def wait(self):
+        raise RuntimeError("closed by peer")
+
+
+class Once:
+    """A message that must not be waited for twice, as it would never end."""
+
+    def __init__(self):
+        self.waited = False
+
+    def wait(self):
+        assert not self.waited
+        self.waited = True
+
+
+class FailingGroup:
+    def recv(self, tensors, peer, tag):
+        return Once() if peer == 2 else Broken()
+
+    def send(self, tensors, peer, tag):
+        return Once()
+
+
+def test_a_failed_exchange_stays_failed():
+    """Nobody may take the rest of it for complete, or free what messages may still be written to."""
+    parts = list(torch.zeros(6).chunk(3))
+    for messages in (
+        exchange_gather(FailingGroup(), 0, parts),
+        exchange_reduce(FailingGroup(), 0, torch.zeros(2), parts),
+    ):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                messages.wait()
+
+
+@ranks(2)
+def test_the_choice(rank, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(_communicators._SHARED_MEMORY, raising=False)
+        for value, kind in [("plain", GroupCommunicator), ("exchange", ExchangeCommunicator)]:
+            patch.setenv(SETTING, value)
+            assert type(communicator()) is kind
+        patch.setenv(SETTING, "fast")
+        with pytest.raises(ValueError, match=f'^{SETTING} must be "plain" or "exchange"'):
+            FSDP(nn.Linear(2, 2))
+        patch.delenv(SETTING)
+        assert type(communicator()) is ExchangeCommunicator
+        patch.setattr(_communicators, "_MOST_RANKS", 1)
+        assert type(communicator()) is GroupCommunicator
