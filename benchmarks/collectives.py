@@ -1,33 +1,22 @@
-"""Latency and throughput of gathers and reductions over gloo, by size and way; the ways take turns.
+"""Throughput of gathers and reductions over gloo, by size and way; the ways take turns.
 
-    python -m benchmarks.collectives --ranks 2 --megabytes 0.06,0.25,1,4,16,64
-
-`plain` are gloo's own collectives, `exchange` messages between every two ranks. Sizes are those of the
-full tensor; GB/s count the bytes that a rank needs from others. `issue` is the part of the time in which the
-caller was held up, `sleep` the time, relative, of a collective beside which the caller slept as long as it
-takes alone: 1 if all of it runs beside the caller, 2 if nothing does.
+python -m benchmarks.collectives --ranks 2 --cases 0.25,1,4,16,64
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if not __package__:  # run as a file: let the repository be found
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import interleave, machine, run_ranks
+from benchmarks.harness import Figures, Question, Settings, ask_alone, interleave, run_ranks
 from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 
+MEGABYTES = ("0.06", "0.25", "1", "4", "16", "64")
 Start = Callable[[], Any]
 
 
@@ -75,35 +64,41 @@ def measure(numel: int, rounds: int) -> dict[str, tuple[float, float, float]]:
     return {name: (median(alone[name]), issue[name], median(beside[name])) for name in timed}
 
 
-def report(ranks: int, megabytes: float, rounds: int | None) -> str:
-    numel = max(ranks, int(megabytes * 1e6 / 4))
-    found = run_ranks(measure, ranks, numel, rounds or max(5, min(100, int(150 / (megabytes * ranks)))))
-    needed = 4 * numel * (ranks - 1) / ranks
-    lines = [f"{megabytes:g} MB, {ranks} ranks        ms    GB/s   issue   sleep"]
-    for name, (alone, issue, beside) in found.items():
-        cells = f"{1e3 * alone:8.2f} {needed / alone / 1e9:7.2f} {issue / alone:7.0%} {beside / alone:7.2f}"
-        lines.append(f"  {name:16} {cells}")
-    return "\n".join(lines)
+def ask(settings: Settings) -> Figures:
+    """A table for each size."""
+    figures = {}
+    for megabytes in settings.cases or MEGABYTES:
+        numel = max(settings.ranks, int(float(megabytes) * 1e6 / 4))
+        rounds = settings.rounds or max(5, min(60, int(100 / float(megabytes))))
+        found = run_ranks(measure, settings.ranks, numel, rounds)
+        needed = 4 * numel * (settings.ranks - 1) / settings.ranks
+        figures[f"{megabytes} MB, {settings.ranks} ranks"] = {
+            name: {
+                "ms": 1e3 * alone,
+                "GB/s": needed / alone / 1e9,
+                "issue": issue / alone,
+                "sleep": beside / alone,
+            }
+            for name, (alone, issue, beside) in found.items()
+        }
+    return figures
+
+
+QUESTION = Question(
+    "collectives",
+    "Gathers and reductions over gloo",
+    """\
+`plain` are gloo's own collectives, `exchange` messages between every two ranks (`fsdp_wrap/_exchange.py`).
+Sizes are those of the full tensor; GB/s count the bytes that a rank needs from others. `issue` is the part of
+the time in which the caller was held up; `sleep` the time, relative, of a collective beside which the caller
+slept as long as it takes alone: 1 if all of it runs beside the caller, 2 if nothing does.""",
+    ask,
+    chart="GB/s",
+)
 
 
 def main() -> None:
-    options = _parse()
-    print(", ".join(f"{name} {value}" for name, value in machine().items()) + "\n", flush=True)
-    for ranks in options.ranks:
-        for megabytes in options.megabytes:
-            print(report(ranks, megabytes, options.rounds) + "\n", flush=True)
-
-
-def _numbers(kind: Callable[[str], Any], text: str) -> list[Any]:
-    return [kind(each) for each in text.split(",")]
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Gathers and reductions over gloo, by size and way.")
-    parser.add_argument("--ranks", type=partial(_numbers, int), default="2,4,8", metavar="N,M")
-    parser.add_argument("--megabytes", type=partial(_numbers, float), default="0.06,0.25,1,4,16,64")
-    parser.add_argument("--rounds", type=int, metavar="N")
-    return parser.parse_args()
+    ask_alone(QUESTION)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What compressed gathers and reductions cost a training in loss, and save in bytes and time.
 
-    python -m benchmarks.compression --cases small,gpt
+python -m benchmarks.compression --cases small,gpt
 
 The transformers of the step benchmark learn bytes of Python's standard library, once in fp32 and once with
 each way of compressing (`fsdp_wrap.comm_hooks.compress`), all in the same rank processes, from the same
@@ -9,12 +9,9 @@ weights, on the same batches, taking turns. The losses on held-out text are thos
 
 from __future__ import annotations
 
-import argparse
-import json
+import operator
 import statistics
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +19,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-if not __package__:  # run as a file: let the repository be found
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import interleave, machine, run_ranks
-from benchmarks.step import Block, Transformer
+from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, interleave, run_ranks
+from benchmarks.models import Block, Transformer
 from examples.lm.data import Corpus
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.comm_hooks import compress
@@ -40,7 +34,7 @@ WAYS: dict[str, dict[str, str]] = {
 }
 WARMUP = 3
 HELD_OUT_WINDOWS = 64
-POINTS = 8  # of a curve in the table; the file has all
+POINTS = 8  # of a curve
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Case:
 
 
 CASES = {
-    "small": Case((12, 64, 4, 16, 256), batch=16, steps=1000, rate=1e-3),
+    "small": Case((12, 64, 4, 16, 256), batch=16, steps=300, rate=1e-3),
     "gpt": Case((8, 512, 8, 128, 4096), batch=4, steps=100, rate=3e-4),
 }
 
@@ -132,52 +126,58 @@ def measure(case_name: str, steps: int | None) -> dict[str, Any]:
     return found
 
 
-def table(title: str, found: dict[str, Any]) -> str:
-    """Bytes, time and losses as text, one way a line, and the curves below."""
+def summary(found: dict[str, Any]) -> Table:
+    """Bytes, time and losses of each way."""
     base = found["fp32"]
-    lines = [title, f"  {'':10}  MB / step  / fp32  time / fp32  last losses  held out  drift"]
-    for way, row in found.items():
-        last = statistics.fmean(row["losses"][-len(row["losses"]) // 10 :])
-        paired = statistics.median(mine / other for mine, other in zip(row["seconds"], base["seconds"]))
-        drift = row["held_out"] / base["held_out"] - 1
-        sent = f"{row['bytes'] / 1e6:9.2f}  {row['bytes'] / base['bytes']:6.3f}"
-        lines.append(
-            f"  {way:10}  {sent}  {paired:11.2f}  {last:11.4f}  {row['held_out']:8.4f}  {drift:+.2%}"
-        )
-    return "\n".join([*lines, "", *curves(found)])
+    return {
+        way: {
+            "MB a step": row["bytes"] / 1e6,
+            "/ fp32": row["bytes"] / base["bytes"],
+            "time / fp32": statistics.median(map(operator.truediv, row["seconds"], base["seconds"])),
+            "loss": statistics.fmean(row["losses"][-max(1, len(row["losses"]) // 10) :]),
+            "held out": row["held_out"],
+            "drift %": 100 * (row["held_out"] / base["held_out"] - 1),
+        }
+        for way, row in found.items()
+    }
 
 
-def curves(found: dict[str, Any]) -> list[str]:
+def curves(found: dict[str, Any]) -> Table:
     """Mean losses of equal stretches of the training."""
     length = max(1, len(found["fp32"]["losses"]) // POINTS)
     starts = range(0, length * POINTS, length)
-    lines = [f"  {'to step':10}  " + "  ".join(f"{start + length:6}" for start in starts)]
-    for way, row in found.items():
-        means = [statistics.fmean(row["losses"][start : start + length]) for start in starts]
-        lines.append(f"  {way:10}  " + "  ".join(f"{mean:6.3f}" for mean in means))
-    return lines
+    return {
+        way: {f"to {at + length}": statistics.fmean(row["losses"][at : at + length]) for at in starts}
+        for way, row in found.items()
+    }
+
+
+def ask(settings: Settings) -> Figures:
+    """Two tables a case; only the first case if nothing else is asked for."""
+    figures = {}
+    for name in settings.cases_of([*CASES], usual=["small"]):
+        steps = max(settings.rounds or CASES[name].steps, WARMUP + POINTS)
+        found = run_ranks(measure, settings.ranks, name, steps)
+        figures[name] = summary(found)
+        figures[f"{name}, mean loss"] = curves(found)
+    return figures
+
+
+QUESTION = Question(
+    "compression",
+    "Compression",
+    """\
+A transformer learns bytes of Python's standard library over 2 ranks, in fp32 and with each way of
+compressing gathers and reductions (`fsdp_wrap.comm_hooks.compress`), from the same weights, on the same
+batches. Bytes are those that must reach other ranks, counted below the library; `held out` is the loss of the
+exact weights on other text, `drift` its distance from fp32's.""",
+    ask,
+    chart="/ fp32",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Loss, bytes and time of training with compression.")
-    parser.add_argument("--cases", default="small,gpt", metavar="A,B", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N")
-    parser.add_argument("--steps", type=int, metavar="N", help=f"at least {POINTS}")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    if unknown := set(options.cases.split(",")) - set(CASES):
-        parser.error(f"{', '.join(sorted(unknown))} unknown; there are {', '.join(CASES)}")
-    if options.ranks < 2 or (options.steps or POINTS) < POINTS:
-        parser.error(f"--ranks must be at least 2, and --steps {POINTS}")
-    print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
-    results = {
-        name: run_ranks(measure, options.ranks, name, options.steps) for name in options.cases.split(",")
-    }
-    for name, found in results.items():
-        print(f"\n{table(f'{name}, {options.ranks} ranks', found)}", flush=True)
-    if options.json:
-        content = {"machine": machine(), "ranks": options.ranks, "cases": results}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    ask_alone(QUESTION)
 
 
 if __name__ == "__main__":

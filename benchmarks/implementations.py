@@ -44,6 +44,12 @@ def _fsdp_wrap(module: nn.Module, use_orig_params: bool = True, strategy: str = 
     )
 
 
+def _fsdp_wrap_in_place(module: nn.Module) -> nn.Module:
+    wrapped = _fsdp_wrap(module)
+    fsdp_wrap.set_gradients_in_place(wrapped)
+    return wrapped
+
+
 def _sharded_by(
     fully_shard: Callable[..., object], module: nn.Module, reshard_after_forward: bool = True
 ) -> nn.Module:
@@ -63,6 +69,7 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp_wrap": _fsdp_wrap,
     "fsdp_wrap_flat": partial(_fsdp_wrap, use_orig_params=False),
     "fsdp_wrap_grad_op": partial(_fsdp_wrap, strategy="SHARD_GRAD_OP"),
+    "fsdp_wrap_in_place": _fsdp_wrap_in_place,
     "fully_shard": partial(_sharded_by, fsdp_wrap.fully_shard),
     "fully_shard_keep": partial(_sharded_by, fsdp_wrap.fully_shard, reshard_after_forward=False),
 }
@@ -79,8 +86,10 @@ KEEPING = {
     "fsdp_wrap": "fsdp_wrap_grad_op",
     "fully_shard": "fully_shard_keep",
 }
+MAX_NORM = 1e-2  # so little that every call scales the gradients
 OURS = ("fsdp_wrap", "fsdp_wrap_flat", "fully_shard")
 DEFAULTS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp2", *OURS]  # as users have them
+IN_PLACE = "fsdp_wrap_in_place"  # with `set_gradients_in_place`
 
 
 class Trained:
@@ -118,10 +127,10 @@ class Trained:
         """Clips by the library's own method where there is one."""
         clip = getattr(self.model, "clip_grad_norm_", None)
         if clip is None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1e9)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
             getattr(norm, "full_tensor", lambda: norm)()
         else:
-            clip(1e9)
+            clip(MAX_NORM)
 
 
 class DeepSpeedTrained(Trained):

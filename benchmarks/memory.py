@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_fake, run_ranks
-from benchmarks.implementations import DEFAULTS, SHARDING, Trained
+from benchmarks.implementations import DEFAULTS, IN_PLACE, SHARDING, Trained
 from benchmarks.meters import Lap, resident, tensors
 from benchmarks.models import SHORT_CASES, TINY, Case, largest_block
 
@@ -61,7 +61,7 @@ def measure(case_name: str, names: list[str], meter: str) -> Table:
 
 def ask(settings: Settings) -> Figures:
     """Three tables a case: by either meter over gloo, and of tensors on a fake group."""
-    names = settings.implementations(DEFAULTS)
+    names = settings.implementations([*DEFAULTS, IN_PLACE])
     sharding = [name for name in names if name in SHARDING]
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):

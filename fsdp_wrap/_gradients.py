@@ -58,6 +58,7 @@ class Gradients:
         self._place = self._own
         self._filled = [False] * len(leaves)
         self._numels = [leaf.numel() for leaf in leaves]
+        self._quarter = layout.full_numel / 4
         self.bulky = 2 * max(self._numels) >= layout.full_numel
         self._arrived = 0
         self._accumulated = False
@@ -88,11 +89,6 @@ class Gradients:
             filled and not zeroed for filled, zeroed in zip(self._filled, self._layout.zeroed())
         )
 
-    @property
-    def crowded(self) -> bool:
-        """Whether more than a quarter of them has come."""
-        return 4 * self._arrived > self._layout.full_numel
-
     def average_over(self, contributors: float) -> None:
         """Divides gradients by another number of ranks.
 
@@ -104,8 +100,8 @@ class Gradients:
 
     # from the leaves into the reduce buffer
 
-    def arrived(self, index: int, into: Buffer | None = None) -> None:
-        """Notes that a leaf has its gradient.
+    def arrived(self, index: int, into: Buffer | None = None) -> bool:
+        """Notes that a leaf has its gradient; returns whether a quarter of all has come.
 
         Args:
             index: Which leaf.
@@ -125,6 +121,7 @@ class Gradients:
                     "when the first had taken its place; its unit must not use set_gradients_in_place"
                 )
             self._move([index])
+        return self._arrived >= self._quarter
 
     def collect(self) -> None:
         """Moves what gradients the leaves hold into the reduce buffer."""

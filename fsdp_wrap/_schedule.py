@@ -223,7 +223,8 @@ class Schedule:
                 f"the parameters of {use.unit.name} were converted to another dtype between forward and "
                 "backward; run the forward again"
             )
-        self._open_backward()
+        if not self._backward_open:
+            self._open_backward()
         if use.unit.handle is not None and use.unit.handle.bulky:
             self._make_room()
         if use.unit.options.unshards_in_backward:
@@ -247,9 +248,11 @@ class Schedule:
                 "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
                 "inner derivative and backward() without create_graph for the outer one"
             )
-        self._open_backward()
-        segment.gradient_arrived(index, unit.options.gradients_in_place and self._takes_in_place(unit))
-        if segment.gradients.crowded:
+        if not self._backward_open:
+            self._open_backward()
+        in_place = unit.options.gradients_in_place and self._takes_in_place(unit)
+        crowded = segment.gradients.arrived(index, segment.reducible if in_place else None)
+        if crowded and (self._traffic.reducing or self._prefetching_later):
             self._make_room()
         if unit.gradient_arrived(leaf) and not unit.awaits_inputs:
             if unit.needed_for_inputs:
@@ -283,9 +286,7 @@ class Schedule:
             unit.handle.show_sharded()
 
     def _open_backward(self) -> None:
-        """Begins the backward of this tree at the first hook that runs."""
-        if self._backward_open:
-            return
+        """Begins the backward of this tree, at the first hook that runs."""
         self._backward_open = True
         self._keeps_graph = False
         self._order.begin_backward()

@@ -9,7 +9,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
-from fsdp_wrap._resizable import ResidentBuffer
+from fsdp_wrap._resizable import Buffer, ResidentBuffer
 
 __all__ = ["Segment"]
 
@@ -105,18 +105,9 @@ class Segment:
                 changed = True
         return changed
 
-    def gradient_arrived(self, index: int, in_place: bool) -> None:
-        """Notes that a leaf has its gradient.
-
-        Args:
-            index: Which leaf.
-            in_place: Whether nobody needs the leaf's value any more, so that the gradient may take its place.
-        """
-        self.gradients.arrived(index, self.full if in_place and self._can_be_reduced else None)
-
     @property
-    def _can_be_reduced(self) -> bool:
-        """Whether the unsharded buffer may serve as the reduce buffer."""
+    def reducible(self) -> Buffer | None:
+        """The unsharded buffer, if it may serve as the reduce buffer."""
         param, reduce = self.dtypes.param, self.dtypes.reduce
         fits = self.layout.in_place and torch.promote_types(param, reduce) == reduce
-        return fits and self.full.temporary and self.full.resizable
+        return self.full if fits and self.full.temporary and self.full.resizable else None

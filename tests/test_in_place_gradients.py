@@ -177,9 +177,9 @@ class _Halves(nn.Module):
 
 
 @wrapper_fronts
-@ranks(4)
+@ranks(2)
 def test_a_unit_of_memory_less(rank, world_size, front):
-    """Shards, their gradients, one on its way, what the backend copies, and two units instead of three."""
+    """The last but one unit, beside all shards: in place two units and one more gradient, else three."""
     model = shard(front, nn.Sequential(*(_Halves() for _ in range(8))), ModuleWrapPolicy({_Halves}))
     unit = 4 * 256 * 256 * 4
     held = 2 * 8 * unit / world_size
@@ -189,11 +189,11 @@ def test_a_unit_of_memory_less(rank, world_size, front):
         model(torch.ones(1, 256)).sum().backward()
         model.zero_grad()
         loss = model(torch.ones(1, 256)).sum()
-        with Peak(held + 3.3 * unit) as peak:
+        with Peak(held + 2.1 * unit) as peak:
             loss.backward()
         peaks.append((peak.value - held) / unit)
-    assert peaks[0] <= 3.4
-    assert peaks[1] <= min(2.8, peaks[0] - 0.5)
+    assert 1.9 < peaks[0] <= 2.1  # 3, without the gradients of two units that are not there yet
+    assert peaks[1] <= 1.8
 
 
 def test_a_module_without_units_is_refused():

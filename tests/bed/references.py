@@ -91,10 +91,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        tag = args[-1] if args and func.namespace == "c10d" else None
-        exchanged = isinstance(tag, int) and tag in _EXCHANGES
         name = _collective(func)
-        if exchanged:
+        if func.namespace == "c10d" and name in ("send", "recv") and args[-1] in _EXCHANGES:
             self._add_exchange(name, *args)
         elif name is not None and (self._objects or not _carries_objects()):
             self._add(name, max(map(_bytes, (*args, result)), default=0))
