@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -180,6 +182,7 @@ class _Halves(nn.Module):
 @ranks(2)
 def test_a_unit_of_memory_less(rank, world_size, front):
     """The last but one unit, beside all shards: in place two units and one more gradient, else three."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"  # which would hold what travels once more
     model = shard(front, nn.Sequential(*(_Halves() for _ in range(8))), ModuleWrapPolicy({_Halves}))
     unit = 4 * 256 * 256 * 4
     held = 2 * 8 * unit / world_size
