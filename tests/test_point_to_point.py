@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import FRONTS, full_state, no_sync, shard
+from fronts import FRONTS, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _collectives
+from fsdp_wrap import MixedPrecision, ShardingStrategy, _collectives
 from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator, make_communicator
 from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 from fsdp_wrap._mesh import Ranks
@@ -257,3 +257,53 @@ def test_the_choice(rank, world_size):
         assert type(communicator()) is ExchangeCommunicator
         patch.setattr(_collectives, "_MOST_RANKS", 1)
         assert type(communicator()) is GroupCommunicator
+
+
+class Branches(nn.Module):
+    """Two units, which run on all ranks, and of which the loss takes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        outputs = [branch(x).square().sum() for branch in self.branches]
+        return sum(outputs[index] for index in used)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("way", ["plain", "exchange"])
+@ranks(2)
+def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_size, way, failing):
+    """Gradients travel narrow if nothing is accumulated: not what a rank, but what all ranks did decides."""
+    torch.manual_seed(0)
+    plain = Branches()
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, way)
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = FSDP(
+            copy.deepcopy(plain),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            mixed_precision=precision,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,  # else backward would gather what it uses
+            use_orig_params=True,
+        )
+    x = torch.ones(4, 16)
+    with no_sync(model):
+        model(x, [rank]).backward()
+    if failing:
+        with pytest.raises(ValueError, match="on purpose"):
+            output = model(x, [0, 1])
+            output.register_hook(fail)
+            output.backward()
+    model(x, [0, 1]).backward()
+    expected = copy.deepcopy(plain).bfloat16()
+    for used in ([0], [1], [0, 1], [0, 1]):  # by all ranks
+        expected(x.bfloat16(), used).backward()
+    found = full_grads(model)
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(found[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ValueError("on purpose")
