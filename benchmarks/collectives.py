@@ -1,6 +1,6 @@
 """Throughput of gathers and reductions over gloo, by size and way; the ways take turns.
 
-python -m benchmarks.collectives --ranks 2 --cases 0.25,1,4,16,64
+python -m benchmarks.collectives --ranks 2 --cases "1 MB,64 MB"
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.harness import Figures, Question, Settings, ask_alone, interleave, run_ranks
 from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 
-MEGABYTES = ("0.06", "0.25", "1", "4", "16", "64")
+MEGABYTES = {"tiny": 0.001} | {f"{size} MB": float(size) for size in ("0.06", "0.25", "1", "4", "16", "64")}
 Start = Callable[[], Any]
 
 
@@ -67,12 +67,13 @@ def measure(numel: int, rounds: int) -> dict[str, tuple[float, float, float]]:
 def ask(settings: Settings) -> Figures:
     """A table for each size."""
     figures = {}
-    for megabytes in settings.cases or MEGABYTES:
-        numel = max(settings.ranks, int(float(megabytes) * 1e6 / 4))
-        rounds = settings.rounds or max(5, min(60, int(100 / float(megabytes))))
+    for case in settings.cases_of([*MEGABYTES], usual=[*MEGABYTES][1:]):
+        megabytes = MEGABYTES[case]
+        numel = int(megabytes * 1e6 / 4)
+        rounds = settings.rounds or max(5, min(60, int(100 / megabytes)))
         found = run_ranks(measure, settings.ranks, numel, rounds)
         needed = 4 * numel * (settings.ranks - 1) / settings.ranks
-        figures[f"{megabytes} MB, {settings.ranks} ranks"] = {
+        figures[f"{case}, {settings.ranks} ranks"] = {
             name: {
                 "ms": 1e3 * alone,
                 "GB/s": needed / alone / 1e9,

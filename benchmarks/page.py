@@ -19,9 +19,10 @@ Measured by `python -m benchmarks`, which writes this page, its pictures and the
 Implementations: `ddp` is torch's DistributedDataParallel; `fsdp1` its FullyShardedDataParallel with
 original parameters, `_flat` without, `_grad_op` with SHARD_GRAD_OP; `fsdp2` its `fully_shard`, `_keep`
 without resharding after forward; `fsdp_wrap` this library's wrapper and `fully_shard` its own function,
-likewise. `deepspeed` (ZeRO stage 3) runs on a CPU as well, and takes part in the time of a step where it is
-installed and `--impl` names it; it is left out here, since its losses depart from those of the others, by 6
-% after 22 steps of `small`. fairscale 0.4.13 installs beside torch 2.13, but its forward needs CUDA streams
+likewise; `fsdp_wrap_in_place` is the wrapper with `set_gradients_in_place`. `deepspeed` (ZeRO stage 3) runs
+on a CPU as well, and takes part in the time of a step where it is installed and `--impl` names it; it is left
+out here, since its losses depart from those of the others, by 6 % after 22 steps of `small`, for a reason
+that was not found. fairscale 0.4.13 installs beside torch 2.13, but its forward needs CUDA streams
 (on a CPU: `KeyError: 'all_gather'`).
 
 Competitors train in the same processes and take turns. `/ x` is the median over rounds of the ratio to `x`

@@ -6,10 +6,10 @@ python -m benchmarks.step --impl ddp,fsdp1,fsdp2,fsdp_wrap --cases gpt,small,mlp
 from __future__ import annotations
 
 from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, interleave, run_ranks
-from benchmarks.implementations import DEEPSPEED, IMPLEMENTATIONS, trained
+from benchmarks.implementations import DEEPSPEED, IMPLEMENTATIONS, IN_PLACE, trained
 from benchmarks.models import CASES, Case
 
-USUAL = [name for name in IMPLEMENTATIONS if name != "fsdp_wrap_grad_op"]
+USUAL = [name for name in IMPLEMENTATIONS if name not in ("fsdp_wrap_grad_op", IN_PLACE)]
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:

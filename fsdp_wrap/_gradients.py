@@ -4,7 +4,8 @@ They wait on their leaves for the end of their unit's backward, are moved into o
 leave it with the reduction. Gradients that no reduction takes (`no_sync`) stay in the buffer.
 
 A reduce dtype that is wider than that of the leaves is the sums': what is added only once need not be wide
-before. So the buffer is as narrow as the leaves, unless gradients are accumulated in it.
+before. So the buffer is as narrow as the leaves, unless a backward has ended without a reduction since the
+last one. What this rank accumulated must not decide: ranks reduce buffers of one dtype.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Gradients:
         self.bulky = 2 * max(self._numels) >= layout.full_numel
         self._arrived = 0
         self._accumulated = False
+        self._unreduced = False
         self._partial: torch.Tensor | None = None
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
@@ -112,7 +114,8 @@ class Gradients:
             RuntimeError: If a gradient lies there already.
         """
         self._arrived += self._numels[index]
-        if into is not None and (self.lie_in(into) or not self.collected):
+        narrow = self._sums is self._own or not self._unreduced
+        if into is not None and narrow and (self.lie_in(into) or not self.collected):
             if not self.lie_in(into):
                 self._place = _Place(into, self._layout)
             elif self._filled[index]:
@@ -124,15 +127,14 @@ class Gradients:
         return self._arrived >= self._quarter
 
     def collect(self) -> None:
-        """Moves what gradients the leaves hold into the reduce buffer."""
-        self._move(range(len(self._leaves)))
-        self._arrived = 0
-
-    def collect_to_accumulate(self) -> None:
-        """As `collect`, where more may be added before a reduction."""
+        """Moves what gradients the leaves hold into the reduce buffer, where more may be added."""
         if not self.collected:
             self._place = self._sums
-        self.collect()
+        self._take_all()
+
+    def _take_all(self) -> None:
+        self._move(range(len(self._leaves)))
+        self._arrived = 0
 
     def _move(self, indices: Sequence[int]) -> None:
         targets: list[torch.Tensor] = []
@@ -158,7 +160,9 @@ class Gradients:
         Args:
             counts_unused: Whether parameters that no rank used are to get gradients of zeros.
         """
-        self.collect()
+        if not self.collected:
+            self._place = self._sums if self._unreduced else self._own
+        self._take_all()
         self._place.allocate()
         for parts, filled in zip(self._place.parts, self._filled):
             for part in () if filled else parts:
@@ -172,6 +176,7 @@ class Gradients:
     def keep_partial(self, shard: torch.Tensor) -> None:
         """Keeps what was summed over this copy's ranks only, until `take_partial`."""
         self._partial = shard
+        self._unreduced = False
         self.drop()
 
     def take_partial(self, shard: torch.Tensor) -> None:
@@ -186,12 +191,14 @@ class Gradients:
         if self._scale_after != 1.0:
             reduced.mul_(self._scale_after)
         self._layout.add_reduced(reduced, self._filled)
+        self._unreduced = False
         self.drop()
 
     # what was not
 
     def keep_accumulated(self) -> None:
-        """Keeps the gradients collected so far for a later backward."""
+        """Keeps the gradients collected so far, if any, for a later backward."""
+        self._unreduced = True
         if self.collected:
             self._accumulated = True
             self._layout.mark_unsynced()
@@ -212,6 +219,7 @@ class Gradients:
     def drop_all(self) -> None:
         """Forgets all gradients, also those summed over a part of the ranks."""
         self.drop()
+        self._unreduced = False
         self._partial = None
 
     def drop_failed(self) -> None:

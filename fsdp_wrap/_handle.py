@@ -374,7 +374,7 @@ class ParamHandle:
     def accumulate_gradients(self) -> None:
         """Moves the leaves' gradients into the reduce buffers, where more may be added before a reduction."""
         for segment in self.segments:
-            segment.gradients.collect_to_accumulate()
+            segment.gradients.collect()
 
     def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.

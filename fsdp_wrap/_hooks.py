@@ -73,7 +73,7 @@ def _check_place(units: list[Unit]) -> None:
             )
         if unit.handle.holds_gradients:
             raise RuntimeError(
-                f"{unit.name} holds gradients that no_sync() left unreduced, and that are divided already; "
+                f"{unit.name} holds gradients that no_sync() left unreduced; "
                 "register a communication hook before the first backward"
             )
 

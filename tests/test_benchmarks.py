@@ -39,7 +39,8 @@ def test_every_question_is_answered_and_shown(tmp_path):
             question.chart in row for t in figures.values() for row in t.values()
         )
         for table in figures.values():
-            assert as_markdown(table) in page and set(table) <= set(IMPL)
+            assert as_markdown(table) in page
+            assert set(table) <= set(IMPL) or question.name in ("collectives", "compression")
             assert all(math.isfinite(value) for row in table.values() for value in row.values())
         drawn = (tmp_path / "performance" / f"{question.name}.svg").exists()
         assert drawn == (importlib.util.find_spec("matplotlib") is not None and bool(figures))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -13,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import FRONTS, full_state, no_sync, shard
+from fronts import FRONTS, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _collectives, _communicators
+from fsdp_wrap import MixedPrecision, ShardingStrategy, _collectives, _communicators
 from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
 from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._exchange import exchange_gather, exchange_reduce
+from fsdp_wrap._exchange import Messages, exchange_gather, exchange_reduce
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, gather_objects, loss_of, named_state, tokens
@@ -248,6 +250,28 @@ def test_a_failed_exchange_stays_failed():
                 messages.wait()
 
 
+class Stuck:
+    def wait(self):
+        threading.Event().wait(10)
+        raise RuntimeError("timed out")
+
+
+def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
+    lives = {1: True}
+    messages = Messages([(1, Stuck())], lives.__getitem__)
+    moment = timedelta(milliseconds=10)
+    for alive in (True, False, True, False):  # a single look may come between a message and its arrival
+        lives[1] = alive
+        with pytest.raises(RuntimeError, match="on their way still"):
+            messages.wait(moment)
+        assert not messages.is_completed()
+    with pytest.raises(RuntimeError, match="rank 1 of the group died"):
+        messages.wait(moment)
+    assert messages.is_completed()
+    with pytest.raises(RuntimeError, match="rank 1 of the group died"):
+        messages.wait()
+
+
 @ranks(2)
 def test_the_choice(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
@@ -262,3 +286,53 @@ def test_the_choice(rank, world_size):
         assert type(communicator()) is ExchangeCommunicator
         patch.setattr(_communicators, "_MOST_RANKS", 1)
         assert type(communicator()) is GroupCommunicator
+
+
+class Branches(nn.Module):
+    """Two units, which run on all ranks, and of which the loss takes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        outputs = [branch(x).square().sum() for branch in self.branches]
+        return sum(outputs[index] for index in used)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("way", ["plain", "exchange"])
+@ranks(2)
+def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_size, way, failing):
+    """Gradients travel narrow if nothing is accumulated: not what a rank, but what all ranks did decides."""
+    torch.manual_seed(0)
+    plain = Branches()
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, way)
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = FSDP(
+            copy.deepcopy(plain),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            mixed_precision=precision,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,  # else backward would gather what it uses
+            use_orig_params=True,
+        )
+    x = torch.ones(4, 16)
+    with no_sync(model):
+        model(x, [rank]).backward()
+    if failing:
+        with pytest.raises(ValueError, match="on purpose"):
+            output = model(x, [0, 1])
+            output.register_hook(fail)
+            output.backward()
+    model(x, [0, 1]).backward()
+    expected = copy.deepcopy(plain).bfloat16()
+    for used in ([0], [1], [0, 1], [0, 1]):  # by all ranks
+        expected(x.bfloat16(), used).backward()
+    found = full_grads(model)
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(found[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ValueError("on purpose")

@@ -11,9 +11,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_wrap._exchange import _GATHER_TAG, _REDUCE_TAG
-from fsdp_wrap._host_communicator import HostCommunicator
-
 
 class Traffic(NamedTuple):
     """Calls of one collective, and their bytes on this rank: of inputs or outputs, whichever is more."""
@@ -36,10 +33,6 @@ _NAMES = {
 }
 """From c10d's operators to ``torch.distributed``'s functions, where more than an underscore differs."""
 
-_EXCHANGES = {_GATHER_TAG: "all_gather_into_tensor", _REDUCE_TAG: "reduce_scatter_tensor"}
-"""What messages with our tags stand for."""
-
-
 @contextmanager
 def count_collectives(objects: bool = True) -> Iterator[dict[str, Traffic]]:
     """Count this rank's collectives by their names in ``torch.distributed``, whoever issues them and however.
@@ -55,6 +48,8 @@ def count_collectives(objects: bool = True) -> Iterator[dict[str, Traffic]]:
 
 @contextmanager
 def _count_shared(counts: dict[str, Traffic]) -> Iterator[None]:
+    from fsdp_wrap._host_communicator import HostCommunicator  # only here, as below
+
     def counting(call: Any, stands_for: Any) -> Any:
         def counted(self: HostCommunicator, *args: Any) -> Any:
             for name, tensor in stands_for(*args) if self._channel is not None else ():
@@ -86,13 +81,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, counts: dict[str, Traffic], objects: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts, self._objects = counts, objects
+        self._exchanges = _exchanges()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = _collective(func)
-        if func.namespace == "c10d" and name in ("send", "recv") and args[-1] in _EXCHANGES:
+        if func.namespace == "c10d" and name in ("send", "recv") and args[-1] in self._exchanges:
             self._add_exchange(name, *args)
         elif name is not None and (self._objects or not _carries_objects()):
             self._add(name, max(map(_bytes, (*args, result)), default=0))
@@ -102,11 +98,18 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts the messages of one collective once, at the first that is received."""
         group = dist.ProcessGroup.unbox(boxed)
         if name == "recv" and peer == (group.rank() - 1) % group.size():
-            self._add(_EXCHANGES[tag], group.size() * _bytes(tensors))
+            self._add(self._exchanges[tag], group.size() * _bytes(tensors))
 
     def _add(self, name: str, size: int) -> None:
         calls, before = self._counts.get(name, Traffic())
         self._counts[name] = Traffic(calls + 1, before + size)
+
+
+def _exchanges() -> dict[int, str]:
+    """What messages with our tags stand for."""
+    from fsdp_wrap._exchange import _GATHER_TAG, _REDUCE_TAG  # only here: the bed itself needs no library
+
+    return {_GATHER_TAG: "all_gather_into_tensor", _REDUCE_TAG: "reduce_scatter_tensor"}
 
 
 def _collective(func: Any) -> str | None:
