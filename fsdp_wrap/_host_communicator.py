@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,12 @@ import torch.distributed as dist
 from fsdp_wrap._channel import Channel, Kind
 from fsdp_wrap._collectives import ExchangeCommunicator
 from fsdp_wrap._device import Pending
+from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._rendezvous import Exchange, open_channel
+from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._shared_collective import Part, Room, SharedCollective
+from fsdp_wrap._shared_memory import SharedBuffer, own_memory
+from fsdp_wrap._signals import require_futex
 
 __all__ = ["HostCommunicator"]
 
@@ -29,9 +33,10 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
 }
 
-Tensors = Sequence[torch.Tensor]
-Posts = Sequence[tuple[Tensors, Iterable[int]]]  # what goes to which ranks
-Arrived = Mapping[int, Tensors]  # what came, by rank
+_LEAST_POOLED = 1 << 16
+"""Bytes: less comes from the C library as fast, and is copied as fast as it is noted where it lies."""
+
+Parts = dict[int, torch.Tensor]  # by rank
 
 
 class HostCommunicator(ExchangeCommunicator):
@@ -39,47 +44,66 @@ class HostCommunicator(ExchangeCommunicator):
 
     Which it is shows at the first collective, since ranks may wrap their modules in any order. Broadcasts
     and gathers of parts stay with the process group: their callers promise not to hold anything twice.
+
+    Args:
+        ranks: The group, over gloo.
+        device: The CPU.
+        least: From how many bytes on ranks without shared memory exchange a full tensor.
+        wanted: Whether this rank wants to share memory; if one does not, none does.
     """
+
+    def __init__(self, ranks: Ranks, device: torch.device, least: float, wanted: bool = True) -> None:
+        super().__init__(ranks, device, least)
+        self._wanted = wanted
 
     @property
     def _channel(self) -> Channel | None:
         group = self._group
         if group not in _channels:
-            _channels[group] = open_channel(self.rank, self.size, self._exchange)
+            _channels[group] = open_channel(self.rank, self.size, self._exchange, self._wanted)
         return _channels[group]
 
     @property
     def way(self) -> str:
         group = self._reference()
         refused = group is not None and _channels.get(group, self) is None
-        return "" if refused else "shared memory"
+        return "" if refused or not self._wanted else "shared memory"
 
     def _exchange(self, value: Any) -> list[Any]:
         exchange = Exchange(self._group, self.rank, self.size, value)
         self._watch.issue(lambda: exchange, limited=True).wait()
         return exchange.values()
 
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        if not self._wanted or numel * dtype.itemsize < _LEAST_POOLED or not can_share():
+            return super().buffer(numel, dtype)
+        return SharedBuffer(numel, dtype, own_memory())
+
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         if (channel := self._channel) is None:
             return super().all_gather(full, fill)
-        parts = self._by_rank(full)
+        fill()
+        return self._issue_each(channel, Kind.ALL_GATHER, [self._gathering(tensor) for tensor in full])
 
-        def post() -> Posts:
-            fill()
-            return [(parts[self.rank], channel.peers)]
-
-        return self._issue_on(channel, Kind.ALL_GATHER, post, self._of_peers(parts))
+    def _gathering(self, full: torch.Tensor) -> Part:
+        parts = _by_rank(full, self.size)
+        own = parts.pop(self.rank)
+        return Part(own, parts, own.nbytes)
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         if (channel := self._channel) is None:
             return super().reduce_scatter(shards, full)
-        parts = self._by_rank(full)
-        return self._issue_on(
-            channel,
-            Kind.REDUCE_SCATTER,
-            lambda: [(parts[peer], [peer]) for peer in channel.peers],
-            dict.fromkeys(channel.peers, parts[self.rank]),
-            lambda arrived: _reduce({**arrived, self.rank: parts[self.rank]}, shards, torch.add),
+        return self._issue_each(channel, Kind.REDUCE_SCATTER, list(map(self._reducing, shards, full)))
+
+    def _reducing(self, shard: torch.Tensor, full: torch.Tensor) -> Part:
+        own = self.own_part(full)
+        return Part(
+            full,
+            dict.fromkeys((rank for rank in range(self.size) if rank != self.rank), own),
+            full.nbytes,
+            self.rank * own.nbytes,
+            lambda parts: _reduce({**parts, self.rank: own}, shard, torch.add),
+            in_place=True,
         )
 
     def all_reduce(
@@ -88,50 +112,52 @@ class HostCommunicator(ExchangeCommunicator):
         channel = self._channel
         if channel is None or op not in _REDUCTIONS:
             return super().all_reduce(tensors, op)
-        return self._issue_on(
-            channel,
-            Kind.ALL_REDUCE,
-            lambda: [(tensors, channel.peers)],
-            dict.fromkeys(channel.peers, tensors),
-            lambda arrived: _reduce({**arrived, self.rank: tensors}, tensors, _REDUCTIONS[op]),
-        )
+
+        def part(tensor: torch.Tensor) -> Part:
+            return Part(
+                tensor,
+                dict.fromkeys(channel.peers, tensor),
+                tensor.nbytes,
+                take=lambda parts: _reduce({**parts, self.rank: tensor}, tensor, _REDUCTIONS[op]),
+            )
+
+        return self._issue_each(channel, Kind.ALL_REDUCE, [part(tensor) for tensor in tensors])
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         if (channel := self._channel) is None:
             super().gather(own, full)
-        elif full is None:
-            self._issue_on(channel, Kind.GATHER, lambda: [([own], [0])], {}).wait()
-        else:
-            parts = self._by_rank([full])
+            return
+        parts: Parts = {}
+        if full is not None:
+            parts = _by_rank(full, self.size)
             if own.data_ptr() != full.data_ptr():
-                parts[0][0].copy_(own)
-            self._issue_on(channel, Kind.GATHER, list, self._of_peers(parts)).wait()
+                parts[0].copy_(own)
+            del parts[0]
+        part = Part(own if full is None else None, parts, own.nbytes)
+        self._issue_each(channel, Kind.GATHER, [part]).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         if (channel := self._channel) is None:
             super().scatter(own, full)
-        elif full is None:
-            self._issue_on(channel, Kind.SCATTER, list, {0: [own]}).wait()
-        else:
-            parts = self._by_rank([full])
-            own.copy_(parts[0][0])
-            self._issue_on(
-                channel, Kind.SCATTER, lambda: [(parts[peer], [peer]) for peer in channel.peers], {}
-            ).wait()
+            return
+        if full is not None:
+            own.copy_(self.own_part(full))
+        parts = {} if self.rank == 0 else {0: own}
+        part = Part(full, parts, self.size * own.nbytes, self.rank * own.nbytes)
+        self._issue_each(channel, Kind.SCATTER, [part]).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         if (channel := self._channel) is None:
             return super().all_gather_object(value)
-        data = [_pickled(value)]
-        every = {self.rank: data}
-        self._issue_on(
-            channel,
-            Kind.OBJECT,
-            lambda: [(data, channel.peers)],
-            dict.fromkeys(channel.peers),
-            lambda arrived: every.update({rank: [data.clone()] for rank, [data] in arrived.items()}),
-        ).wait()
-        return [_unpickled(every[rank][0]) for rank in range(self.size)]
+        data = _pickled(value)
+        every: dict[int, Any] = {self.rank: value}
+
+        def take(parts: Parts) -> None:
+            every.update({rank: _unpickled(data) for rank, data in parts.items()})
+
+        part = Part(data, dict.fromkeys(channel.peers, data), None, take=take)
+        self._issue_each(channel, Kind.OBJECT, [part]).wait()
+        return [every[rank] for rank in range(self.size)]
 
     def broadcast_object(self, value: Any) -> Any:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
@@ -139,115 +165,67 @@ class HostCommunicator(ExchangeCommunicator):
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         if (channel := self._channel) is None:
             return super().all_to_all(received, sent)
-        going, coming = self._by_rank([sent]), self._by_rank([received])
-        coming[self.rank][0].copy_(going[self.rank][0])
-        return self._issue_on(
-            channel,
-            Kind.ALL_TO_ALL,
-            lambda: [(going[peer], [peer]) for peer in channel.peers],
-            self._of_peers(coming),
-        )
+        own = self.own_part(sent)
+        parts = _by_rank(received, self.size)
+        parts.pop(self.rank).copy_(own)
+        part = Part(sent, parts, sent.nbytes, self.rank * own.nbytes)
+        return self._issue_each(channel, Kind.ALL_TO_ALL, [part])
 
-    def _issue_on(
-        self,
-        channel: Channel,
-        kind: Kind,
-        post: Callable[[], Posts],
-        wanted: Mapping[int, Tensors | None],
-        combine: Callable[[Arrived], None] | None = None,
-    ) -> Pending:
-        """Issues a collective.
+    def _issue_each(self, channel: Channel, kind: Kind, parts: list[Part]) -> Pending:
+        """Issues one collective for each part."""
+        every = [self._issue_on(channel, kind, part) for part in parts]
+        return every[0] if len(every) == 1 else _All(every)
 
-        Args:
-            channel: By which.
-            kind: Which.
-            post: Returns what this rank posts.
-            wanted: Like what other ranks post for this one; None where that does not show beforehand.
-            combine: Uses what came; otherwise it is copied into what was wanted.
-        """
-        collective = _Collective(channel, kind, wanted, combine)
-        return self._watch.issue(lambda: collective.begin(post), limited=True)
-
-    def _by_rank(self, full: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """Returns each rank's part of evenly sharded 1-D tensors."""
-        rows = [tensor.view(self.size, tensor.numel() // self.size).unbind() for tensor in full]
-        return {rank: [row[rank] for row in rows] for rank in range(self.size)}
-
-    def _of_peers(self, parts: Mapping[int, Tensors]) -> dict[int, Tensors]:
-        return {rank: part for rank, part in parts.items() if rank != self.rank}
+    def _issue_on(self, channel: Channel, kind: Kind, part: Part) -> Pending:
+        if not channel.has_room():
+            self._watch.issue(lambda: Room(channel), limited=True).wait()
+        return self._watch.issue(lambda: SharedCollective(channel, kind, part), limited=True)
 
 
-class _Collective:
-    """One collective that was issued, and completes when it is waited for."""
+class _All:
+    """Several that are waited for one after the other."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        kind: Kind,
-        wanted: Mapping[int, Tensors | None],
-        combine: Callable[[Arrived], None] | None,
-    ) -> None:
-        self._channel, self._kind, self._number = channel, kind, channel.begin()
-        self._wanted, self._combine = wanted, combine
-
-    def begin(self, post: Callable[[], Posts]) -> _Collective:
-        """Posts this rank's data."""
-        for tensors, ranks in post():
-            self._channel.post(self._kind, self._number, tensors, ranks)
-        return self
+    def __init__(self, every: list[Pending]) -> None:
+        self._every = every
 
     def wait(self) -> None:
-        while not self.wait_for(timedelta(seconds=1)):
-            pass
-
-    def wait_for(self, limit: timedelta) -> bool:
-        if not self._channel.arrived(self._number, self._wanted, limit.total_seconds()):
-            return False
-        try:
-            self._take({rank: self._read(rank) for rank in self._wanted})
-        finally:
-            self._release()
-        return True
-
-    def _read(self, rank: int) -> Tensors:
-        return self._channel.read(self._kind, self._number, rank, self._wanted[rank])
-
-    def _take(self, arrived: Arrived) -> None:
-        if self._combine is not None:
-            self._combine(arrived)
-            return
-        for rank, tensors in self._wanted.items():
-            for target, source in zip(tensors or (), arrived[rank]):
-                target.copy_(source)
-
-    def _release(self) -> None:
-        wanted, self._wanted = self._wanted, {}
-        self._channel.release(self._number, wanted)
-
-    def __del__(self) -> None:
-        self._release()  # of a wait that was given up, so that the peers' memory is free again
+        for each in self._every:
+            each.wait()
 
 
-def _reduce(by_rank: Arrived, targets: Tensors, operation: Callable[..., torch.Tensor]) -> None:
-    """Combines all ranks' tensors, in the order of the ranks, into some that may be those of one rank.
+def _by_rank(full: torch.Tensor, size: int) -> Parts:
+    """Returns each rank's part of an evenly sharded 1-D tensor."""
+    return dict(enumerate(full.view(size, full.numel() // size).unbind()))
 
-    Where theirs are of another dtype, it is done in that of the targets.
+
+def _reduce(by_rank: Parts, target: torch.Tensor, operation: Callable[..., torch.Tensor]) -> None:
+    """Combines all ranks' tensors, in the order of the ranks, into one that may be that of a rank.
+
+    Where theirs are of another dtype, it is done in that of the target.
     """
-    for index, target in enumerate(targets):
-        sources = [by_rank[rank][index] for rank in sorted(by_rank)]
-        if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
-            target.copy_(functools.reduce(operation, [source.float() for source in sources]))
-            continue
-        if sources[0].dtype != target.dtype:
-            target.copy_(sources[0])
-            for source in sources[1:]:
-                operation(target, source.to(target.dtype), out=target)
-            continue
-        first, second, *rest = sources
-        rest = [source.clone() if source is target else source for source in rest]
-        operation(first, second, out=target)
-        for source in rest:
-            operation(target, source, out=target)
+    sources = [by_rank[rank] for rank in sorted(by_rank)]
+    if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
+        target.copy_(functools.reduce(operation, [source.float() for source in sources]))
+        return
+    first, second, *rest = sources
+    if first.dtype != target.dtype:
+        target.copy_(first)
+        first, rest = target, [source.to(target.dtype) for source in sources[1:]]
+        second, *rest = rest
+    rest = [source.clone() if source is target else source for source in rest]
+    operation(first, second, out=target)
+    for source in rest:
+        operation(target, source, out=target)
+
+
+def can_share() -> bool:
+    """Whether this process can share memory, and buffers exchange theirs for it."""
+    try:
+        require_futex()
+        own_memory()
+    except (AttributeError, OSError, ValueError):  # no such call here, refused, or too large a map
+        return False
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def _pickled(value: Any) -> torch.Tensor:

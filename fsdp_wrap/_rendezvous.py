@@ -1,8 +1,7 @@
 """How the ranks of a group that share a host open a channel: all of them, or none.
 
-Each offers its memory and a pipe per peer, by process id and descriptor, and reaches what the others offer
-through `/proc`. That takes no name that could be left behind, and is granted to processes of the same user
-only. When all have told each other that it went well, the offers are withdrawn: nobody else can attach later.
+Each offers its memory, by process id and descriptor, and reaches that of the others through `/proc`. That
+takes no name that could be left behind, and is granted to processes of the same user only.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_wrap._channel import Channel, Peer
-from fsdp_wrap._shared_memory import PeerMemory, SharedMemory
-from fsdp_wrap._signals import Inbox, Outbox
+from fsdp_wrap._channel import Board, Channel, Peer
+from fsdp_wrap._shared_memory import PeerMemory, own_memory
+from fsdp_wrap._signals import Life, require_futex
 
 __all__ = ["Exchange", "open_channel"]
 
@@ -34,14 +33,14 @@ class _Address:
         process: The rank's.
         memory: Descriptor of its memory.
         word: What that begins with.
-        doors: Descriptors of pipes, by the rank that is to write to each.
+        board: Where in it the rank posts.
     """
 
     host: tuple[str, int, int]
     process: int
     memory: int
     word: bytes
-    doors: dict[int, int]
+    board: int
 
 
 class _Offer:
@@ -51,15 +50,17 @@ class _Offer:
         OSError: If the host does not allow it.
     """
 
-    def __init__(self, rank: int, peers: Iterable[int]) -> None:
-        self._rank = rank
-        self._memory = SharedMemory()
-        self._inboxes = {peer: Inbox() for peer in peers}
+    def __init__(self, rank: int, size: int) -> None:
+        require_futex()
+        self._rank, self._size = rank, size
+        self._memory = own_memory()
+        self._begin = self._memory.take(Board.nbytes(size))  # for good: peers may acknowledge late
+        Board(self._memory, self._begin, size).clear()
 
     def address(self) -> _Address:
         """Returns where peers find it."""
-        doors = {rank: inbox.door.number for rank, inbox in self._inboxes.items()}
-        return _Address(_host(), os.getpid(), self._memory.door.number, self._memory.word, doors)
+        memory = self._memory
+        return _Address(_host(), os.getpid(), memory.door.number, memory.word, self._begin)
 
     def channel(self, addresses: list[_Address]) -> Channel:
         """Returns the channel to those at some addresses, given by rank.
@@ -67,18 +68,12 @@ class _Offer:
         Raises:
             OSError: If one cannot be reached.
         """
-        peers = {}
-        for rank, inbox in self._inboxes.items():
-            there = addresses[rank]
-            memory = PeerMemory(there.process, there.memory, there.word)
-            peers[rank] = Peer(inbox, Outbox(there.process, there.doors[self._rank]), memory)
-        return Channel(self._memory, peers)
+        peers = {rank: self._peer(there) for rank, there in enumerate(addresses) if rank != self._rank}
+        return Channel(self._rank, self._memory, self._begin, peers)
 
-    def withdraw(self) -> None:
-        """Lets nobody attach any more."""
-        self._memory.door.close()
-        for inbox in self._inboxes.values():
-            inbox.door.close()
+    def _peer(self, there: _Address) -> Peer:
+        memory = PeerMemory(there.process, there.memory, there.word)
+        return Peer(memory, Board(memory, there.board, self._size), Life(there.process))
 
 
 _PAUSE = 0.002  # seconds between looks into the store
@@ -118,8 +113,10 @@ class Exchange:
         return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
 
 
-def open_channel(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> Channel | None:
-    """Opens the channel of a group; None where its ranks cannot share memory. Collective.
+def open_channel(
+    rank: int, size: int, exchange: Callable[[Any], list[Any]], wanted: bool = True
+) -> Channel | None:
+    """Opens the channel of a group; None where its ranks cannot or shall not share memory. Collective.
 
     Where they share a host that does not allow it, the first rank warns.
 
@@ -127,15 +124,16 @@ def open_channel(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> 
         rank: This rank.
         size: How many there are.
         exchange: Returns every rank's small picklable value, by rank.
+        wanted: Whether this rank wants to; if one does not, none does.
     """
-    offer = _or_error(lambda: _Offer(rank, [peer for peer in range(size) if peer != rank]))
+    offer = _or_error(lambda: _Offer(rank, size)) if wanted else None
     addresses = exchange(offer.address() if isinstance(offer, _Offer) else offer)
-    if _refused(addresses, rank) or len({address.host for address in addresses}) > 1:
+    hosts = {address.host for address in addresses if isinstance(address, _Address)}
+    if None in addresses or len(hosts) > 1 or _refused(addresses, rank):
         return None
     assert isinstance(offer, _Offer)
     channel = _or_error(lambda: offer.channel(addresses))
     refused = _refused(exchange(None if isinstance(channel, Channel) else channel), rank)
-    offer.withdraw()
     return None if refused else channel
 
 
@@ -153,7 +151,7 @@ def _refused(answers: list[Any], rank: int) -> bool:
     if errors and rank == 0:
         warnings.warn(
             f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
-            "process group, which is slower; without FSDP_WRAP_SHARED_MEMORY=1 this is not tried",
+            "process group, which is slower; with FSDP_WRAP_SHARED_MEMORY=0 this is not tried",
             stacklevel=2,
         )
     return bool(errors)

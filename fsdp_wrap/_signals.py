@@ -1,121 +1,96 @@
-"""Short messages between two ranks of one host: a pipe in each direction, which ends with its process.
+"""How ranks of one host wait for each other: numbers in shared memory, and the kernel's futex.
 
-Pipes have no name. A peer opens the end that it writes to through `/proc`, which the kernel grants to
-processes of the same user only. What was written stays readable when the writer has ended.
+A rank posts by counting up. Who waits looks for a moment, lets others run, and then sleeps until it is woken,
+for a bounded time, since a rank that has ended wakes nobody.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import struct
-import weakref
-from collections.abc import Iterator
-from typing import NamedTuple
+import platform
+import select
+import time
 
-__all__ = ["Descriptor", "Inbox", "Message", "Outbox"]
+from fsdp_wrap._shared_memory import Descriptor
 
-_HEADER = struct.Struct("=BQQQI")  # as `Message`, with the payload's length
-_READ_AT_ONCE = 1 << 16
+__all__ = ["Life", "require_futex", "wait_until", "wake"]
 
+_SYSTEM_CALL = 202  # of x86-64: others do not promise to show writes in their order
+_WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
+_LOOKING = 100e-6  # seconds: about what it takes to wake up
+_ASLEEP = 0.05  # seconds until the next look whether a rank has ended
 
-class Descriptor:
-    """A file descriptor that is closed with its last user.
-
-    Attributes:
-        number: What the system calls take; -1 when it is closed.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._close = weakref.finalize(self, os.close, number)
-
-    def close(self) -> None:
-        """Closes it, unless that was done."""
-        self._close()
-        self.number = -1
+_libc = ctypes.CDLL(None)
 
 
-class Message(NamedTuple):
-    """What one rank tells another.
-
-    Attributes:
-        kind: What it is about.
-        number: Of a collective.
-        nbytes: How much data belongs to it.
-        begin: Where in the sender's memory the data lies.
-        payload: The data itself, if short.
-    """
-
-    kind: int
-    number: int = 0
-    nbytes: int = 0
-    begin: int = 0
-    payload: bytes = b""
-
-    def encoded(self) -> bytes:
-        """Returns the message as `Inbox.receive` reads it."""
-        return _HEADER.pack(*self[:4], len(self.payload)) + self.payload
+class _Time(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-class Inbox:
-    """What one peer writes to this rank.
-
-    Attributes:
-        end: To wait for.
-        door: Through which the peer reaches the other end; to be closed once it has.
-        ended: Whether nothing more can come, since the peer has ended.
-    """
-
-    def __init__(self) -> None:
-        self.end, self.door = map(Descriptor, os.pipe())
-        os.set_blocking(self.end.number, False)
-        self.ended = False
-        self._unread = b""
-
-    def receive(self) -> Iterator[Message]:
-        """Yields what has come, without waiting."""
-        try:
-            data = os.read(self.end.number, _READ_AT_ONCE)
-        except BlockingIOError:
-            return
-        self.ended = not data
-        data, position = self._unread + data, 0
-        while len(data) - position >= _HEADER.size:
-            kind, number, nbytes, begin, length = _HEADER.unpack_from(data, position)
-            end = position + _HEADER.size + length
-            if end > len(data):
-                break
-            yield Message(kind, number, nbytes, begin, data[position + _HEADER.size : end])
-            position = end
-        self._unread = data[position:]
+def require_futex() -> None:
+    """Raises an OSError where ranks cannot wait for each other in this way."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise OSError(f"not supported on {platform.system()} on {platform.machine()}")
 
 
-class Outbox:
-    """What this rank writes to one peer.
+class Life:
+    """Tells whether a process runs.
 
     Args:
-        process: The peer's id.
-        door: The descriptor, in that process, of the pipe's end.
+        process: Its id.
 
     Raises:
-        OSError: If it cannot be reached.
+        OSError: If there is none.
     """
 
-    def __init__(self, process: int, door: int) -> None:
-        self.end = Descriptor(os.open(f"/proc/{process}/fd/{door}", os.O_WRONLY | os.O_NONBLOCK))
-        self._unsent = b""
+    def __init__(self, process: int) -> None:
+        self._descriptor = Descriptor(os.pidfd_open(process))
+        self._poll = select.poll()
+        self._poll.register(self._descriptor.number, select.POLLIN)
 
-    def add(self, message: bytes) -> None:
-        """Adds a message to what the next `flush` writes."""
-        self._unsent += message
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return bool(self._poll.poll(0))
 
-    def flush(self) -> bool:
-        """Writes as much of what was added as there is room for; returns whether that is all."""
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self.end.number, self._unsent) :]
-        except BlockingIOError:
+
+def wake(address: int) -> None:
+    """Wakes all that wait for the number at an address to change."""
+    _libc.syscall(_SYSTEM_CALL, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
+
+
+def wait_until(words: memoryview, address: int, least: int, life: Life, limit: float) -> bool:
+    """Waits until a number is high enough; returns whether it came so far.
+
+    Args:
+        words: Begin with the number.
+        address: Of the number.
+        least: What is waited for.
+        life: Of the process that counts.
+        limit: Seconds to wait at most.
+
+    Raises:
+        RuntimeError: If that process has ended.
+    """
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _LOOKING:
+        if words[0] >= least:
+            return True
+        os.sched_yield()
+    while (now := words[0]) < least:
+        left = limit - (time.perf_counter() - begin)
+        if left <= 0:
             return False
-        except OSError:  # it has ended, and so misses nothing, or this is a fork, which has nothing to say
-            self._unsent = b""
-        return True
+        ended = life.ended
+        if ended and words[0] < least:  # what it did before counts
+            raise RuntimeError("has ended")
+        _sleep(address, now, min(left, _ASLEEP))
+    return True
+
+
+def _sleep(address: int, value: int, seconds: float) -> None:
+    """Sleeps until woken, if the low half of the number is still the same."""
+    limit = _Time(int(seconds), int(seconds % 1 * 1e9))
+    low = ctypes.c_uint32(value & 0xFFFFFFFF)
+    _libc.syscall(_SYSTEM_CALL, ctypes.c_void_p(address), _WAIT, low, ctypes.byref(limit), None, 0)

@@ -1,0 +1,112 @@
+"""One collective of ranks that share memory: what this rank shows, and what it takes from the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from fsdp_wrap._channel import Channel, Kind
+
+__all__ = ["Part", "Room", "SharedCollective"]
+
+_PAUSE = 0.001  # seconds between looks for room
+
+
+@dataclass
+class Part:
+    """What one tensor of a collective is for this rank.
+
+    Attributes:
+        shown: What the others may read; None for nothing.
+        wanted: By rank, what is like this rank's share of what that one shows.
+        nbytes: How much each of those shows; None where that may differ, and the share is all of it.
+        offset: Bytes from the begin of what is shown to this rank's share.
+        take: Uses the shares, by rank; otherwise they are copied into what was wanted.
+        in_place: Whether what is shown may be read where it lies, as it does not change before it is freed.
+    """
+
+    shown: torch.Tensor | None
+    wanted: Mapping[int, torch.Tensor]
+    nbytes: int | None
+    offset: int = 0
+    take: Callable[[dict[int, torch.Tensor]], object] | None = None
+    in_place: bool = False
+
+
+class SharedCollective:
+    """A collective that was issued, and completes when it is waited for.
+
+    Args:
+        channel: The way to the other ranks.
+        kind: Which it is.
+        part: What this rank has to do with it.
+    """
+
+    def __init__(self, channel: Channel, kind: Kind, part: Part) -> None:
+        self._channel, self._kind, self._part = channel, kind, part
+        self._number: int | None = None
+        self._number = channel.post(kind, part.shown, part.in_place)
+
+    def wait(self) -> None:
+        while not self.wait_for(timedelta(seconds=1)):
+            pass
+
+    def wait_for(self, limit: timedelta) -> bool:
+        if self._number is None:
+            return True
+        if not self._channel.arrived(self._number, limit.total_seconds()):
+            return False
+        try:
+            self._take()
+        finally:
+            self._release()
+        return True
+
+    def _take(self) -> None:
+        part = self._part
+        shares = {rank: self._share(rank, like) for rank, like in part.wanted.items()}
+        if part.take is not None:
+            part.take(shares)
+            return
+        for rank, share in shares.items():
+            part.wanted[rank].copy_(share)
+
+    def _share(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+        assert self._number is not None
+        part = self._part
+        shown = self._channel.read(self._number, self._kind, rank, part.nbytes)
+        numel = like.numel() if part.nbytes is not None else shown.nbytes // like.element_size()
+        if numel == 0:
+            return like.new_empty(0)
+        return self._channel.peers[rank].memory.tensor(shown.begin + part.offset, numel, like.dtype)
+
+    def _release(self) -> None:
+        if self._number is not None:
+            self._channel.release(self._number)
+            self._number = None
+
+    def __del__(self) -> None:
+        self._release()  # of a wait that was given up, so that the peers' memory is free again
+
+
+class Room:
+    """Waits until another collective may be issued."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def wait(self) -> None:
+        while not self.wait_for(timedelta(seconds=1)):
+            pass
+
+    def wait_for(self, limit: timedelta) -> bool:
+        begin = time.monotonic()
+        while not self._channel.has_room():
+            if time.monotonic() - begin > limit.total_seconds():
+                return False
+            time.sleep(_PAUSE)
+        return True
