@@ -19,7 +19,7 @@ from fsdp_wrap._signals import Life, wait_until, wake
 __all__ = ["Board", "Channel", "Kind", "Peer", "Post", "Record"]
 
 _POSTS = 512
-"""So many collectives may be in flight; who issues more waits until the oldest is read."""
+"""So many collectives may be in flight; who issues more waits until all have read the oldest."""
 
 
 class Kind(IntEnum):
@@ -129,9 +129,20 @@ class Channel:
         self._number = 0
 
     def has_room(self) -> bool:
-        """Whether another collective may be issued."""
+        """Whether another collective may be issued.
+
+        Raises:
+            RuntimeError: If not before this rank has waited for an earlier one.
+        """
         oldest = self._number + 1 - _POSTS
-        return oldest <= 0 or self.is_read(oldest)
+        if oldest <= 0:
+            return True
+        if not all(peer.board.is_read(oldest, self._rank) for peer in self.peers.values()):
+            raise RuntimeError(
+                f"{_POSTS} collectives of a group were issued since one that rank {self._rank} of it has not "
+                "waited for: wait for some before issuing more"
+            )
+        return self.is_read(oldest)
 
     def is_read(self, number: int) -> bool:
         """Whether all peers have read, or need not read, what this rank has posted; dead ones do not."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from fsdp_wrap._channel import Channel, Kind
 from fsdp_wrap._collectives import ExchangeCommunicator
 from fsdp_wrap._device import Pending
-from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._rendezvous import Exchange, open_channel
 from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._shared_collective import Part, Room, SharedCollective
@@ -49,25 +48,20 @@ class HostCommunicator(ExchangeCommunicator):
         ranks: The group, over gloo.
         device: The CPU.
         least: From how many bytes on ranks without shared memory exchange a full tensor.
-        wanted: Whether this rank wants to share memory; if one does not, none does.
     """
-
-    def __init__(self, ranks: Ranks, device: torch.device, least: float, wanted: bool = True) -> None:
-        super().__init__(ranks, device, least)
-        self._wanted = wanted
 
     @property
     def _channel(self) -> Channel | None:
         group = self._group
         if group not in _channels:
-            _channels[group] = open_channel(self.rank, self.size, self._exchange, self._wanted)
+            _channels[group] = open_channel(self.rank, self.size, self._exchange)
         return _channels[group]
 
     @property
     def way(self) -> str:
         group = self._reference()
         refused = group is not None and _channels.get(group, self) is None
-        return "" if refused or not self._wanted else "shared memory"
+        return "" if refused else "shared memory"
 
     def _exchange(self, value: Any) -> list[Any]:
         exchange = Exchange(self._group, self.rank, self.size, value)
@@ -75,7 +69,7 @@ class HostCommunicator(ExchangeCommunicator):
         return exchange.values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        if not self._wanted or numel * dtype.itemsize < _LEAST_POOLED or not can_share():
+        if numel * dtype.itemsize < _LEAST_POOLED or not can_share():
             return super().buffer(numel, dtype)
         return SharedBuffer(numel, dtype, own_memory())
 

@@ -113,10 +113,8 @@ class Exchange:
         return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
 
 
-def open_channel(
-    rank: int, size: int, exchange: Callable[[Any], list[Any]], wanted: bool = True
-) -> Channel | None:
-    """Opens the channel of a group; None where its ranks cannot or shall not share memory. Collective.
+def open_channel(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> Channel | None:
+    """Opens the channel of a group; None where its ranks cannot share memory. Collective.
 
     Where they share a host that does not allow it, the first rank warns.
 
@@ -124,12 +122,10 @@ def open_channel(
         rank: This rank.
         size: How many there are.
         exchange: Returns every rank's small picklable value, by rank.
-        wanted: Whether this rank wants to; if one does not, none does.
     """
-    offer = _or_error(lambda: _Offer(rank, size)) if wanted else None
+    offer = _or_error(lambda: _Offer(rank, size))
     addresses = exchange(offer.address() if isinstance(offer, _Offer) else offer)
-    hosts = {address.host for address in addresses if isinstance(address, _Address)}
-    if None in addresses or len(hosts) > 1 or _refused(addresses, rank):
+    if _refused(addresses, rank) or len({address.host for address in addresses}) > 1:
         return None
     assert isinstance(offer, _Offer)
     channel = _or_error(lambda: offer.channel(addresses))
@@ -151,7 +147,7 @@ def _refused(answers: list[Any], rank: int) -> bool:
     if errors and rank == 0:
         warnings.warn(
             f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
-            "process group, which is slower; with FSDP_WRAP_SHARED_MEMORY=0 this is not tried",
+            "process group, which is slower; without FSDP_WRAP_SHARED_MEMORY=1 this is not tried",
             stacklevel=2,
         )
     return bool(errors)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _host_communicator, _shared_memory
+from fsdp_wrap import ShardingStrategy, _channel, _host_communicator, _shared_memory
 from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._host_communicator import HostCommunicator
@@ -168,6 +168,24 @@ def test_waits_in_any_order_and_never(rank, world_size):
     dist.barrier()
     memory._collect()
     assert sum(memory._taken.values()) - sum(memory._taken) == before
+
+
+@ranks(2)
+def test_who_is_far_ahead_waits_and_who_never_waited_is_told(rank, world_size):
+    communicator = sharing()
+    numbers = [torch.full((1,), float(number + rank)) for number in range(_channel._POSTS + 100)]
+    first = _channel._POSTS if rank else 0
+    pending = [communicator.all_reduce([number]) for number in numbers[:first]]
+    if rank:
+        with pytest.raises(RuntimeError, match="wait for some before issuing more"):
+            communicator.all_reduce([torch.ones(1)])
+        time.sleep(0.5)  # meanwhile the other one has come as far, and finds no room
+        assert communicator._channel.peers[0].board.words[0] == first
+    for each in pending:
+        each.wait()
+    for number in numbers[first:]:
+        communicator.all_reduce([number]).wait()
+    assert [int(number) for number in numbers] == [2 * index + 1 for index in range(len(numbers))]
 
 
 def own(full: torch.Tensor) -> torch.Tensor:
