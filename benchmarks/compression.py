@@ -55,7 +55,7 @@ class Case:
 
 CASES = {
     "tiny": Case((1, 32, 2, 8, 256), batch=2, steps=0, rate=1e-3),
-    "small": Case((12, 64, 4, 16, 256), batch=16, steps=200, rate=1e-3),
+    "small": Case((12, 64, 4, 16, 256), batch=16, steps=150, rate=1e-3),
     "gpt": Case((8, 512, 8, 128, 4096), batch=4, steps=100, rate=3e-4),
 }
 
