@@ -11,6 +11,7 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -164,6 +165,7 @@ def run_group(
 def _rank(
     rank: int, work: Callable[..., Any], backend: str, ranks: int, folder: str, arguments: tuple[Any, ...]
 ) -> None:
+    warnings.filterwarnings("ignore", module=r"torch\.")  # of what its own functions will no longer do
     torch.set_num_threads(1)
     store = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)

@@ -63,17 +63,21 @@ def resident(action: Callable[[], object]) -> Lap:
     return Lap(_told(status, "VmHWM") - before, _told(status, "VmRSS") - before)
 
 
-def resident_on_host(action: Callable[[], object]) -> Lap:
+def resident_on_host(action: Callable[[], object], watched: bool = True) -> Lap:
     """What all ranks took together, pages that they share counted once; called on every rank of one host.
 
     The peak is the most that was seen in looks about every 10 ms, which only the first rank takes; the others
     return zeros. Linux only.
+
+    Args:
+        action: What to measure.
+        watched: Whether to look while it runs, which slows it down, or only before and after.
     """
     processes = [0] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
     gc.collect()
     dist.barrier()
-    with Looks(processes if dist.get_rank() == 0 else ()) as looks:
+    with Looks(processes if dist.get_rank() == 0 else (), watched) as looks:
         dist.barrier()
         action()
         gc.collect()
@@ -83,11 +87,12 @@ def resident_on_host(action: Callable[[], object]) -> Lap:
 
 
 class Looks:
-    """Looks at the memory of some processes: at the beginning, all the time in between, at the end."""
+    """Looks at the memory of some processes: at the beginning and the end, and all the time in between."""
 
-    def __init__(self, processes: Collection[int]) -> None:
+    def __init__(self, processes: Collection[int], watched: bool) -> None:
         self.seen: list[int] = []
         self._processes = processes
+        self._watches = watched and bool(processes)
         self._over = Event()
         self._thread = Thread(target=self._run)
 
@@ -102,7 +107,7 @@ class Looks:
         self._look()
 
     def _run(self) -> None:
-        while self._processes and not self._over.wait(0.01):
+        while self._watches and not self._over.wait(0.01):
             self._look()
 
     def _look(self) -> None:
