@@ -95,14 +95,18 @@ class Display:
     def show(self) -> None:
         """Shows the tensors."""
         for module, params in self._params.items():
-            for name in params:
-                module.__dict__.pop(name, None)
             module._parameters.update(params)
         for module in self._told:
             for name, param in self._params[module].items():
                 setattr(module, name, param)
         for module, tensors in self._plain.items():
             module.__dict__.update(tensors)
+
+    def hide(self) -> None:
+        """Takes away what parameters shown in the same places would not replace: attributes."""
+        for module, tensors in self._plain.items():
+            for name in tensors:
+                module.__dict__.pop(name, None)
 
 
 @dataclass(frozen=True)
