@@ -50,7 +50,7 @@ class Cut:
 
     @functools.cached_property
     def _folded(self) -> torch.Size | None:
-        """The shape (ranks, rows, other dimensions), where rows are the first dimension and none is left over."""
+        """The shape (ranks, rows, others), if rows are the first dimension and none is left over."""
         if self.dim or self.rest or not self.whole:
             return None
         return torch.Size([self.whole, self.chunk, *self.shape[1:]])

@@ -198,7 +198,7 @@ class Gradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
-        reduced = shard.to(self._dtypes.grad)
+        reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self._scale_after != 1.0:
             reduced.mul_(self._scale_after)
         self._layout.add_reduced(reduced, self._filled)

@@ -90,7 +90,8 @@ class Display:
                 self._params.setdefault(module, {})[name] = param
                 if param is None:
                     self._plain.setdefault(module, {})[name] = tensor
-        self._told = [module for module in self._params if _has_own_setattr(module)]
+        usual = nn.Module.__setattr__  # RNNs have their own, to update a second list of their weights
+        self._told = [module for module in self._params if type(module).__setattr__ is not usual]
 
     def show(self) -> None:
         """Shows the tensors."""
@@ -122,11 +123,6 @@ class ParamSlot:
     fqn: str
     param: nn.Parameter
     places: ParamPlaces = field(default_factory=ParamPlaces)
-
-
-def _has_own_setattr(module: nn.Module) -> bool:
-    # RNNs keep a second list of their weights and update it in __setattr__.
-    return type(module).__setattr__ is not nn.Module.__setattr__
 
 
 def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

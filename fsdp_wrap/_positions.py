@@ -296,7 +296,8 @@ class GroupPositions:
             self._search()
         self.issued = number = self.issued + 1
         self._own.write(_slot(number), number, note, phase, iteration)
-        self.compare(number)
+        if self._peers:
+            self.compare(number)
         return number
 
     def compare(self, number: int, all_came: bool = False) -> None:
@@ -309,8 +310,6 @@ class GroupPositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        if not self._peers:
-            return
         begin = _slot(number)
         end = begin + _COMPARED
         own = self._own.memory[begin:end]
@@ -453,6 +452,20 @@ class UnitPositions:
         if self._group is not None:
             self._group.enter(self._note, phase, iteration)
 
+    def gathered(self) -> None:
+        """Checks, once a gather was waited for, that every peer has issued the same.
+
+        Raises:
+            RuntimeError: If a peer has issued another one.
+        """
+        self.gather.completed()
+        self.gather_kept.completed()
+
+    def reduced(self) -> None:
+        """The same for a reduction."""
+        self.reduction.completed()
+        self.reduction_in_copy.completed()
+
 
 class CollectivePositions:
     """Notes one kind of collective of one unit, in every group concerned."""
@@ -471,10 +484,10 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one in its place.
         """
-        self._issued.clear()  # what was never waited for
-        for group in self._groups:
-            note = self._notes.get(group) or self._make_note(group)
-            self._issued.append((group, group.issue(note, phase, iteration)))
+        self._issued = [
+            (group, group.issue(self._notes.get(group) or self._make_note(group), phase, iteration))
+            for group in self._groups
+        ]
 
     def completed(self) -> None:
         """Checks, once it was waited for, that every peer has issued the same.
@@ -482,9 +495,10 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        while self._issued:
-            group, number = self._issued.pop(0)
-            group.compare(number, all_came=self._waits)
+        if self._issued:
+            issued, self._issued = self._issued, []
+            for group, number in issued:
+                group.compare(number, all_came=self._waits)
 
     def _make_note(self, group: GroupPositions) -> Note:
         number = self._tree.number_in(group)

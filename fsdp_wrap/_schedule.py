@@ -8,7 +8,7 @@ reached is finished in the backward's final callback.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fsdp_wrap._events import EventKind, Phase, emit
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._refusals import ParametrizationGuard, refuse_graph, refuse_parameter_views
 from fsdp_wrap._traffic import Traffic
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
@@ -111,7 +112,7 @@ class Schedule:
             return seen[id(tensor)]
 
         if use.unit.handle is not None and torch.is_grad_enabled():
-            args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
+            args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
             use.watched = len(nodes)
         return args, kwargs, nodes
 
@@ -131,7 +132,7 @@ class Schedule:
         if unit.handle is None:
             return
         tensors = list(iter_tensors(output))
-        _refuse_parameter_views(unit, unit.handle, tensors)
+        refuse_parameter_views(unit, unit.handle, tensors)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in with_grad:
             tensor.register_hook(lambda _: self._pre_backward(use, inputs))  # type: ignore[no-untyped-call]
@@ -206,7 +207,7 @@ class Schedule:
         assert unit.handle is not None
         for leaf, number, index in unit.newly_trainable():
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _leaf_hook(unit, number, index)
+                unit.arrivals.hook(leaf, _look_after(unit, number, index))
             )
 
     # backward
@@ -241,7 +242,7 @@ class Schedule:
         """
         makes_graph = torch.is_grad_enabled()  # create_graph
         if makes_graph:
-            _refuse_graph(unit, leaf)
+            refuse_graph(unit, leaf)
         if not self._backward_open:
             self._open_backward()
             unit.arrivals.begin_with(leaf)
@@ -457,31 +458,14 @@ def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Refuses to compute a parametrised tensor from sharded parameters, which do not fit each other."""
     for module in modules:
         if isinstance(module, ParametrizationList):
-            module.register_forward_pre_hook(_ParametrizationGuard(unit))
-
-
-class _ParametrizationGuard:
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        unit = self._unit()
-        if unit is not None and unit.handle is not None and unit.handle.shows_shards:
-            raise RuntimeError(
-                f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
-                "read it inside summon_full_params"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ParametrizationGuard:
-        unit = self._unit()
-        return self if unit is None else _ParametrizationGuard(memo.get(id(unit), unit))
+            module.register_forward_pre_hook(ParametrizationGuard(unit))
 
 
 def _prefetches(unit: Unit, when: BackwardPrefetch) -> bool:
     return unit.options.backward_prefetch is when
 
 
-def _leaf_hook(unit: Unit, number: int, index: int) -> Any:
+def _look_after(unit: Unit, number: int, index: int) -> Callable[[nn.Parameter], None]:
     reference = weakref.ref(unit)  # the leaf holds this hook, and the unit the leaf: a cycle would never go
 
     def look(leaf: nn.Parameter) -> None:
@@ -489,23 +473,4 @@ def _leaf_hook(unit: Unit, number: int, index: int) -> Any:
         if unit is not None:
             schedule_of(unit).on_leaf_gradient(unit, leaf, number, index)
 
-    return unit.arrivals.hook(look)
-
-
-def _refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
-    if leaf.grad is not None and leaf.grad.requires_grad:
-        leaf.grad = None
-        raise RuntimeError(
-            f"backward(create_graph=True) reached the parameters of {unit.name}, whose reduced gradients "
-            "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
-            "inner derivative and backward() without create_graph for the outer one"
-        )
-
-
-def _refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
-            raise RuntimeError(
-                f"the forward of {unit.name} returned a parameter or a view of one, whose memory is freed "
-                "when the unit reshards; return a copy (parameter.clone()) instead"
-            )
+    return look

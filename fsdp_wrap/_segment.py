@@ -11,7 +11,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
-from fsdp_wrap._resizable import Buffer, ResidentBuffer
+from fsdp_wrap._resizable import ResidentBuffer
 
 __all__ = ["Segment"]
 
@@ -27,6 +27,9 @@ class Segment:
         dtypes: Of the buffers.
         communicator: Allocates the buffers.
         contributors: By how much summed gradients are divided: over so many ranks they are averaged.
+
+    Attributes:
+        trainable: Whether any leaf needs a gradient now.
     """
 
     def __init__(
@@ -43,15 +46,11 @@ class Segment:
         )
         self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
         self.leaves = layout.make_leaves(self.full.tensor)
+        self.trainable = False
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
         self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves)
-
-    @property
-    def trainable(self) -> bool:
-        """Whether any leaf needs a gradient now."""
-        return any(map(_REQUIRES_GRAD, self.leaves))
 
     def describe(self) -> str:
         """Says how many elements this rank holds of how many, and of which dtypes."""
@@ -109,6 +108,7 @@ class Segment:
             return False
         for leaf, trains in zip(self.leaves, wanted):
             leaf.requires_grad_(trains)
+        self.trainable = True in wanted
         return True
 
     def take_in_place(self, index: int) -> None:

@@ -50,8 +50,7 @@ class Traffic:
         positions.enter(phase, self._iteration)
         self.gather(unit, phase)
         if handle.wait():
-            positions.gather.completed()
-            positions.gather_kept.completed()
+            positions.gathered()
 
     def gather(self, unit: Unit, phase: Phase) -> bool:
         """Issues a unit's all-gather; returns False if it is unsharded, or being so, already.
@@ -112,9 +111,7 @@ class Traffic:
         if unit is not None and handle is not None:
             handle.finish_reduction()
             if not handle.has_own_reduction:  # which may have waited for nobody
-                positions = self._positions[unit]
-                positions.reduction.completed()
-                positions.reduction_in_copy.completed()
+                self._positions[unit].reduced()
 
     def forget_reduction(self) -> None:
         """Leaves the reduction in flight to its unit's handle."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from fsdp_wrap._arrivals import Arrivals
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
@@ -258,68 +259,6 @@ class Unit:
     def finished(self) -> bool:
         """Whether the running backward of the tree has reached the unit and nothing is left to do for it."""
         return self._backward is _Backward.FINISHED
-
-
-class Arrivals:
-    """Which of a unit's leaves still lack their gradient in the running backward.
-
-    The leaves' hooks note each gradient here, and let the schedule look where it may have to do something:
-    after the first, at a quarter of the bytes, and after the last. It holds no leaf, since leaves hold it.
-
-    Attributes:
-        missing: A weight for each leaf without its gradient, by id.
-    """
-
-    def __init__(self) -> None:
-        self._weights: dict[int, int] = {}
-        self.missing: dict[int, int] = {}
-        self._total = self._to_come = self._quarter_came = self._next_look = 0
-
-    def expect(self, leaves: Iterable[nn.Parameter]) -> None:
-        """Expects the gradients of these leaves in each backward that follows."""
-        self._weights = {id(leaf): 1 + leaf.nbytes for leaf in leaves}
-        self._total = sum(self._weights.values())
-        self._quarter_came = self._total * 3 // 4
-
-    def begin(self) -> None:
-        """Expects all gradients anew."""
-        self.missing = self._weights.copy()
-        self._to_come = self._next_look = self._total
-
-    def hook(self, look: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-        """Returns a leaf's hook, which notes its gradient and calls `look` where the schedule is to look."""
-
-        def note(leaf: nn.Parameter) -> None:
-            if not self.missing:  # the first of a backward, or reached again by another graph task
-                self.begin()
-            self._to_come -= self.missing.pop(id(leaf), 0)
-            if self._to_come <= self._next_look:
-                look(leaf)
-
-        return note
-
-    def begin_with(self, leaf: nn.Parameter) -> None:
-        """Expects all gradients anew but that of a leaf which has come already."""
-        self.begin()
-        self._to_come -= self.missing.pop(id(leaf), 0)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether a quarter has come."""
-        return self._to_come <= self._quarter_came
-
-    def look(self, every: bool) -> bool:
-        """Decides after which gradient to look next; returns whether all have come.
-
-        Args:
-            every: Whether to look after each that follows.
-        """
-        self._next_look = self._to_come if every else 0 if self.crowded else self._quarter_came
-        return not self.missing
-
-    def end(self) -> None:
-        """Lets the schedule look after the next gradient, which is another backward's."""
-        self.missing = {}
 
 
 class Use:
