@@ -57,7 +57,15 @@ LAYERS = [
         "_dtensor_layout.py",
     ],
     ["_steps.py", "_gradients.py", "_segment.py", "_in_flight.py", "_summon.py", "_handle.py"],
-    ["_exec_order.py", "_unit.py", "_traffic.py", "_schedule.py", "_forward.py"],
+    [
+        "_exec_order.py",
+        "_arrivals.py",
+        "_unit.py",
+        "_traffic.py",
+        "_refusals.py",
+        "_schedule.py",
+        "_forward.py",
+    ],
     [
         "_materialize.py",
         "_init.py",
