@@ -43,6 +43,10 @@ class Buffers(Protocol):
         """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
         ...
 
+    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of one tensor for each original parameter, one after the other."""
+        ...
+
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         """Views of those parts of a buffer that travels that belong to no parameter."""
         ...

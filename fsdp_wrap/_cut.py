@@ -48,6 +48,13 @@ class Cut:
         """Rows of the chunk that is not whole."""
         return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
 
+    @functools.cached_property
+    def _folded(self) -> torch.Size | None:
+        """The shape (ranks, rows, others), if rows are the first dimension and none is left over."""
+        if self.dim or self.rest or not self.whole:
+            return None
+        return torch.Size([self.whole, self.chunk, *self.shape[1:]])
+
     @property
     def stop(self) -> int:
         """Where the parameter ends in the unsharded buffer."""
@@ -90,9 +97,9 @@ class Cut:
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
+        if self._folded is not None:
+            return [tensor.view(self._folded)]
         rows = tensor.movedim(self.dim, 0) if self.dim else tensor
-        if not self.rest and self.whole:
-            return [rows.view(self.whole, self.chunk, *rows.shape[1:])]
         found = []
         if self.whole:
             whole = rows[: self.whole * self.chunk]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsdp_wrap.flat_param import Allocator
 __all__ = ["DTensorLayout"]
 
 _ALIGNMENT_BYTES = 16
+_LOCAL = operator.attrgetter("_local_tensor")
 
 
 class DTensorLayout:
@@ -95,11 +97,11 @@ class DTensorLayout:
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
         pieces = torch.split_with_sizes(part, self._sizes)
-        return [piece.view(shape) for piece, shape in zip(pieces[::2], self._held_shapes)]
+        return [*map(torch.Tensor.view, pieces[::2], self._held_shapes)]
 
     def _dtensor(self, index: int, piece: torch.Tensor) -> DTensor:
-        # The public way costs ten times as much, per gradient and step.
-        return DTensor(piece, self._specs[index], requires_grad=False)  # type: ignore[no-untyped-call]
+        # The public way costs ten times as much, per gradient and step; so does __init__, which does nothing.
+        return DTensor.__new__(DTensor, piece, self._specs[index], requires_grad=False)
 
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
         param = nn.Parameter(self._dtensor(index, self._pieces[index]), requires_grad=like.requires_grad)
@@ -164,6 +166,9 @@ class DTensorLayout:
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self._cuts[index].split(tensor)
 
+    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
+
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         parts = travelling.view(self._ranks, -1)
         gaps = [parts[:, one.end : other.offset] for one, other in zip(self._cuts, self._cuts[1:])]
@@ -201,7 +206,7 @@ class DTensorLayout:
         self.show_sharded()
 
     def shown(self) -> list[nn.Parameter | None]:
-        return [places.shown() for places in self.places]
+        return [module._parameters.get(name) for module, name in self._first_places]
 
     def add_place(self, index: int, place: Place) -> None:
         self.places[index].add(*place)
@@ -262,7 +267,11 @@ class DTensorLayout:
 
     def follow_replaced(self) -> bool:
         """Takes over parameters that were converted, loaded with `assign=True`, or left the meta device."""
-        found = [old if new is None else new for old, new in zip(self.sources, self.shown())]
+        shown = self.shown()
+        same = all(map(operator.is_, shown, self.sources))
+        if same and all(map(operator.is_, map(_LOCAL, self.sources), self._pieces)):
+            return False
+        found = [old if new is None else new for old, new in zip(self.sources, shown)]
         if all(map(_is_held_as, found, self.sources, self._pieces)):
             return False
         for cut, spec, param in zip(self._cuts, self._specs, found):
@@ -290,6 +299,7 @@ class DTensorLayout:
         self.show_sharded()
 
     def _follow_places(self) -> None:
+        self._first_places = [next(iter(places)) for places in self.places]
         self._leaf_display = Display(self.places, self._leaves)
         self._display = Display(self.places, self.sources)
 

@@ -30,12 +30,21 @@ class EventKind(Enum):
 
 
 class Phase(Enum):
-    """Where in an iteration something happened."""
+    """Where in an iteration something happened.
+
+    Attributes:
+        index: Its place among the phases.
+    """
+
+    index: int
 
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
     FINAL_CALLBACK = "final_callback"
+
+    def __init__(self, value: str) -> None:
+        self.index = len(type(self).__members__)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +61,15 @@ class Front(Protocol):
         """Goes over to where the layout's places are now."""
         ...
 
+    def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        """Adds a reduced gradient shard to the holders' gradients; see `ShardedGradients.add_reduced`."""
+        ...
+
     def show_sharded(self) -> None: ...
+
+    def hide_sharded(self) -> None:
+        """Takes away what parameters in the same places would not replace."""
+        ...
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
 
@@ -120,8 +129,14 @@ class FlatFront:
     def follow_places(self) -> None:
         self._display = Display(self._layout.places, self._pieces)
 
+    def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        _add_gradient(self._layout.flat_param, reduced, any(used))
+
     def show_sharded(self) -> None:
         self._display.show()
+
+    def hide_sharded(self) -> None:
+        self._display.hide()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self._layout.register_flat_param(None)
@@ -149,14 +164,15 @@ class SliceFront:
 
     def _adopt(self, shard: torch.Tensor) -> None:
         self._pieces = self._layout.pieces(shard)
-        self._memory = _memory(self._pieces, shard)
+        self._memory = _memory(self._pieces)
         first, pieces = int(shard.storage_offset()), enumerate(self._pieces)
         self._held = [
             (index, int(piece.storage_offset()) - first) for index, piece in pieces if piece.numel()
         ]
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
-        if _memory(self.sources, shard) == self._memory:
+        memory = _memory(self.sources)
+        if memory == self._memory or memory == _memory(self._pieces):  # the latter: all have moved as one
             return shard
         self._check_replaced()
         result = shard.to(self.sources[0].dtype, copy=True)
@@ -214,8 +230,16 @@ class SliceFront:
     def follow_places(self) -> None:
         self._display = Display(self._layout.places, self.sources)
 
+    def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        pieces = self._layout.pieces(reduced)
+        for index, _ in self._held:  # an empty slice has nothing to update
+            _add_gradient(self.sources[index], pieces[index], used[index])
+
     def show_sharded(self) -> None:
         self._display.show()
+
+    def hide_sharded(self) -> None:
+        """Nothing: parameters take the places of parameters."""
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         if copies:
@@ -241,11 +265,21 @@ def _lies_elsewhere(param: torch.Tensor, piece: torch.Tensor) -> bool:
     return param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel()
 
 
-def _memory(tensors: Sequence[torch.Tensor], shard: torch.Tensor) -> list[tuple[int, int, torch.dtype]]:
-    """Says where in a shard, which may move as a whole, tensors lie, and what of."""
-    start = shard.data_ptr()
-    sized = ((tensor, tensor.numel()) for tensor in tensors)
-    return [(numel and tensor.data_ptr() - start, numel, tensor.dtype) for tensor, numel in sized]
+def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[torch.dtype]]:
+    """Says where tensors lie, how many elements they have, and of which dtype."""
+    return [*map(_DATA_PTR, tensors)], [*map(_NUMEL, tensors)], [*map(_DTYPE, tensors)]
+
+
+_DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
+
+
+def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:
+    if not param.requires_grad or not (used or piece.any()):
+        return  # the latter: no rank used the parameter
+    if param.grad is None:
+        param.grad = piece
+    else:
+        param.grad.add_(piece)
 
 
 def _cast_gradient(param: nn.Parameter) -> None:

@@ -11,7 +11,8 @@ last one. What this rank accumulated must not decide: ranks reduce buffers of on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._resizable import Buffer
 
 __all__ = ["Gradients"]
+
+_GRAD, _LAYOUT, _STRIDED = attrgetter("grad"), attrgetter("layout"), {torch.strided}
 
 _FEW_RANKS = 16
 """Up to so many, dividing before a sum costs at most four of fp16's small exponents."""
@@ -58,10 +61,7 @@ class Gradients:
             self._sums = _Place.freed(communicator.buffer(layout.numel, dtypes.reduce), layout)
         self._place = self._own
         self._filled = [False] * len(leaves)
-        self._numels = [leaf.numel() for leaf in leaves]
-        self._quarter = layout.full_numel / 4
-        self.bulky = 2 * max(self._numels) >= layout.full_numel
-        self._arrived = 0
+        self.bulky = 2 * max(leaf.numel() for leaf in leaves) >= layout.full_numel
         self._accumulated = False
         self._unreduced = False
         self._partial: torch.Tensor | None = None
@@ -82,7 +82,10 @@ class Gradients:
     @property
     def on_leaves(self) -> bool:
         """Whether any leaf holds its gradient still."""
-        return any(leaf.grad is not None for leaf in self._leaves)
+        for leaf in self._leaves:
+            if leaf.grad is not None:
+                return True
+        return False
 
     @property
     def accumulated(self) -> bool:
@@ -102,57 +105,63 @@ class Gradients:
 
     # from the leaves into the reduce buffer
 
-    def arrived(self, index: int, into: Buffer | None = None) -> bool:
-        """Notes that a leaf has its gradient; returns whether a quarter of all has come.
+    def take_in(self, buffer: Buffer, index: int) -> None:
+        """Moves a leaf's gradient into an unsharded buffer that nobody needs any more where the leaf lies.
 
-        Args:
-            index: Which leaf.
-            into: An unsharded buffer that nobody needs any more where the leaf lies: the gradient moves
-                there at once, and the buffer becomes the reduce buffer, unless there is one already.
+        It becomes the reduce buffer, unless there is one already.
 
         Raises:
             RuntimeError: If a gradient lies there already.
         """
-        self._arrived += self._numels[index]
         narrow = self._sums is self._own or not self._unreduced
-        if into is not None and narrow and (self.lie_in(into) or not self.collected):
-            if not self.lie_in(into):
-                self._place = _Place(into, self._layout)
-            elif self._filled[index]:
-                raise RuntimeError(
-                    f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
-                    "when the first had taken its place; its unit must not use set_gradients_in_place"
-                )
-            self._move([index])
-        return self._arrived >= self._quarter
+        if not narrow or not (self.lie_in(buffer) or not self.collected):
+            return
+        if not self.lie_in(buffer):
+            self._place = _Place(buffer, self._layout)
+        elif self._filled[index]:
+            raise RuntimeError(
+                f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
+                "when the first had taken its place; its unit must not use set_gradients_in_place"
+            )
+        self._move([index])
 
     def collect(self) -> None:
         """Moves what gradients the leaves hold into the reduce buffer, where more may be added."""
         if not self.collected:
             self._place = self._sums
-        self._take_all()
+        self._move_all()
 
-    def _take_all(self) -> None:
-        self._move(range(len(self._leaves)))
-        self._arrived = 0
+    def _move_all(self) -> None:
+        grads = [*map(_GRAD, self._leaves)]
+        if any(self._filled) or {*map(type, grads)} != {torch.Tensor} or {*map(_LAYOUT, grads)} != _STRIDED:
+            self._move(range(len(self._leaves)))
+            return
+        for leaf in self._leaves:  # all have their first gradient
+            leaf.grad = None
+        self._filled = [True] * len(grads)
+        self._place.allocate()
+        _copy_scaled(self._place.boxes, self._layout.split_all(grads), self._scale)
 
-    def _move(self, indices: Sequence[int]) -> None:
+    def _move(self, indices: Iterable[int]) -> None:
+        leaves, filled, place, split = self._leaves, self._filled, self._place, self._layout.split
         targets: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
-        there = [index for index in indices if self._leaves[index].grad is not None]
-        if there:
-            self._place.allocate()
-        for index in there:
-            leaf = self._leaves[index]
-            parts, pieces = self._place.parts[index], self._layout.split(index, _taken_from(leaf))
-            if self._filled[index]:
-                for target, piece in zip(parts, pieces):
+        for index in indices:
+            grad = leaves[index].grad
+            if grad is None:
+                continue
+            leaves[index].grad = None
+            pieces = split(index, grad if grad.layout is torch.strided else grad.to_dense())
+            if filled[index]:
+                for target, piece in zip(place.parts[index], pieces):
                     target.add_(piece, alpha=self._scale)
             else:
-                targets += parts
+                filled[index] = True
+                targets += place.parts[index]
                 grads += pieces
-                self._filled[index] = True
-        _copy_scaled(targets, grads, self._scale)
+        if targets:
+            place.allocate()
+            _copy_scaled(targets, grads, self._scale)
 
     def complete(self, counts_unused: bool = False) -> torch.Tensor:
         """Returns the reduce buffer, with all gradients, and zeros where none came.
@@ -162,14 +171,16 @@ class Gradients:
         """
         if not self.collected:
             self._place = self._sums if self._unreduced else self._own
-        self._take_all()
-        self._place.allocate()
-        for parts, filled in zip(self._place.parts, self._filled):
-            for part in () if filled else parts:
-                part.zero_()
-        self._filled = [filled or counts_unused for filled in self._filled]
-        self._layout.note_used(self._place.tensor, self._filled)
-        return self._place.tensor
+        self._move_all()
+        place, filled = self._place, self._filled
+        place.allocate()
+        if False in filled:
+            for index, parts in enumerate(place.parts):
+                for part in () if filled[index] else parts:
+                    part.zero_()
+                filled[index] = filled[index] or counts_unused
+        self._layout.note_used(place.tensor, filled)
+        return place.tensor
 
     # what was reduced
 
@@ -187,7 +198,7 @@ class Gradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
-        reduced = shard.to(self._dtypes.grad)
+        reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self._scale_after != 1.0:
             reduced.mul_(self._scale_after)
         self._layout.add_reduced(reduced, self._filled)
@@ -226,7 +237,6 @@ class Gradients:
         """Forgets what a failed backward left; what earlier backwards accumulated stays."""
         for leaf in self._leaves:
             leaf.grad = None
-        self._arrived = 0
         if not self._accumulated:
             self.drop()
 
@@ -249,6 +259,7 @@ class _Place:
         self.buffer = buffer
         self.tensor = buffer.tensor.data  # an alias: leaves' version counters do not move
         self.parts = layout.parts(self.tensor)
+        self.boxes = [box for boxes in self.parts for box in boxes]
         self._padding = layout.padding(self.tensor)
 
     def allocate(self) -> None:
@@ -256,12 +267,6 @@ class _Place:
             self.buffer.allocate()
             for gap in self._padding:
                 gap.zero_()
-
-
-def _taken_from(leaf: nn.Parameter) -> torch.Tensor:
-    grad, leaf.grad = leaf.grad, None
-    assert grad is not None
-    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:

@@ -28,6 +28,9 @@ ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 """Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
 
 
+_NOTHING = Finished()
+
+
 class Transport(Protocol):
     """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them."""
 
@@ -68,6 +71,7 @@ class ParamHandle:
         unsharded_nbytes: Bytes of the unsharded buffers when they are allocated.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
         transport: How parameters and gradients travel in training.
+        without_values: Names, within the unit, of the parameters that are on the meta device still.
     """
 
     def __init__(
@@ -83,10 +87,10 @@ class ParamHandle:
         self._policy = policy
         self._contributors: float = communicator.size * replicas.size
         self.segments = [self._segment(layout) for layout in layouts]
-        self.unsharded_nbytes = self._count_nbytes()
+        self._note_contents()
         self.state = HandleState.SHARDED
         self.generation = 0
-        self._gathering: Pending = Finished()
+        self._gathering: Pending = _NOTHING
         self._kept: KeptParameters | None = None
         self._versions: list[int] = []
         self._reduction: Reduction | None = None
@@ -112,8 +116,9 @@ class ParamHandle:
         dtypes = SegmentDtypes.of(layout.dtype, self._policy)
         return Segment(layout, dtypes, self.communicator, self._contributors)
 
-    def _count_nbytes(self) -> int:
-        return sum(segment.full.nbytes for segment in self.segments)
+    def _note_contents(self) -> None:
+        self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
+        self.without_values = [fqn for segment in self.segments for fqn in segment.layout.without_values]
 
     @property
     def trainable(self) -> bool:
@@ -122,7 +127,10 @@ class ParamHandle:
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
-        return any(segment.full.holds(tensor) for segment in self.segments)
+        for segment in self.segments:
+            if segment.full.holds(tensor):
+                return True
+        return False
 
     @property
     def shows_shards(self) -> bool:
@@ -144,8 +152,11 @@ class ParamHandle:
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
-        collected = not self.reducing and any(segment.gradients.collected for segment in self.segments)
-        return collected or any(segment.gradients.on_leaves for segment in self.segments)
+        for segment in self.segments:
+            gradients = segment.gradients
+            if gradients.on_leaves or (gradients.collected and self._reduction is None):
+                return True
+        return False
 
     @property
     def bulky(self) -> bool:
@@ -197,11 +208,6 @@ class ParamHandle:
         """Whether the next `unshard` gathers from the ranks that keep the full parameters between them."""
         return self._kept is not None
 
-    @property
-    def without_values(self) -> list[str]:
-        """Names, within the unit, of the parameters that are on the meta device still."""
-        return [fqn for segment in self.segments for fqn in segment.layout.without_values]
-
     def _write_shards(self) -> None:
         for segment in self.segments:
             segment.layout.write_shard(segment.own_data)
@@ -211,9 +217,10 @@ class ParamHandle:
         if self.state is not HandleState.UNSHARDING:
             return False
         self._gathering.wait()
-        self._gathering = Finished()
-        for segment in self.segments if self._kept is None else ():
-            segment.arrange()
+        self._gathering = _NOTHING
+        if self._kept is None:
+            for segment in self.segments:
+                segment.arrange()
         self._kept = None
         self.state = HandleState.UNSHARDED
         return True
@@ -224,12 +231,13 @@ class ParamHandle:
         Args:
             within: Ranks that keep the full parameters between them, for the next `unshard` to gather from.
         """
-        unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
-        if unsharded:
+        if self.state is HandleState.UNSHARDING:
             self.wait()  # a gather in flight still writes
-        self._kept = KeptParameters(self.segments, within) if within is not None and unsharded else None
-        if not unsharded:
+        self._kept = None
+        if self.state is not HandleState.UNSHARDED:
             return False
+        if within is not None:
+            self._kept = KeptParameters(self.segments, within)
         self.show_sharded()
         for segment in self.segments:
             segment.free()
@@ -267,12 +275,14 @@ class ParamHandle:
                     f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
                     "gradients left by no_sync wait for a backward; convert before or after the accumulation"
                 )
-            if layout.follow_replaced() and layout.dtype == before:
+            if not layout.follow_replaced():
+                continue
+            if layout.dtype == before:
                 segment.follow_resident()
-            elif layout.dtype != before:
+            else:
                 self.segments[index] = self._segment(layout)
-                self.unsharded_nbytes = self._count_nbytes()
                 self.generation += 1
+            self._note_contents()
 
     @property
     def flat_param(self) -> nn.Parameter:

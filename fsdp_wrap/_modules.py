@@ -90,19 +90,24 @@ class Display:
                 self._params.setdefault(module, {})[name] = param
                 if param is None:
                     self._plain.setdefault(module, {})[name] = tensor
-        self._told = [module for module in self._params if _has_own_setattr(module)]
+        usual = nn.Module.__setattr__  # RNNs have their own, to update a second list of their weights
+        self._told = [module for module in self._params if type(module).__setattr__ is not usual]
 
     def show(self) -> None:
         """Shows the tensors."""
         for module, params in self._params.items():
-            for name in params:
-                module.__dict__.pop(name, None)
             module._parameters.update(params)
         for module in self._told:
             for name, param in self._params[module].items():
                 setattr(module, name, param)
         for module, tensors in self._plain.items():
             module.__dict__.update(tensors)
+
+    def hide(self) -> None:
+        """Takes away what parameters shown in the same places would not replace: attributes."""
+        for module, tensors in self._plain.items():
+            for name in tensors:
+                module.__dict__.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,6 @@ class ParamSlot:
     fqn: str
     param: nn.Parameter
     places: ParamPlaces = field(default_factory=ParamPlaces)
-
-
-def _has_own_setattr(module: nn.Module) -> bool:
-    # RNNs keep a second list of their weights and update it in __setattr__.
-    return type(module).__setattr__ is not nn.Module.__setattr__
 
 
 def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -34,15 +34,17 @@ from fsdp_wrap._events import Phase
 
 __all__ = ["GroupPositions", "Note", "Tree", "UnitPositions", "positions_of"]
 
-_ENTRY = struct.Struct("<Q8sIB235p")  # as `_Entry`
-_NUMBER_BYTES = 8
+_NUMBER, _NOTE, _WHEN = (struct.Struct("<" + parts) for parts in ("Q", "8s235p", "IB"))
+_ENTRY = struct.Struct("<Q8s235pIB")  # as `_Entry`: the three above
+_NUMBER_BYTES = _NUMBER.size
+_NO_NUMBER = bytes(_NUMBER_BYTES)
 _COMPARED = _NUMBER_BYTES + 8  # number and digest
 _RING = 32  # the latest collectives of a group
-_SIZE = _ENTRY.size * (1 + _RING)
+_SLOT = _ENTRY.size
+_SIZE = _SLOT * (1 + _RING)
 _PREFIX = "fsdp_wrap-"
 _LEFT_OVER_AFTER = 60.0  # seconds in which the survivors of a killed rank may still want its file
 _PHASES = list(Phase)
-_CODES = {phase: code for code, phase in enumerate(Phase)}
 
 
 class _Entry(NamedTuple):
@@ -51,16 +53,16 @@ class _Entry(NamedTuple):
     Attributes:
         number: Which collective of the group it is, from 1 on; 0 where nothing was noted.
         digest: Of the whole text.
+        text: What it did, as far as there is room.
         iteration: Which outermost forward it belongs to.
         phase: Index of the phase.
-        text: What it did, as far as there is room.
     """
 
     number: int
     digest: bytes
+    text: bytes
     iteration: int
     phase: int
-    text: bytes
 
     def __str__(self) -> str:
         what = self.text.decode(errors="replace")
@@ -74,6 +76,7 @@ class Note:
         encoded = text.encode()
         self.digest = hashlib.blake2b(encoded, digest_size=8).digest()
         self.text = encoded if len(encoded) < 235 else encoded[:30] + b"..." + encoded[-200:]
+        self.packed = _NOTE.pack(self.digest, self.text)
 
 
 class _File:
@@ -118,11 +121,10 @@ class _File:
 
     def write(self, slot: int, number: int, note: Note, phase: Phase, iteration: int) -> None:
         """Puts an entry into a slot; it has no number while it is incomplete, however long that takes."""
-        entry = _ENTRY.pack(number, note.digest, iteration, _CODES[phase], note.text)
-        rest = slot + _NUMBER_BYTES
-        self.memory[slot:rest] = bytes(_NUMBER_BYTES)
-        self.memory[rest : slot + _ENTRY.size] = entry[_NUMBER_BYTES:]
-        self.memory[slot:rest] = entry[:_NUMBER_BYTES]
+        memory, rest = self.memory, slot + _NUMBER_BYTES
+        memory[slot:rest] = _NO_NUMBER
+        memory[rest : slot + _SLOT] = note.packed + _WHEN.pack(iteration, phase.index)
+        memory[slot:rest] = _NUMBER.pack(number)
 
     def read(self, slot: int) -> _Entry:
         """Returns the entry in a slot."""
@@ -141,7 +143,7 @@ _ENTERED = 0  # the slot of the unit entered last
 
 
 def _slot(number: int) -> int:
-    return _ENTRY.size * (1 + number % _RING)
+    return _SLOT * (1 + number % _RING)
 
 
 def _abandoned(path: Path) -> bool:
@@ -292,10 +294,11 @@ class GroupPositions:
         """
         if self._searches:
             self._search()
-        self.issued += 1
-        self._own.write(_slot(self.issued), self.issued, note, phase, iteration)
-        self.compare(self.issued)
-        return self.issued
+        self.issued = number = self.issued + 1
+        self._own.write(_slot(number), number, note, phase, iteration)
+        if self._peers:
+            self.compare(number)
+        return number
 
     def compare(self, number: int, all_came: bool = False) -> None:
         """Compares a collective with what the peers have issued in its place.
@@ -462,6 +465,11 @@ class UnitPositions:
         self.gather.completed()
         self.gather_kept.completed()
 
+    def reduced(self) -> None:
+        """The same for a reduction."""
+        self.reduction.completed()
+        self.reduction_in_copy.completed()
+
 
 class CollectivePositions:
     """Notes one kind of collective of one unit, in every group concerned."""
@@ -470,7 +478,8 @@ class CollectivePositions:
         self._text = text
         self._tree = tree
         self._waits = waits
-        self._issued: dict[GroupPositions, int] = dict.fromkeys(groups, 0)
+        self._groups = tuple(dict.fromkeys(groups))
+        self._issued: list[tuple[GroupPositions, int]] = []
         self._notes: dict[GroupPositions, Note] = {}
 
     def issue(self, phase: Phase, iteration: int) -> None:
@@ -479,9 +488,10 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one in its place.
         """
-        for group in self._issued:
-            note = self._notes.get(group) or self._make_note(group)
-            self._issued[group] = group.issue(note, phase, iteration)
+        self._issued = [
+            (group, group.issue(self._notes.get(group) or self._make_note(group), phase, iteration))
+            for group in self._groups
+        ]
 
     def completed(self) -> None:
         """Checks, once it was waited for, that every peer has issued the same.
@@ -489,9 +499,9 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        for group, number in self._issued.items():
-            if number:
-                self._issued[group] = 0
+        if self._issued:
+            issued, self._issued = self._issued, []
+            for group, number in issued:
                 group.compare(number, all_came=self._waits)
 
     def _make_note(self, group: GroupPositions) -> Note:

@@ -41,12 +41,12 @@ class Buffer:
 
     def allocate(self) -> None:
         """Gets memory, with undefined content."""
-        if not self.allocated:
+        if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
         """Gives the memory back."""
-        if self._storage.nbytes() > 0:
+        if self._storage.nbytes():
             self._storage.resize_(0)
 
 

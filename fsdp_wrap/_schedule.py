@@ -8,7 +8,7 @@ reached is finished in the backward's final callback.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fsdp_wrap._events import EventKind, Phase, emit
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._handle import HandleState, ParamHandle
-from fsdp_wrap._segment import Segment
+from fsdp_wrap._refusals import ParametrizationGuard, refuse_graph, refuse_parameter_views
 from fsdp_wrap._traffic import Traffic
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
@@ -112,7 +112,7 @@ class Schedule:
             return seen[id(tensor)]
 
         if use.unit.handle is not None and torch.is_grad_enabled():
-            args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
+            args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
             use.watched = len(nodes)
         return args, kwargs, nodes
 
@@ -132,7 +132,7 @@ class Schedule:
         if unit.handle is None:
             return
         tensors = list(iter_tensors(output))
-        _refuse_parameter_views(unit, unit.handle, tensors)
+        refuse_parameter_views(unit, unit.handle, tensors)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in with_grad:
             tensor.register_hook(lambda _: self._pre_backward(use, inputs))  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ class Schedule:
         assert unit.handle is not None
         for leaf, number, index in unit.newly_trainable():
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _leaf_hook(unit, number, index)
+                unit.arrivals.hook(leaf, _look_after(unit, number, index))
             )
 
     # backward
@@ -234,27 +234,26 @@ class Schedule:
         if use.open(graph_task(), inputs) and _prefetches(use.unit, BackwardPrefetch.BACKWARD_PRE):
             self._prefetch_with_room(use.unit)
 
-    def on_leaf_gradient(self, unit: Unit, segment: Segment, index: int) -> None:
-        """Runs when a leaf has its gradient of the running backward.
+    def on_leaf_gradient(self, unit: Unit, leaf: nn.Parameter, number: int, index: int) -> None:
+        """Looks after a leaf, given with its place, has its gradient of the running backward.
 
         Raises:
             RuntimeError: If the gradient has a graph of its own.
         """
-        leaf = segment.leaves[index]
-        if leaf.grad is not None and leaf.grad.requires_grad:
-            leaf.grad = None
-            raise RuntimeError(
-                f"backward(create_graph=True) reached the parameters of {unit.name}, whose reduced gradients "
-                "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
-                "inner derivative and backward() without create_graph for the outer one"
-            )
+        makes_graph = torch.is_grad_enabled()  # create_graph
+        if makes_graph:
+            refuse_graph(unit, leaf)
         if not self._backward_open:
             self._open_backward()
-        in_place = unit.options.gradients_in_place and self._takes_in_place(unit)
-        crowded = segment.gradients.arrived(index, segment.reducible if in_place else None)
-        if crowded and (self._traffic.reducing or self._prefetching_later):
+            unit.arrivals.begin_with(leaf)
+        in_place = unit.options.gradients_in_place
+        if in_place and self._takes_in_place(unit):
+            assert unit.handle is not None
+            unit.handle.segments[number].take_in_place(index)
+        all_came = unit.look(makes_graph or in_place)
+        if unit.arrivals.crowded and (self._traffic.reducing or self._prefetching_later):
             self._make_room()
-        if unit.gradient_arrived(leaf) and not unit.awaits_inputs:
+        if all_came and not unit.awaits_inputs:
             if unit.needed_for_inputs:
                 self._take_gradients(unit, Phase.BACKWARD)
             else:
@@ -299,20 +298,27 @@ class Schedule:
     def _end_backward(self) -> None:
         """The final callback: finishes what no trigger reached."""
         for unit in self._units:
-            if unit.handle is None:
+            handle = unit.handle
+            if handle is None:
                 continue
-            if not self._keeps_graph:
-                if unit.end_backward():
-                    emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
-                self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
-            elif not unit.running:
-                unit.handle.show_sharded()
-            self._take_gradients(unit, Phase.FINAL_CALLBACK)
+            if not unit.finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
+                self._finish_backward_of(unit, handle)
             if not self._reduces(unit):
-                unit.handle.keep_accumulated()
+                handle.keep_accumulated()
         if self._finishes:
             self._make_room()
         self._backward_open = False
+
+    def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
+        if not self._keeps_graph:
+            if unit.end_backward():
+                emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
+            self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
+        else:
+            unit.arrivals.end()
+            if not unit.running:
+                handle.show_sharded()
+        self._take_gradients(unit, Phase.FINAL_CALLBACK)
 
     def end_failed_backward(self) -> None:
         """Shows the sharded parameters again after a backward that raised."""
@@ -327,6 +333,7 @@ class Schedule:
         self._prefetching_later = None
         self._backward_open = False
         for unit in self._units:
+            unit.arrivals.end()
             if unit.handle is not None:
                 unit.handle.abandon_backward()
 
@@ -383,7 +390,7 @@ class Schedule:
         """Prefetches once the memory of gradients that still travel is free again."""
         assert unit.handle is not None
         in_place = unit.options.gradients_in_place and self._takes_in_place(unit)
-        crowds = self._traffic.reducing or (in_place and unit.handle.bulky)
+        crowds = self._traffic.reducing is not None or (in_place and unit.handle.bulky)
         if crowds and unit.handle.trainable:
             self._prefetching_later = unit
         else:
@@ -451,45 +458,19 @@ def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Refuses to compute a parametrised tensor from sharded parameters, which do not fit each other."""
     for module in modules:
         if isinstance(module, ParametrizationList):
-            module.register_forward_pre_hook(_ParametrizationGuard(unit))
-
-
-class _ParametrizationGuard:
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        unit = self._unit()
-        if unit is not None and unit.handle is not None and unit.handle.shows_shards:
-            raise RuntimeError(
-                f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
-                "read it inside summon_full_params"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ParametrizationGuard:
-        unit = self._unit()
-        return self if unit is None else _ParametrizationGuard(memo.get(id(unit), unit))
+            module.register_forward_pre_hook(ParametrizationGuard(unit))
 
 
 def _prefetches(unit: Unit, when: BackwardPrefetch) -> bool:
     return unit.options.backward_prefetch is when
 
 
-def _leaf_hook(unit: Unit, number: int, index: int) -> Any:
+def _look_after(unit: Unit, number: int, index: int) -> Callable[[nn.Parameter], None]:
     reference = weakref.ref(unit)  # the leaf holds this hook, and the unit the leaf: a cycle would never go
 
-    def hook(_: nn.Parameter) -> None:
+    def look(leaf: nn.Parameter) -> None:
         unit = reference()
-        if unit is not None and unit.handle is not None:
-            schedule_of(unit).on_leaf_gradient(unit, unit.handle.segments[number], index)
+        if unit is not None:
+            schedule_of(unit).on_leaf_gradient(unit, leaf, number, index)
 
-    return hook
-
-
-def _refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
-            raise RuntimeError(
-                f"the forward of {unit.name} returned a parameter or a view of one, whose memory is freed "
-                "when the unit reshards; return a copy (parameter.clone()) instead"
-            )
+    return look

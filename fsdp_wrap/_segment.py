@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 from fsdp_wrap._buffers import same_elements
@@ -9,9 +11,12 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
-from fsdp_wrap._resizable import Buffer, ResidentBuffer
+from fsdp_wrap._resizable import ResidentBuffer
 
 __all__ = ["Segment"]
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Segment:
@@ -22,6 +27,9 @@ class Segment:
         dtypes: Of the buffers.
         communicator: Allocates the buffers.
         contributors: By how much summed gradients are divided: over so many ranks they are averaged.
+
+    Attributes:
+        trainable: Whether any leaf needs a gradient now.
     """
 
     def __init__(
@@ -38,15 +46,11 @@ class Segment:
         )
         self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
         self.leaves = layout.make_leaves(self.full.tensor)
+        self.trainable = False
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
         self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves)
-
-    @property
-    def trainable(self) -> bool:
-        """Whether any leaf needs a gradient now."""
-        return any(leaf.requires_grad for leaf in self.leaves)
 
     def describe(self) -> str:
         """Says how many elements this rank holds of how many, and of which dtypes."""
@@ -58,8 +62,7 @@ class Segment:
         """Fills the unsharded buffer with what was gathered, if it is not the same."""
         if self.gathered is not self.full:
             self.full.allocate()
-            for source, target in self._copies:
-                target.copy_(source)
+            torch._foreach_copy_(*self._copies)
             self.gathered.free()
 
     def free(self) -> None:
@@ -71,7 +74,8 @@ class Segment:
             return
         if self.full.resizable:
             self.full.free()
-            self.gathered.free()
+            if self.gathered is not self.full:
+                self.gathered.free()
             return
         self.full = self._communicator.buffer(self.layout.full_numel, self.dtypes.param)
         if self.layout.in_place:
@@ -92,22 +96,28 @@ class Segment:
         self.full_data = self.full.tensor.data
         self.gathered_data = self.full_data if self.gathered is self.full else self.gathered.tensor.data
         self.own_data = self._communicator.own_part(self.gathered_data)
-        self._copies = same_elements(self.layout, self.gathered_data, self.full_data)
+        pairs = same_elements(self.layout, self.gathered_data, self.full_data)
+        self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view
 
     def follow_requires_grad(self) -> bool:
         """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""
-        changed = False
-        for leaf, source in zip(self.leaves, self.layout.sources):
-            if leaf.requires_grad != source.requires_grad:
-                leaf.requires_grad_(source.requires_grad)
-                changed = True
-        return changed
+        wanted = [*map(_REQUIRES_GRAD, self.layout.sources)]
+        if wanted == [*map(_REQUIRES_GRAD, self.leaves)]:
+            return False
+        for leaf, trains in zip(self.leaves, wanted):
+            leaf.requires_grad_(trains)
+        self.trainable = True in wanted
+        return True
 
-    @property
-    def reducible(self) -> Buffer | None:
-        """The unsharded buffer, if it may serve as the reduce buffer."""
+    def take_in_place(self, index: int) -> None:
+        """Moves a leaf's gradient to where the leaf lies, if that may serve as the reduce buffer.
+
+        Raises:
+            RuntimeError: If a gradient lies there already.
+        """
         param, reduce = self.dtypes.param, self.dtypes.reduce
         fits = self.layout.in_place and torch.promote_types(param, reduce) == reduce
-        return self.full if fits and self.full.temporary and self.full.resizable else None
+        if fits and self.full.temporary and self.full.resizable:
+            self.gradients.take_in(self.full, index)

@@ -221,8 +221,9 @@ class StateDictMethods(nn.Module):
         self._finish_load(keep=False)
 
     def _finish_load(self, keep: bool) -> None:
-        loading, self._loading = self._loading, None
+        loading = self._loading
         if loading is not None:
+            self._loading = None
             loading.end(keep)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -18,13 +18,16 @@ class Traffic:
 
     Args:
         units: The units of one tree.
+
+    Attributes:
+        reducing: The unit whose reduction is in flight.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
         tree = Tree()
         self._positions = {unit: _positions_of(unit, tree) for unit in units}
         self._iteration = 0
-        self._reducing: Unit | None = None
+        self.reducing: Unit | None = None
 
     def begin_iteration(self) -> int:
         """Counts the outermost forwards; returns the number of the new one."""
@@ -40,22 +43,14 @@ class Traffic:
             RuntimeError: If its parameters are in the user's hands or in a state dict's.
             ValueError: If they have no values.
         """
-        handle = unit.handle
+        handle, positions = unit.handle, self._positions[unit]
         assert handle is not None
-        if handle.state is HandleState.REPLACED:
-            raise RuntimeError(
-                f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
-                "backward after that"
-            )
-        if handle.state is HandleState.SUMMONED:
-            raise RuntimeError(
-                f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-                "before running forward or backward"
-            )
-        self._positions[unit].enter(phase, self._iteration)
+        if handle.state is HandleState.SUMMONED or handle.state is HandleState.REPLACED:
+            raise _not_ours(unit, handle.state)
+        positions.enter(phase, self._iteration)
         self.gather(unit, phase)
         if handle.wait():
-            self._positions[unit].gathered()
+            positions.gathered()
 
     def gather(self, unit: Unit, phase: Phase) -> bool:
         """Issues a unit's all-gather; returns False if it is unsharded, or being so, already.
@@ -72,7 +67,7 @@ class Traffic:
                 f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"
             )
-        if handle.lends:
+        if self.reducing is not None and handle.lends:
             self.finish_reduction()
         positions = self._positions[unit]
         gather = positions.gather_kept if handle.keeps_parts else positions.gather
@@ -89,18 +84,15 @@ class Traffic:
             phase: Where in the iteration this is.
             within: Ranks that keep the full parameters between them.
         """
+        handle = unit.handle
         # A backward may run inside a forward, which still needs its leaves.
-        in_use = unit.running > (1 if phase is Phase.FORWARD else 0)
-        if unit.handle is not None and not in_use and unit.handle.reshard(within):
+        if handle is None or unit.running > (phase is Phase.FORWARD):
+            return
+        if handle.reshard(within):
             unit.hold(False)
-            emit(EventKind.RESHARD, unit.fqn, phase, unit.handle.unsharded_nbytes)
+            emit(EventKind.RESHARD, unit.fqn, phase, handle.unsharded_nbytes)
 
     # gradients
-
-    @property
-    def reducing(self) -> bool:
-        """Whether a reduction is in flight."""
-        return self._reducing is not None
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
         """Issues the reduction of a unit's gradients; none may be in flight."""
@@ -110,20 +102,32 @@ class Traffic:
         reduction.issue(phase, self._iteration)
         nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
         emit(EventKind.REDUCE, unit.fqn, phase, nbytes)
-        self._reducing = unit
+        self.reducing = unit
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and hands on its result."""
-        unit, self._reducing = self._reducing, None
-        if unit is not None and unit.handle is not None:
-            unit.handle.finish_reduction()
-            if not unit.handle.has_own_reduction:  # which may have waited for nobody
-                self._positions[unit].reduction.completed()
-                self._positions[unit].reduction_in_copy.completed()
+        unit, self.reducing = self.reducing, None
+        handle = None if unit is None else unit.handle
+        if unit is not None and handle is not None:
+            handle.finish_reduction()
+            if not handle.has_own_reduction:  # which may have waited for nobody
+                self._positions[unit].reduced()
 
     def forget_reduction(self) -> None:
         """Leaves the reduction in flight to its unit's handle."""
-        self._reducing = None
+        self.reducing = None
+
+
+def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:
+    if state is HandleState.REPLACED:
+        return RuntimeError(
+            f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
+            "backward after that"
+        )
+    return RuntimeError(
+        f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+        "before running forward or backward"
+    )
 
 
 def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:

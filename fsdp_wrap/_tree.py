@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,9 +37,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return value
     old = _children(value)
     new = [map_tensors(fn, child) for child in old]
-    if all(a is b for a, b in zip(old, new)):
-        return value
-    return _rebuild(value, new)
+    return value if all(map(operator.is_, old, new)) else _rebuild(value, new)
 
 
 def _children(value: Any) -> list[Any]:

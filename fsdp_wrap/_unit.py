@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from fsdp_wrap._arrivals import Arrivals
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
@@ -64,6 +66,14 @@ class UnitOptions:
         return replace(self, forward_targets=forward, backward_targets=backward)
 
 
+class _Backward(Enum):
+    """How far a unit's part of the running backward of its tree is."""
+
+    UNREACHED = "unreached"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
 class Unit:
     """A wrapped module with the parameters that it owns.
 
@@ -80,6 +90,7 @@ class Unit:
         running: Forward calls in progress.
         held: Whether the user has unsharded it by hand.
         schedule: In which it runs (`schedule_of` knows the type); None before its first use.
+        arrivals: Of its leaves' gradients.
     """
 
     def __init__(
@@ -108,11 +119,10 @@ class Unit:
         self.schedule: object | None = None
         self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
         self._generation = -1
-        self._trainable: frozenset[int] = frozenset()  # the ids of leaves that need gradients
         self._all_train = handle is None
-        self._missing: set[int] = set()
+        self.arrivals = Arrivals()
         self._open_uses = 0
-        self._in_backward = False
+        self._backward = _Backward.UNREACHED
 
     @property
     def name(self) -> str:
@@ -179,7 +189,7 @@ class Unit:
         ]
         trainable = [found for found in leaves if found[0].requires_grad]
         self._generation = handle.generation
-        self._trainable = frozenset(id(leaf) for leaf, _, _ in trainable)
+        self.arrivals.expect(found[0] for found in trainable)
         self._all_train = len(trainable) == len(leaves)
         new = [found for found in trainable if id(found[0]) not in self._hooked]
         self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
@@ -190,29 +200,31 @@ class Unit:
     def begin_backward(self) -> None:
         """Prepares for a backward of the tree, which may or may not reach this unit."""
         self._open_uses = 0
-        self._in_backward = False
-        self._missing = set(self._trainable)
+        self._backward = _Backward.UNREACHED
+        self.arrivals.begin()
         if self.handle is not None:
             self.handle.forget_zeroed()
 
-    def gradient_arrived(self, leaf: nn.Parameter) -> bool:
-        """Notes a leaf's gradient; returns whether all have arrived."""
-        self._in_backward = True
-        if not self._missing:  # reached again, by another graph task
-            self._missing = set(self._trainable)
-        self._missing.discard(id(leaf))
-        return not self._missing
+    def look(self, every: bool) -> bool:
+        """Begins or goes on with its backward after a gradient of a leaf; returns whether all have come.
+
+        Args:
+            every: Whether to look again after each that follows.
+        """
+        self._backward = _Backward.RUNNING
+        return self.arrivals.look(every)
 
     def gradients_to_come(self) -> bool:
         """Whether the running backward will reach a leaf whose gradient has not arrived."""
-        if self.handle is None or not self._missing:
+        missing = self.arrivals.missing
+        if self.handle is None or not missing:
             return False
         leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
-        return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in self._missing)
+        return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
     def open(self, use: Use) -> None:
         """Begins the backward of one use."""
-        self._in_backward = True
+        self._backward = _Backward.RUNNING
         if use.watched:
             self._open_uses += 1
 
@@ -237,8 +249,16 @@ class Unit:
 
     def end_backward(self) -> bool:
         """Ends the unit's backward; returns whether there was one."""
-        was, self._in_backward = self._in_backward, False
-        return was
+        if self._backward is not _Backward.RUNNING:
+            return False
+        self._backward = _Backward.FINISHED
+        self.arrivals.end()
+        return True
+
+    @property
+    def finished(self) -> bool:
+        """Whether the running backward of the tree has reached the unit and nothing is left to do for it."""
+        return self._backward is _Backward.FINISHED
 
 
 class Use:
@@ -252,15 +272,13 @@ class Use:
         self.task = -1
         """The graph task in which its backward is open."""
         self._awaited = 0
-        self._generation = self._current_generation()
-
-    def _current_generation(self) -> int:
-        return 0 if self.unit.handle is None else self.unit.handle.generation
+        self._generation = 0 if unit.handle is None else unit.handle.generation
 
     @property
     def outdated(self) -> bool:
         """Whether the leaves it computed with have been replaced."""
-        return self._generation != self._current_generation()
+        handle = self.unit.handle
+        return handle is not None and self._generation != handle.generation
 
     def open(self, task: int, inputs: list[Node]) -> bool:
         """Begins its backward in a graph task; returns False if it is open there already."""
@@ -277,9 +295,8 @@ class Use:
         return self._awaited == 0
 
 
-def graph_task() -> int:
-    """Returns the id of the backward that runs in this thread, or -1."""
-    return torch._C._current_graph_task_id()
+graph_task = torch._C._current_graph_task_id
+"""Returns the id of the backward that runs in this thread, or -1."""
 
 
 def _will_run(nodes: Iterable[Node]) -> int:

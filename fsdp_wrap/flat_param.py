@@ -157,6 +157,9 @@ class FlatLayout:
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
 
+    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors
+
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         stops = [0, *(extent.stop for extent in self.extents)]
         starts = [*(extent.start for extent in self.extents), self.numel]
@@ -190,9 +193,11 @@ class FlatLayout:
         self.flat_param.data.copy_(own.data)
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
+        self._front.hide_sharded()
         Display(self.places, params).show()
 
     def show_leaves(self) -> None:
+        self._front.hide_sharded()
         self._leaf_display.show()
 
     def show_sharded(self) -> None:
@@ -225,11 +230,7 @@ class FlatLayout:
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
-        gradient = reduced.to(self.flat_param.device)
-        holders = zip(self._front.holders, self._front.cut(gradient), self._front.used(used))
-        for param, piece, param_used in holders:
-            if param.requires_grad:
-                _add_gradient(param, piece, param_used)
+        self._front.add(reduced.to(self.flat_param.device), used)
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self._front.holders:
@@ -327,18 +328,7 @@ class _Cut:
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Returns one view per original parameter."""
         parts = torch.split_with_sizes(shard, self._sizes)
-        return [parts[part] for part in self._parts]
-
-
-def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:
-    if piece.numel() == 0:
-        param.grad = None  # an empty slice has nothing to update
-    elif not used and not piece.any():
-        return  # no rank used the parameter
-    elif param.grad is None:
-        param.grad = piece
-    else:
-        param.grad.add_(piece)
+        return [*map(parts.__getitem__, self._parts)]
 
 
 def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:

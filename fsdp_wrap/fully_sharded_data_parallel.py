@@ -266,7 +266,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
-        return self._run_as_forward(self._fsdp_wrapped_module, args, kwargs)
+        return self._run_as_forward(self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._drop_stale_load()

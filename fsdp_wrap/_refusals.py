@@ -1,0 +1,63 @@
+"""What modules must not do with a unit's parameters in forward and backward, and is refused by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._unit import Unit
+
+__all__ = ["ParametrizationGuard", "refuse_graph", "refuse_parameter_views"]
+
+
+def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
+    """Refuses a leaf's gradient that has a graph of its own.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    if leaf.grad is not None and leaf.grad.requires_grad:
+        leaf.grad = None
+        raise RuntimeError(
+            f"backward(create_graph=True) reached the parameters of {unit.name}, whose reduced gradients "
+            "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
+            "inner derivative and backward() without create_graph for the outer one"
+        )
+
+
+def refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuses outputs of a unit's forward that lie in its full parameters' memory.
+
+    Raises:
+        RuntimeError: If one does.
+    """
+    for tensor in tensors:
+        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
+            raise RuntimeError(
+                f"the forward of {unit.name} returned a parameter or a view of one, whose memory is freed "
+                "when the unit reshards; return a copy (parameter.clone()) instead"
+            )
+
+
+class ParametrizationGuard:
+    """A forward pre-hook that refuses to compute a parametrised tensor from sharded parameters."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        unit = self._unit()
+        if unit is not None and unit.handle is not None and unit.handle.shows_shards:
+            raise RuntimeError(
+                f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
+                "read it inside summon_full_params"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParametrizationGuard:
+        unit = self._unit()
+        return self if unit is None else ParametrizationGuard(memo.get(id(unit), unit))
