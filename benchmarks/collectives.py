@@ -26,7 +26,7 @@ def ways(numel: int) -> dict[str, Start]:
     group = dist.group.WORLD
     assert group is not None
     full = torch.rand(numel // size * size)
-    parts = full.chunk(size)
+    parts = dict(enumerate(full.chunk(size)))
     shard = torch.empty_like(parts[0])
     return {
         "gather plain": lambda: dist.all_gather_into_tensor(full, parts[rank], async_op=True),

@@ -43,6 +43,7 @@ LAYERS = [
         "_objects.py",
         "_exchange.py",
         "_collectives.py",
+        "_two_level.py",
     ],
     [
         "_buffers.py",
