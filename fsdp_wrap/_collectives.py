@@ -27,7 +27,13 @@ from fsdp_wrap._positions import GroupPositions, positions_of
 from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._watch import Watch
 
-__all__ = ["Communicator", "ExchangeCommunicator", "GroupCommunicator", "SoloCommunicator"]
+__all__ = [
+    "Communicator",
+    "ExchangeCommunicator",
+    "GroupCommunicator",
+    "SoloCommunicator",
+    "as_transport",
+]
 
 
 class Communicator(ABC):
@@ -214,7 +220,7 @@ class GroupCommunicator(Communicator):
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         def start(async_op: bool) -> list[Any]:
             fill()
-            return [self._gather(_as_transport(tensor), async_op) for tensor in full]
+            return [self._gather(as_transport(tensor), async_op) for tensor in full]
 
         return self._issue(self._gather_lane, start)
 
@@ -233,7 +239,7 @@ class GroupCommunicator(Communicator):
         return self._issue(self._gather_lane, start)
 
     def _send(self, tensor: torch.Tensor, source: int, async_op: bool) -> Any:
-        return dist.broadcast(_as_transport(tensor), group=self._group, group_src=source, async_op=async_op)
+        return dist.broadcast(as_transport(tensor), group=self._group, group_src=source, async_op=async_op)
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         def start(async_op: bool) -> list[Any]:
@@ -266,20 +272,20 @@ class GroupCommunicator(Communicator):
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         def start(async_op: bool) -> list[Any]:
-            source, parts = _as_transport(own), self._parts(full)
+            source, parts = as_transport(own), self._parts(full)
             return [dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)]
 
         self._issue(self._gather_lane, start).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         def start(async_op: bool) -> list[Any]:
-            target, parts = _as_transport(own), self._parts(full)
+            target, parts = as_transport(own), self._parts(full)
             return [dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)]
 
         self._issue(self._gather_lane, start).wait()
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
-        return None if full is None else list(_as_transport(full).chunk(self.size))
+        return None if full is None else list(as_transport(full).chunk(self.size))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return all_gather_object(value, self._group)
@@ -310,7 +316,7 @@ class ExchangeCommunicator(GroupCommunicator):
     def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
         if full.nbytes < self._least:
             return super()._gather(full, async_op)
-        return exchange_gather(self._group, self.rank, full.chunk(self.size), self._lives)
+        return exchange_gather(self._group, self.rank, self._by_rank(full), self._lives)
 
     def _limits_reduction(self, full: list[torch.Tensor]) -> bool:
         return all(tensor.nbytes >= self._least for tensor in full)
@@ -318,14 +324,17 @@ class ExchangeCommunicator(GroupCommunicator):
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
         if full.nbytes < self._least:
             return super()._reduce(shard, full, async_op)
-        return exchange_reduce(self._group, self.rank, shard, full.chunk(self.size), self._lives)
+        return exchange_reduce(self._group, self.rank, shard, self._by_rank(full), self._lives)
+
+    def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
+        return dict(enumerate(full.chunk(self.size)))
 
     def _lives(self, rank: int) -> bool:
         assert self.positions is not None
         return self.positions.lives(dist.get_global_rank(self._group, rank))
 
 
-def _as_transport(tensor: torch.Tensor) -> torch.Tensor:
+def as_transport(tensor: torch.Tensor) -> torch.Tensor:
     # Backends know few dtypes; gathering moves bytes, so any dtype may travel as bytes.
     known = tensor.dtype.is_floating_point and tensor.element_size() > 1
-    return tensor if known or tensor.numel() == 0 else tensor.view(torch.uint8)
+    return tensor if known else tensor.view(torch.uint8)

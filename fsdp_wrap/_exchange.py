@@ -12,7 +12,7 @@ end of the connections. So a thread waits, and who wants to look around meanwhil
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,18 +31,18 @@ def _lives(peer: int) -> bool:
 def exchange_gather(
     group: dist.ProcessGroup,
     rank: int,
-    parts: Sequence[torch.Tensor],
+    parts: Mapping[int, torch.Tensor],
     lives: Callable[[int], bool] = _lives,
 ) -> Messages:
-    """Starts to fill the parts of all other ranks by what they send, and to send them this rank's.
+    """Starts to fill the parts of some other ranks by what they send, and to send them this rank's.
 
     Args:
         group: The process group.
         rank: This process's rank in it.
-        parts: One contiguous tensor per rank, of sizes and dtypes that all ranks agree on.
+        parts: One contiguous tensor for each rank that takes part, of sizes and dtypes that they agree on.
         lives: Tells whether another rank lives, as far as can be known.
     """
-    sources, targets = _sources(rank, len(parts)), _targets(rank, len(parts))
+    sources, targets = _sources(rank, parts), _targets(rank, parts)
     received = [(peer, group.recv([parts[peer]], peer, _GATHER_TAG)) for peer in sources]
     sent = [(peer, group.send([parts[rank]], peer, _GATHER_TAG)) for peer in targets]
     return Messages([*received, *sent], lives)
@@ -52,10 +52,10 @@ def exchange_reduce(
     group: dist.ProcessGroup,
     rank: int,
     shard: torch.Tensor,
-    parts: Sequence[torch.Tensor],
+    parts: Mapping[int, torch.Tensor],
     lives: Callable[[int], bool] = _lives,
 ) -> Messages:
-    """Starts to sum this rank's parts of all ranks into `shard`, always in the same order.
+    """Starts to sum this rank's parts of some ranks into `shard`, always in the same order.
 
     Takes memory for two parts less than there are ranks until the end; for one less where parts are narrower.
 
@@ -63,17 +63,16 @@ def exchange_reduce(
         group: The process group.
         rank: This process's rank in it.
         shard: A contiguous 1-D tensor, overwritten.
-        parts: What this rank has to give to each; tensors like `shard`, or of a narrower dtype.
+        parts: What this rank has to give to each that takes part: like `shard`, or of a narrower dtype.
         lives: Tells whether another rank lives, as far as can be known.
     """
-    own = parts[rank]
+    own, sources, targets = parts[rank], _sources(rank, parts), _targets(rank, parts)
     if own.dtype == shard.dtype:
-        addends = [own, *(torch.empty_like(own) for _ in parts[2:])]
+        addends = [own, *(torch.empty_like(own) for _ in sources[1:])]
         places = [shard, *addends[1:]]  # the first to come takes the place of the sum
     else:
-        places = addends = [torch.empty_like(own) for _ in parts[1:]]
+        places = addends = [torch.empty_like(own) for _ in sources]
         shard.copy_(own)
-    sources, targets = _sources(rank, len(parts)), _targets(rank, len(parts))
     received = [(peer, group.recv([place], peer, _REDUCE_TAG)) for place, peer in zip(places, sources)]
     sent = [(peer, group.send([parts[peer]], peer, _REDUCE_TAG)) for peer in targets]
 
@@ -84,13 +83,15 @@ def exchange_reduce(
     return Messages([*received, *sent], lives, add)
 
 
-def _sources(rank: int, size: int) -> list[int]:
+def _sources(rank: int, ranks: Iterable[int]) -> list[int]:
     # Every rank begins with another one, so that no rank is asked by all at once.
-    return [(rank - step) % size for step in range(1, size)]
+    return _targets(rank, ranks)[::-1]
 
 
-def _targets(rank: int, size: int) -> list[int]:
-    return [(rank + step) % size for step in range(1, size)]
+def _targets(rank: int, ranks: Iterable[int]) -> list[int]:
+    every = list(ranks)
+    own = every.index(rank)
+    return every[own + 1 :] + every[:own]
 
 
 class Messages:

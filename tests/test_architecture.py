@@ -48,6 +48,7 @@ LAYERS = [
         "_channel.py",
         "_rendezvous.py",
         "_shared_collective.py",
+        "_two_level.py",
         "_host_communicator.py",
         "_communicators.py",
     ],

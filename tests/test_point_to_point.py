@@ -194,9 +194,9 @@ def test_messages_of_the_user_are_not_taken(rank, world_size):
 @ranks(2, 4)
 def test_everything_is_on_its_way_at_once(rank, world_size):
     """A rank that has issued need not wait for others to get what they wait for."""
-    parts = list(torch.full((1 << 18,), float(rank)).chunk(world_size))
+    parts = dict(enumerate(torch.full((1 << 18,), float(rank)).chunk(world_size)))
     shard = torch.empty_like(parts[0])
-    gathered = [torch.full((1 << 16,), float(rank)) for _ in range(world_size)]
+    gathered = {peer: torch.full((1 << 16,), float(rank)) for peer in range(world_size)}
     works = [
         exchange_reduce(dist.group.WORLD, rank, shard, parts),
         exchange_gather(dist.group.WORLD, rank, gathered),
@@ -208,7 +208,7 @@ def test_everything_is_on_its_way_at_once(rank, world_size):
         work.wait()  # without effect
     if rank != 0:
         dist.barrier()
-    assert [part[-1].item() for part in gathered] == list(range(world_size))
+    assert [part[-1].item() for part in gathered.values()] == list(range(world_size))
     assert torch.all(shard == sum(range(world_size)))
 
 
@@ -240,7 +240,7 @@ class FailingGroup:
 
 def test_a_failed_exchange_stays_failed():
     """Nobody may take the rest of it for complete, or free what messages may still be written to."""
-    parts = list(torch.zeros(6).chunk(3))
+    parts = dict(enumerate(torch.zeros(6).chunk(3)))
     for messages in (
         exchange_gather(FailingGroup(), 0, parts),
         exchange_reduce(FailingGroup(), 0, torch.zeros(2), parts),
