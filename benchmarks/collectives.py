@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, interleave, run_ranks
 from benchmarks.implementations import HAS_SHARED_MEMORY
-from fsdp_wrap._groups import ranks_in
 from fsdp_wrap._communicators import make_communicator
+from fsdp_wrap._groups import ranks_in
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = {"tiny": KB} | {f"{n} KB": n * KB for n in (4, 64)} | {f"{n} MB": n * MB for n in (1, 16, 64, 256)}

@@ -32,6 +32,8 @@ class Kind(IntEnum):
     SCATTER = 5
     OBJECT = 6
     ALL_TO_ALL = 7
+    BROADCAST = 8
+    ALL_GATHER_PARTS = 9
 
 
 class Record(NamedTuple):
@@ -156,8 +158,8 @@ class Channel:
         Args:
             kind: Of the collective.
             tensor: What they may read; None for nothing.
-            in_place: Whether they may read it where it lies, if it begins with a piece of this process's
-                memory; it must not change then before the piece is given back.
+            in_place: Whether they may read it where it lies, if that is in a piece of this process's memory;
+                it must not change then before the piece is given back.
 
         Raises:
             RuntimeError: In a fork.
@@ -176,10 +178,10 @@ class Channel:
     def _shown(self, tensor: torch.Tensor, in_place: bool) -> int:
         """Returns where others may read a tensor or a copy of it."""
         post = Post(self, self._number)
-        begin = self.memory.find(tensor) if in_place else None
-        if begin is not None:
-            self.memory.note(begin, post)
-            return begin
+        piece = self.memory.find(tensor) if in_place else None
+        if piece is not None:
+            self.memory.note(piece, post)
+            return tensor.data_ptr() - self.memory.address
         begin = self.memory.take(tensor.nbytes)
         self.memory.tensor(begin, tensor.numel(), tensor.dtype).copy_(tensor.view(-1))
         self.memory.note(begin, post)

@@ -1,22 +1,31 @@
 """Chooses the way of communicating for a group; no other file does.
 
-Two environment variables have a say in it, both for groups over gloo, read when modules are wrapped, and to
-be the same on all ranks. With FSDP_WRAP_SHARED_MEMORY=1 ranks that share a host communicate through memory.
-FSDP_WRAP_GLOO tells whether the others exchange messages ("exchange"), call gloo's own collectives ("plain"),
-or do what is faster for the size (not set).
+Two environment variables have a say in it, both for groups over gloo on the CPU, read when modules are
+wrapped, and to be the same on all ranks. With FSDP_WRAP_SHARED_MEMORY=0 ranks that share a host do not
+communicate through its memory. FSDP_WRAP_GLOO tells whether ranks that do not share memory exchange messages
+("exchange"), call gloo's own collectives ("plain"), or do what is faster for the size (not set).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_wrap._collectives import Communicator, ExchangeCommunicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._device import Pending
+from fsdp_wrap._groups import neighbours
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._rendezvous import Exchange, can_share, find_hosts, open_channel
+from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._shared_memory import SharedBuffer, own_memory
+from fsdp_wrap._two_level import TwoLevelCommunicator
 
 __all__ = ["make_communicator"]
 
@@ -25,25 +34,38 @@ _LEAST_EXCHANGED = 1 << 20
 well if they come at the same time, but lose by looking out for each other if not (see `Watch`)."""
 
 _MOST_RANKS = 8
-"""Beyond, and between hosts with several ranks each, gloo's ring of gathers crosses fewer links."""
+"""Beyond, gloo's ring of gathers crosses fewer links."""
+
+_LEAST_POOLED = 1 << 16
+"""Bytes: less comes from the C library as fast, and is copied as fast as it is noted where it lies."""
 
 _GLOO = "FSDP_WRAP_GLOO"
 _SHARED_MEMORY = "FSDP_WRAP_SHARED_MEMORY"
 
 
-def make_communicator(ranks: Ranks | None, device: torch.device) -> Communicator:
+def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: bool = True) -> Communicator:
     """Chooses the way of communicating for a group (None: this rank alone) and a device.
 
+    Args:
+        ranks: The group.
+        device: Where the buffers live.
+        shared_memory: Whether ranks that share a host may communicate through its memory.
+
     Raises:
-        ValueError: If the environment variable that chooses for gloo has a value that is unknown.
+        ValueError: If an environment variable that has a say has a value that is unknown.
     """
     if ranks is None or ranks.size == 1:
         return SoloCommunicator(device)
     if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
         return GroupCommunicator(ranks, device)
     least = _least_exchanged(ranks.size)
-    if os.environ.get(_SHARED_MEMORY) == "1":
-        return HostCommunicator(ranks, device, least)
+    if _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory:
+        return AutomaticCommunicator(ranks, device, least)
+    return _between_any(ranks, device, least)
+
+
+def _between_any(ranks: Ranks, device: torch.device, least: float) -> GroupCommunicator:
+    """Returns what does not ask where ranks run."""
     if least == math.inf:
         return GroupCommunicator(ranks, device)
     return ExchangeCommunicator(ranks, device, least)
@@ -51,11 +73,106 @@ def make_communicator(ranks: Ranks | None, device: torch.device) -> Communicator
 
 def _least_exchanged(size: int) -> float:
     """Returns from how many bytes on ranks exchange a full tensor."""
-    setting = os.environ.get(_GLOO)
-    if setting not in (None, "plain", "exchange"):
-        raise ValueError(f'{_GLOO} must be "plain" or "exchange" or not be set, not {setting!r}')
+    setting = _setting(_GLOO, "plain", "exchange")
     if setting == "exchange":
         return 1
     if setting == "plain" or size > _MOST_RANKS:
         return math.inf
     return _LEAST_EXCHANGED
+
+
+def _setting(name: str, *known: str) -> str | None:
+    value = os.environ.get(name)
+    if value not in (None, *known):
+        raise ValueError(f'{name} must be "{known[0]}" or "{known[1]}" or not be set, not {value!r}')
+    return value
+
+
+class AutomaticCommunicator(GroupCommunicator):
+    """What fits where the ranks run, which they tell each other at the first collective.
+
+    They cannot before, since they may wrap their modules in any order. All of a host: shared memory. As many
+    on each of several hosts, side by side: two levels. Otherwise, or where the host does not allow it, what
+    does not ask.
+
+    Args:
+        ranks: The group, over gloo.
+        device: The CPU.
+        least: From how many bytes on ranks without shared memory exchange a full tensor.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
+        super().__init__(ranks, device)
+        self._least = least
+
+    @property
+    def way(self) -> str:
+        group = self._reference()
+        chosen = None if group is None else _chosen.get(group)
+        return "shared memory where ranks share a host" if chosen is None else chosen.way
+
+    @property
+    def _best(self) -> Communicator:
+        group = self._group
+        chosen = _chosen.get(group)
+        if chosen is None:
+            chosen = _chosen[group] = self._choose(Ranks(group, self.rank, self.size))
+        return chosen
+
+    def _choose(self, ranks: Ranks) -> Communicator:
+        hosts = find_hosts(self.rank, self._tell_all)
+        if hosts is not None and hosts.number == 1:
+            channel = open_channel(self.rank, self.size, self._tell_all)
+            if channel is not None:
+                return HostCommunicator(ranks, self.device, channel)
+        elif hosts is not None and hosts.are_blocks:
+            local = make_communicator(neighbours(ranks, hosts.ranks_each), self.device)
+            return TwoLevelCommunicator(ranks, self.device, self._least, local)
+        return _between_any(ranks, self.device, self._least)
+
+    def _tell_all(self, value: Any) -> list[Any]:
+        exchange = Exchange(self._group, self.rank, self.size, value)
+        self._watch.issue(lambda: exchange, limited=True).wait()
+        return exchange.values()
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        if numel * dtype.itemsize < _LEAST_POOLED or not can_share():
+            return super().buffer(numel, dtype)
+        return SharedBuffer(numel, dtype, own_memory())
+
+    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        return self._best.all_gather(full, fill)
+
+    def all_gather_parts(
+        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
+    ) -> Pending:
+        return self._best.all_gather_parts(full, lengths, fill)
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+        return self._best.reduce_scatter(shards, full)
+
+    def all_reduce(
+        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        return self._best.all_reduce(tensors, op)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._best.broadcast(tensor)
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        self._best.gather(own, full)
+
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        self._best.scatter(own, full)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._best.all_gather_object(value)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self._best.broadcast_object(value)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        return self._best.all_to_all(received, sent)
+
+
+_chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 __all__ = ["Event", "EventKind", "Phase", "emit", "observe_events", "record_events"]
 
@@ -56,22 +57,33 @@ class Event:
         unit: Fully qualified name of the unit, "" for the root.
         phase: Where in the iteration it happened.
         nbytes: Bytes of the buffers concerned, on this rank.
+        way: How they travel, if not by the process group's own collectives: "shared memory", say.
     """
 
     kind: EventKind
     unit: str
     phase: Phase
     nbytes: int = 0
+    way: str = ""
+
+
+class Travelling(Protocol):
+    """What data travel by."""
+
+    @property
+    def way(self) -> str:
+        """How, if not by the process group's own collectives."""
+        ...
 
 
 _observers: list[Callable[[Event], None]] = []
 
 
-def emit(kind: EventKind, unit: str, phase: Phase, nbytes: int = 0) -> None:
+def emit(kind: EventKind, unit: str, phase: Phase, nbytes: int = 0, by: Travelling | None = None) -> None:
     """Tells every observer, in the thread in which it happened."""
     if not _observers:
         return
-    event = Event(kind, unit, phase, nbytes)
+    event = Event(kind, unit, phase, nbytes, "" if by is None else by.way)
     for observer in tuple(_observers):
         observer(event)
 

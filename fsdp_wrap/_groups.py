@@ -7,14 +7,24 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_wrap._compute_device import device_type_for
 
-__all__ = ["Ranks", "default_group", "default_mesh", "groups_by_host", "neighbours", "ranks_in"]
+__all__ = [
+    "Ranks",
+    "default_group",
+    "default_mesh",
+    "groups_by_host",
+    "neighbours",
+    "ranks_in",
+    "time_limit",
+]
 
 _Made = TypeVar("_Made")
 
@@ -78,6 +88,15 @@ def default_mesh() -> DeviceMesh:
     )
 
 
+def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """Returns how long collectives of a group may take."""
+    try:
+        limit: timedelta = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # not every backend tells, and the group may be gone
+        return dist.constants.default_pg_timeout
+    return limit
+
+
 def neighbours(ranks: Ranks, size: int) -> Ranks:
     """Returns the group of so many ranks that stand side by side in a group; collective among them.
 
@@ -93,7 +112,8 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
     def make() -> Any:
         first = ranks.rank // size * size
         members = dist.get_process_group_ranks(ranks.group)[first : first + size]
-        return dist.new_group(members, use_local_synchronization=True)
+        limit = time_limit(ranks.group, torch.device(device_type_for(ranks.group)))
+        return dist.new_group(members, timeout=limit, use_local_synchronization=True)
 
     return ranks_in(_once_for(ranks.group, ("neighbours", size), make))
 

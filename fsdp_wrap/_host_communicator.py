@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import functools
 import pickle
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_wrap._channel import Channel, Kind
-from fsdp_wrap._collectives import ExchangeCommunicator
+from fsdp_wrap._collectives import GroupCommunicator
 from fsdp_wrap._device import Pending
-from fsdp_wrap._rendezvous import Exchange, open_channel
-from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._dispatch_modes import stand_in_for_modes
+from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._shared_collective import Part, Room, SharedCollective
-from fsdp_wrap._shared_memory import SharedBuffer, own_memory
-from fsdp_wrap._signals import require_futex
 
 __all__ = ["HostCommunicator"]
 
@@ -32,68 +29,64 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
 }
 
-_LEAST_POOLED = 1 << 16
-"""Bytes: less comes from the C library as fast, and is copied as fast as it is noted where it lies."""
+_PIECE = 4 << 20
+"""Bytes of a broadcast at a time: so much of it is held twice."""
 
 Parts = dict[int, torch.Tensor]  # by rank
 
 
-class HostCommunicator(ExchangeCommunicator):
-    """Shared memory where all ranks of the group can have it, else what is next best over gloo.
-
-    Which it is shows at the first collective, since ranks may wrap their modules in any order. Broadcasts
-    and gathers of parts stay with the process group: their callers promise not to hold anything twice.
+class HostCommunicator(GroupCommunicator):
+    """Collectives through memory that the ranks of the group share; only other reductions are left to it.
 
     Args:
-        ranks: The group, over gloo.
+        ranks: The group, whose ranks share a host.
         device: The CPU.
-        least: From how many bytes on ranks without shared memory exchange a full tensor.
+        channel: Between them.
     """
 
-    @property
-    def _channel(self) -> Channel | None:
-        group = self._group
-        if group not in _channels:
-            _channels[group] = open_channel(self.rank, self.size, self._exchange)
-        return _channels[group]
+    def __init__(self, ranks: Ranks, device: torch.device, channel: Channel) -> None:
+        super().__init__(ranks, device)
+        self._channel = channel
+        self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
     @property
     def way(self) -> str:
-        group = self._reference()
-        refused = group is not None and _channels.get(group, self) is None
-        return "" if refused else "shared memory"
-
-    def _exchange(self, value: Any) -> list[Any]:
-        exchange = Exchange(self._group, self.rank, self.size, value)
-        self._watch.issue(lambda: exchange, limited=True).wait()
-        return exchange.values()
-
-    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        if numel * dtype.itemsize < _LEAST_POOLED or not can_share():
-            return super().buffer(numel, dtype)
-        return SharedBuffer(numel, dtype, own_memory())
+        return "shared memory"
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        if (channel := self._channel) is None:
-            return super().all_gather(full, fill)
+        if (listening := self._listening()) is not None:
+            for tensor in full:
+                listening._allgather_base(tensor, self.own_part(tensor))
         fill()
-        return self._issue_each(channel, Kind.ALL_GATHER, [self._gathering(tensor) for tensor in full])
+        return self._issue_each(Kind.ALL_GATHER, [self._gathering(tensor) for tensor in full])
 
     def _gathering(self, full: torch.Tensor) -> Part:
         parts = _by_rank(full, self.size)
         own = parts.pop(self.rank)
         return Part(own, parts, own.nbytes)
 
+    def all_gather_parts(
+        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
+    ) -> Pending:
+        parts = dict(enumerate(torch.split(full, list(lengths))))
+        if (listening := self._listening()) is not None:
+            for part in parts.values():
+                listening.broadcast([part])
+        own = parts.pop(self.rank)
+        fill(own)
+        return self._issue_on(Kind.ALL_GATHER_PARTS, Part(own, parts, None))
+
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        if (channel := self._channel) is None:
-            return super().reduce_scatter(shards, full)
-        return self._issue_each(channel, Kind.REDUCE_SCATTER, list(map(self._reducing, shards, full)))
+        if (listening := self._listening()) is not None:
+            for shard, source in zip(shards, full):
+                listening._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
+        return self._issue_each(Kind.REDUCE_SCATTER, list(map(self._reducing, shards, full)))
 
     def _reducing(self, shard: torch.Tensor, full: torch.Tensor) -> Part:
         own = self.own_part(full)
         return Part(
             full,
-            dict.fromkeys((rank for rank in range(self.size) if rank != self.rank), own),
+            dict.fromkeys(self._peers, own),
             full.nbytes,
             self.rank * own.nbytes,
             lambda parts: _reduce({**parts, self.rank: own}, shard, torch.add),
@@ -103,24 +96,34 @@ class HostCommunicator(ExchangeCommunicator):
     def all_reduce(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Pending:
-        channel = self._channel
-        if channel is None or op not in _REDUCTIONS:
+        if op not in _REDUCTIONS:
             return super().all_reduce(tensors, op)
+        if (listening := self._listening()) is not None:
+            for tensor in tensors:
+                listening.allreduce([tensor])
+        operation = _REDUCTIONS[op]
+        return self._issue_each(Kind.ALL_REDUCE, [self._combining(each, operation) for each in tensors])
 
-        def part(tensor: torch.Tensor) -> Part:
-            return Part(
-                tensor,
-                dict.fromkeys(channel.peers, tensor),
-                tensor.nbytes,
-                take=lambda parts: _reduce({**parts, self.rank: tensor}, tensor, _REDUCTIONS[op]),
-            )
+    def _combining(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Part:
+        return Part(
+            tensor,
+            dict.fromkeys(self._peers, tensor),
+            tensor.nbytes,
+            take=lambda parts: _reduce({**parts, self.rank: tensor}, tensor, operation),
+        )
 
-        return self._issue_each(channel, Kind.ALL_REDUCE, [part(tensor) for tensor in tensors])
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        if (listening := self._listening()) is not None:
+            listening.broadcast([tensor])
+        for piece in torch.split(tensor.detach().view(-1), max(1, _PIECE // tensor.element_size())):
+            mine = self.rank == 0
+            part = Part(piece if mine else None, {} if mine else {0: piece}, piece.nbytes)
+            self._issue_on(Kind.BROADCAST, part).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        if (channel := self._channel) is None:
-            super().gather(own, full)
-            return
+        if (listening := self._listening()) is not None:
+            outputs = [] if full is None else [list(full.chunk(self.size))]
+            listening.gather(outputs, [own], dist.GatherOptions())
         parts: Parts = {}
         if full is not None:
             parts = _by_rank(full, self.size)
@@ -128,52 +131,54 @@ class HostCommunicator(ExchangeCommunicator):
                 parts[0].copy_(own)
             del parts[0]
         part = Part(own if full is None else None, parts, own.nbytes)
-        self._issue_each(channel, Kind.GATHER, [part]).wait()
+        self._issue_on(Kind.GATHER, part).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        if (channel := self._channel) is None:
-            super().scatter(own, full)
-            return
+        if (listening := self._listening()) is not None:
+            inputs = [] if full is None else [list(full.chunk(self.size))]
+            listening.scatter([own], inputs, dist.ScatterOptions())
         if full is not None:
             own.copy_(self.own_part(full))
         parts = {} if self.rank == 0 else {0: own}
         part = Part(full, parts, self.size * own.nbytes, self.rank * own.nbytes)
-        self._issue_each(channel, Kind.SCATTER, [part]).wait()
+        self._issue_on(Kind.SCATTER, part).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        if (channel := self._channel) is None:
-            return super().all_gather_object(value)
         data = _pickled(value)
         every: dict[int, Any] = {self.rank: value}
 
         def take(parts: Parts) -> None:
             every.update({rank: _unpickled(data) for rank, data in parts.items()})
 
-        part = Part(data, dict.fromkeys(channel.peers, data), None, take=take)
-        self._issue_each(channel, Kind.OBJECT, [part]).wait()
+        part = Part(data, dict.fromkeys(self._peers, data), None, take=take)
+        self._issue_on(Kind.OBJECT, part).wait()
         return [every[rank] for rank in range(self.size)]
 
     def broadcast_object(self, value: Any) -> Any:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        if (channel := self._channel) is None:
-            return super().all_to_all(received, sent)
+        if (listening := self._listening()) is not None:
+            listening.alltoall_base(received, sent, [], [])
         own = self.own_part(sent)
         parts = _by_rank(received, self.size)
         parts.pop(self.rank).copy_(own)
         part = Part(sent, parts, sent.nbytes, self.rank * own.nbytes)
-        return self._issue_each(channel, Kind.ALL_TO_ALL, [part])
+        return self._issue_on(Kind.ALL_TO_ALL, part)
 
-    def _issue_each(self, channel: Channel, kind: Kind, parts: list[Part]) -> Pending:
+    def _issue_each(self, kind: Kind, parts: list[Part]) -> Pending:
         """Issues one collective for each part."""
-        every = [self._issue_on(channel, kind, part) for part in parts]
+        every = [self._issue_on(kind, part) for part in parts]
         return every[0] if len(every) == 1 else _All(every)
 
-    def _issue_on(self, channel: Channel, kind: Kind, part: Part) -> Pending:
+    def _issue_on(self, kind: Kind, part: Part) -> Pending:
+        channel = self._channel
         if not channel.has_room():
             self._watch.issue(lambda: Room(channel), limited=True).wait()
         return self._watch.issue(lambda: SharedCollective(channel, kind, part), limited=True)
+
+    def _listening(self) -> dist.ProcessGroup | None:
+        return stand_in_for_modes(self.rank, self.size)
 
 
 class _All:
@@ -212,22 +217,9 @@ def _reduce(by_rank: Parts, target: torch.Tensor, operation: Callable[..., torch
         operation(target, source, out=target)
 
 
-def can_share() -> bool:
-    """Whether this process can share memory, and buffers exchange theirs for it."""
-    try:
-        require_futex()
-        own_memory()
-    except (AttributeError, OSError, ValueError):  # no such call here, refused, or too large a map
-        return False
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
 def _pickled(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def _unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(bytes(data.tolist()))
-
-
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()

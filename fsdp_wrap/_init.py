@@ -73,6 +73,7 @@ class UnitSpec:
         options: How the schedule treats the unit.
         ignored: What not to touch.
         parts: The modules that run, where the unit's own only holds them together.
+        shared_memory: Whether ranks that share a host may communicate through its memory.
     """
 
     mesh: ShardMesh
@@ -81,12 +82,15 @@ class UnitSpec:
     options: UnitOptions
     ignored: Ignored = field(default_factory=Ignored)
     parts: tuple[nn.Module, ...] = ()
+    shared_memory: bool = True
 
     def communicators(self) -> tuple[Communicator, Communicator]:
         """Returns those of the ranks that hold one copy between them, and of the replicas."""
-        return make_communicator(self.mesh.shard, self.device), make_communicator(
-            self.mesh.replicate, self.device
+        shard, replicate = (
+            make_communicator(ranks, self.device, self.shared_memory)
+            for ranks in (self.mesh.shard, self.mesh.replicate)
         )
+        return shard, replicate
 
 
 @dataclass(frozen=True, kw_only=True)

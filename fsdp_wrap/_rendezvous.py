@@ -1,4 +1,4 @@
-"""How the ranks of a group that share a host open a channel: all of them, or none.
+"""How the ranks of a group find out which of them share a host, and open a channel: all, or none.
 
 Each offers its memory, by process id and descriptor, and reaches that of the others through `/proc`. That
 takes no name that could be left behind, and is granted to processes of the same user only.
@@ -10,18 +10,47 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fsdp_wrap._channel import Board, Channel, Peer
 from fsdp_wrap._shared_memory import PeerMemory, own_memory
 from fsdp_wrap._signals import Life, require_futex
 
-__all__ = ["Exchange", "open_channel"]
+__all__ = ["Exchange", "Hosts", "can_share", "find_hosts", "open_channel"]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """On which hosts the ranks of a group run.
+
+    Attributes:
+        by_rank: What only ranks have in common that can share memory, for each rank.
+    """
+
+    by_rank: list[Hashable]
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(set(self.by_rank))
+
+    @property
+    def ranks_each(self) -> int:
+        """How many ranks run on each, on average."""
+        return len(self.by_rank) // self.number
+
+    @property
+    def are_blocks(self) -> bool:
+        """Whether on each run as many ranks, more than one, that stand side by side in the group."""
+        firsts = self.by_rank[:: self.ranks_each]
+        blocks = [host for host in firsts for _ in range(self.ranks_each)]
+        return self.ranks_each > 1 and blocks == self.by_rank and len(firsts) == self.number
 
 
 @dataclass(frozen=True)
@@ -29,14 +58,12 @@ class _Address:
     """Where peers find what a rank offers.
 
     Attributes:
-        host: What only ranks have in common that can share memory.
         process: The rank's.
         memory: Descriptor of its memory.
         word: What that begins with.
         board: Where in it the rank posts.
     """
 
-    host: tuple[str, int, int]
     process: int
     memory: int
     word: bytes
@@ -60,7 +87,7 @@ class _Offer:
     def address(self) -> _Address:
         """Returns where peers find it."""
         memory = self._memory
-        return _Address(_host(), os.getpid(), memory.door.number, memory.word, self._begin)
+        return _Address(os.getpid(), memory.door.number, memory.word, self._begin)
 
     def channel(self, addresses: list[_Address]) -> Channel:
         """Returns the channel to those at some addresses, given by rank.
@@ -113,23 +140,43 @@ class Exchange:
         return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
 
 
-def open_channel(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> Channel | None:
-    """Opens the channel of a group; None where its ranks cannot share memory. Collective.
+def can_share() -> bool:
+    """Whether this process can share memory, and buffers exchange theirs for it."""
+    try:
+        require_futex()
+        own_memory()
+    except _REFUSALS:
+        return False
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
-    Where they share a host that does not allow it, the first rank warns.
+
+_REFUSALS = (AttributeError, OSError, ValueError)  # no such call here, refused, or too large a map
+
+TellAll = Callable[[Any], list[Any]]
+"""Tells all ranks a small picklable value; returns that of each, by rank."""
+
+
+def find_hosts(rank: int, tell_all: TellAll) -> Hosts | None:
+    """Finds out where the ranks of a group run; None where one cannot tell, of which the first warns."""
+    hosts = tell_all(_or_error(_host))
+    return None if _refused(hosts, rank) else Hosts(hosts)
+
+
+def open_channel(rank: int, size: int, tell_all: TellAll) -> Channel | None:
+    """Opens the channel of a group on one host; None, with a warning of the first rank, if it is not allowed.
 
     Args:
         rank: This rank.
         size: How many there are.
-        exchange: Returns every rank's small picklable value, by rank.
+        tell_all: Between them.
     """
     offer = _or_error(lambda: _Offer(rank, size))
-    addresses = exchange(offer.address() if isinstance(offer, _Offer) else offer)
-    if _refused(addresses, rank) or len({address.host for address in addresses}) > 1:
+    addresses = tell_all(offer.address() if isinstance(offer, _Offer) else offer)
+    if _refused(addresses, rank):
         return None
     assert isinstance(offer, _Offer)
     channel = _or_error(lambda: offer.channel(addresses))
-    refused = _refused(exchange(None if isinstance(channel, Channel) else channel), rank)
+    refused = _refused(tell_all(None if isinstance(channel, Channel) else channel), rank)
     return None if refused else channel
 
 
@@ -137,7 +184,7 @@ def _or_error(make: Callable[[], Any]) -> Any:
     """Returns what `make` does, or what went wrong, to tell the others."""
     try:
         return make()
-    except (AttributeError, OSError, ValueError) as error:  # no such call here, refused, or too large a map
+    except _REFUSALS as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -147,7 +194,7 @@ def _refused(answers: list[Any], rank: int) -> bool:
     if errors and rank == 0:
         warnings.warn(
             f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
-            "process group, which is slower; without FSDP_WRAP_SHARED_MEMORY=1 this is not tried",
+            "process group, which is slower; with FSDP_WRAP_SHARED_MEMORY=0 this is not tried",
             stacklevel=2,
         )
     return bool(errors)
@@ -155,6 +202,7 @@ def _refused(answers: list[Any], rank: int) -> bool:
 
 def _host() -> tuple[str, int, int]:
     """Identifies the running system, and on it the space of process ids and the network."""
+    require_futex()
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino

@@ -126,8 +126,8 @@ class SharedMemory:
             self._free[index : index + 2] = [(self._free[index][0], self._free[index + 1][1])]
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Returns the offset of a tensor that begins with a piece in use; None for any other."""
-        begin = tensor.data_ptr() - self.address
+        """Returns the offset of the piece in use that a tensor lies in; None if in none."""
+        begin = tensor.untyped_storage().data_ptr() - self.address  # a buffer's storage is one piece
         return begin if begin in self._taken else None
 
     def tensor(self, begin: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Traffic:
         gather = positions.gather_kept if handle.keeps_parts else positions.gather
         gather.issue(phase, self._iteration)
         handle.unshard(lasting=phase is Phase.IDLE or not unit.options.reshards_after_backward)
-        emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes)
+        emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes, handle.communicator)
         return True
 
     def reshard(self, unit: Unit, phase: Phase, within: Communicator | None = None) -> None:
@@ -101,7 +101,7 @@ class Traffic:
         reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
         reduction.issue(phase, self._iteration)
         nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
-        emit(EventKind.REDUCE, unit.fqn, phase, nbytes)
+        emit(EventKind.REDUCE, unit.fqn, phase, nbytes, unit.handle.communicator)
         self.reducing = unit
 
     def finish_reduction(self) -> None:

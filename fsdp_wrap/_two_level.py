@@ -28,10 +28,14 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         local: Communicates among the ranks of this host, as many as there are on the others.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, least: int, local: Communicator) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, least: float, local: Communicator) -> None:
         super().__init__(ranks, device, least)
         self._local = local
         self._counterparts = range(local.rank, ranks.size, local.size)
+
+    @property
+    def way(self) -> str:
+        return f"{self._local.way or 'the process group'} within hosts, messages between them"
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         blocks = [self._blocks(as_transport(tensor)) for tensor in full]

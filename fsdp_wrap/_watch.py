@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._device import Issued, Pending
+from fsdp_wrap._groups import time_limit
 from fsdp_wrap._positions import GroupPositions
 
 __all__ = ["Watch"]
@@ -104,11 +105,7 @@ class Watch:
         )
 
     def _limit(self) -> float:
-        try:
-            timeout: timedelta = self._group()._get_backend(self._device).options._timeout  # type: ignore[union-attr]
-        except (AttributeError, RuntimeError):  # not every backend tells, and the group may be gone
-            timeout = dist.constants.default_pg_timeout
-        return timeout.total_seconds()
+        return time_limit(self._group(), self._device).total_seconds()
 
 
 class _Looks:

@@ -42,6 +42,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _OWN_DTYPES,
     offload_policy: OffloadPolicy = _ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
+    shared_memory: bool = True,
 ) -> Any:
     """Makes a unit of a module in place: its parameters become `DTensor`s that are sharded over the ranks.
 
@@ -60,6 +61,8 @@ def fully_shard(
         mp_policy: Dtypes of computation and communication.
         offload_policy: Whether shards live in host memory.
         ignored_params: Parameters to leave alone.
+        shared_memory: Let ranks that share a host communicate through its memory, where they compute on the
+            CPU in a gloo group; not one of torch's arguments.
 
     Returns:
         `module` itself.
@@ -85,7 +88,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward is not False,
         keeps_as_root=not reshard_after_forward,
         casts=_casts_of(mp_policy),
-        reshards_within=_kept_within(reshard_after_forward, ranks.shard, device),
+        reshards_within=_kept_within(reshard_after_forward, ranks.shard, device, shared_memory),
     )
     move([named for named in own_tensors(owner, slots, ignored) if not named[1].is_meta], device)
 
@@ -107,6 +110,7 @@ def fully_shard(
         options=options,
         ignored=ignored,
         parts=() if alone else tuple(parts),
+        shared_memory=shared_memory,
     )
     unit = assemble_unit(owner, slots, spec, make_layout)
     for part in parts:
@@ -167,12 +171,14 @@ def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> in
     return dim
 
 
-def _kept_within(reshard_after_forward: Any, shard: Any, device: torch.device) -> Communicator | None:
+def _kept_within(
+    reshard_after_forward: Any, shard: Any, device: torch.device, shared_memory: bool
+) -> Communicator | None:
     if isinstance(reshard_after_forward, bool) or reshard_after_forward is None:
         return None
     if not isinstance(reshard_after_forward, int):
         raise TypeError(f"reshard_after_forward is a bool, an int or None, not {reshard_after_forward!r}")
-    return make_communicator(neighbours(shard, reshard_after_forward), device)
+    return make_communicator(neighbours(shard, reshard_after_forward), device, shared_memory)
 
 
 def _casts_of(policy: MixedPrecisionPolicy) -> InputCasts:

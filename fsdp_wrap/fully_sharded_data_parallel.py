@@ -115,6 +115,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         ignored_states: Modules or parameters not to shard.
         device_mesh: A `DeviceMesh` instead of `process_group`: of one dimension, or of two (replicate, shard)
             for hybrid strategies.
+        shared_memory: Let ranks that share a host communicate through its memory, where they compute on the
+            CPU in a gloo group; not one of torch's arguments.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -144,6 +146,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        shared_memory: bool = True,
     ) -> None:
         super().__init__()
         _check_wrappable(module)
@@ -158,6 +162,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             "backward_prefetch": backward_prefetch,
             "mixed_precision": policy,
             "param_init_fn": param_init_fn,
+            "forward_prefetch": forward_prefetch,
+            "sync_module_states": sync_module_states,
+            "use_orig_params": use_orig_params,
+            "shared_memory": shared_memory,
         }
         mesh = _resolve_options(**options)
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
@@ -175,15 +183,11 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
                 casts=InputCasts.of(policy, module),
             ),
             ignored=ignored,
+            shared_memory=shared_memory,
         )
         if auto_wrap_policy is not None:
-            shared = options | {
-                "device_id": spec.device,
-                "forward_prefetch": forward_prefetch,
-                "sync_module_states": sync_module_states,
-                "use_orig_params": use_orig_params,
-            }
-            _wrap_below(type(self), module, auto_wrap_policy, ignored, shared)
+            inherited = options | {"device_id": spec.device}
+            _wrap_below(type(self), module, auto_wrap_policy, ignored, inherited)
         self.sharding_strategy = strategy
         self._adopt(module, build_unit(module, spec))
 

@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _channel, _host_communicator, _shared_memory
+from fsdp_wrap import ShardingStrategy, _channel, _communicators, _shared_memory, fully_shard
 from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
-from fsdp_wrap._communicators import make_communicator
+from fsdp_wrap._communicators import AutomaticCommunicator, make_communicator
+from fsdp_wrap._events import EventKind, record_events
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._shared_memory import SharedMemory, own_memory
@@ -38,16 +40,15 @@ SIZES = [0, 1, 37, 3000, 70_001]
 
 def sharing(group: dist.ProcessGroup | None = None) -> HostCommunicator:
     group = group or dist.group.WORLD
-    return HostCommunicator(Ranks(group, dist.get_rank(group), dist.get_world_size(group)), CPU, math.inf)
+    ranks = Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+    best = AutomaticCommunicator(ranks, CPU, math.inf)._best
+    assert isinstance(best, HostCommunicator)
+    return best
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(numel * 100 + rank)
     return torch.randint(0, 5, (numel,), generator=generator).to(dtype)
-
-
-def switched_on() -> None:
-    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"
 
 
 @ranks(2, 3)
@@ -66,7 +67,6 @@ def test_every_dtype_and_size(rank, world_size):
             assert torch.equal(gathered.float(), torch.cat([each[index] for each in every]).float()), dtype
         if not dtype.is_complex:
             check_reductions(communicator, full)
-    assert communicator._channel is not None
 
 
 def check_reductions(communicator, full):
@@ -98,7 +98,6 @@ def test_sums_are_as_wide_as_the_shards(rank, world_size):
             for other in every[1:]:
                 total = total + other.float()
             assert torch.equal(shard, communicator.own_part(total))
-    assert communicator._channel is not None
 
 
 @ranks(2, 3)
@@ -232,13 +231,12 @@ def wrapped(**options):
 def test_training_is_bit_equal_to_ddp_and_gloo(rank, world_size, strategy):
     options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
     expected = trained(DistributedDataParallel)
-    by_gloo = trained(wrapped(**options))
-    switched_on()
+    by_gloo = trained(wrapped(**options, shared_memory=False))
     with mock.patch.object(dist, "all_reduce", forbidden), mock.patch.object(dist, "broadcast", forbidden):
         shared = trained(wrapped(**options))
     assert torch.equal(torch.stack(shared), torch.stack(expected))
     assert torch.equal(torch.stack(shared), torch.stack(by_gloo))
-    assert dist.group.WORLD in _host_communicator._channels
+    assert isinstance(_communicators._chosen[dist.group.WORLD], HostCommunicator)
 
 
 def forbidden(*args, **kwargs):
@@ -252,11 +250,10 @@ def test_hybrid_groups_and_sums_in_order_of_ranks(rank, world_size):
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     groups = (pairs[rank // 2], across[rank % 2])
     hybrid = {"process_group": groups, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    by_gloo = trained(wrapped(**hybrid))
-    switched_on()
+    by_gloo = trained(wrapped(**hybrid, shared_memory=False))
     shared = trained(wrapped(**hybrid))
     torch.testing.assert_close(shared, by_gloo, rtol=1e-5, atol=1e-6)
-    assert all(_host_communicator._channels[group] is not None for group in groups)
+    assert all(isinstance(_communicators._chosen[group], HostCommunicator) for group in groups)
 
     communicator = sharing()
     torch.manual_seed(rank)
@@ -273,7 +270,6 @@ def test_hybrid_groups_and_sums_in_order_of_ranks(rank, world_size):
 
 @ranks(2)
 def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, world_size):
-    switched_on()
     refused = mock.patch.object(os, "memfd_create", side_effect=OSError("no such call"))
     fresh = mock.patch.dict(_shared_memory._own, clear=True)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as told:
@@ -281,29 +277,62 @@ def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, 
             stack.enter_context(patch)
         warnings.simplefilter("always")
         model = wrapped()(Net())
-        assert "of 2 through shared memory, holds" in repr(model)
+        assert "of 2 through shared memory where ranks share a host, holds" in repr(model)
         losses = trained(wrapped())
     assert "shared memory" not in repr(model)
     told = [str(each.message) for each in told if "share memory" in str(each.message)]
     assert len(told) == (1 if rank == 0 else 0)
     assert all("rank 1: OSError: no such call" in each for each in told)
-    assert _host_communicator._channels[dist.group.WORLD] is None
+    assert type(_communicators._chosen[dist.group.WORLD]) is ExchangeCommunicator
     assert torch.equal(torch.stack(losses), torch.stack(trained(DistributedDataParallel)))
 
 
 @ranks(2)
-def test_who_uses_it(rank, world_size):
+def test_who_uses_it(rank, world_size, monkeypatch):
     world = Ranks(dist.group.WORLD, rank, world_size)
-    assert type(make_communicator(world, CPU)) is (
-        HostCommunicator if os.environ.get("FSDP_WRAP_SHARED_MEMORY") == "1" else ExchangeCommunicator
-    )
-    switched_on()
-    assert type(make_communicator(world, CPU)) is HostCommunicator
-    assert make_communicator(world, CPU) == GroupCommunicator(world, CPU)
-    os.environ["FSDP_WRAP_GLOO"] = "plain"
-    assert type(make_communicator(world, CPU)) is HostCommunicator
-    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"
-    assert type(make_communicator(world, CPU)) is GroupCommunicator
+
+    def chosen(gloo=None, memory=None, **options):
+        for name, value in ("FSDP_WRAP_GLOO", gloo), ("FSDP_WRAP_SHARED_MEMORY", memory):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        made = make_communicator(world, CPU, **options)
+        assert made == GroupCommunicator(world, CPU)
+        return type(made)
+
+    assert chosen() is chosen("plain") is chosen(memory="1") is AutomaticCommunicator
+    assert chosen(memory="0") is chosen(shared_memory=False) is ExchangeCommunicator
+    assert chosen("plain", "0") is chosen("plain", shared_memory=False) is GroupCommunicator
+    with pytest.raises(ValueError, match='FSDP_WRAP_SHARED_MEMORY must be "0" or "1" or not be set'):
+        chosen(memory="no")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@ranks(2)
+def test_who_uses_it_says_so(rank, world_size, shared):
+    """In the events of what travels, in the wrapper's repr; torch's own counter of collectives sees both."""
+    way = "shared memory" if shared else ""
+    for front in (by_wrapper, by_fully_shard):
+        model = front(Net(), shared)
+        with record_events() as events, CommDebugMode() as counter:
+            model(torch.randn(6, 40)).sum().backward()
+        travelled = [event for event in events if event.kind in (EventKind.UNSHARD, EventKind.REDUCE)]
+        assert len(travelled) >= 10 and {event.way for event in travelled} == {way}
+        assert {event.way for event in events if event not in travelled} == {""}
+        assert counter.comm_counts[torch.ops.c10d._allgather_base_] >= 5
+        assert counter.comm_counts[torch.ops.c10d._reduce_scatter_base_] == 5
+        if front is by_wrapper:
+            assert (" of 2 through shared memory, holds" in repr(model)) is shared
+
+
+def by_wrapper(net, shared):
+    return wrapped(shared_memory=shared)(net)
+
+
+def by_fully_shard(net, shared):
+    for module in (*net.blocks, net.head, net):
+        fully_shard(module, shared_memory=shared)
+    return net
 
 
 @ranks(2)

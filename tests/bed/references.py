@@ -1,10 +1,9 @@
 """Counting what really went over a process group, below any library."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,43 +37,11 @@ def count_collectives(objects: bool = True) -> Iterator[dict[str, Traffic]]:
     """Count this rank's collectives by their names in ``torch.distributed``, whoever issues them and however.
 
     Those issued from a backward count if the backward runs inside the context. Without ``objects``, what
-    torch's object collectives issue does not count. What goes through memory shared by the ranks of a host
-    counts as what it stands for.
+    torch's object collectives issue does not count.
     """
     counts: dict[str, Traffic] = {}
-    with _Counter(counts, objects), _count_shared(counts):
+    with _Counter(counts, objects):
         yield counts
-
-
-@contextmanager
-def _count_shared(counts: dict[str, Traffic]) -> Iterator[None]:
-    from fsdp_wrap._host_communicator import HostCommunicator  # only here, as below
-
-    def counting(call: Any, stands_for: Any) -> Any:
-        def counted(self: HostCommunicator, *args: Any) -> Any:
-            for name, tensor in stands_for(*args) if self._channel is not None else ():
-                calls, size = counts.get(name, Traffic())
-                counts[name] = Traffic(calls + 1, size + _bytes(tensor))
-            return call(self, *args)
-
-        return counted
-
-    with ExitStack() as stack:
-        for method, stands_for in _SHARED.items():
-            call = counting(getattr(HostCommunicator, method), stands_for)
-            stack.enter_context(mock.patch.object(HostCommunicator, method, call))
-        yield
-
-
-_SHARED: dict[str, Callable[..., list[tuple[str, torch.Tensor]]]] = {
-    "all_gather": lambda full, *_: [("all_gather_into_tensor", tensor) for tensor in full],
-    "reduce_scatter": lambda shards, full: [("reduce_scatter_tensor", tensor) for tensor in full],
-    "all_reduce": lambda tensors, *_: [("all_reduce", tensor) for tensor in tensors],
-    "all_to_all": lambda received, sent: [("all_to_all_single", sent)],
-    "gather": lambda own, full: [("gather", own if full is None else full)],
-    "scatter": lambda own, full: [("scatter", own if full is None else full)],
-}
-"""Methods of the communicator: what the process group would be asked for instead."""
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
