@@ -152,7 +152,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         super().__init__()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        self.sharding_strategy = strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         policy = MixedPrecision(_module_classes_to_ignore=()) if mixed_precision is None else mixed_precision
         options = {
             "process_group": process_group,
@@ -186,9 +186,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             shared_memory=shared_memory,
         )
         if auto_wrap_policy is not None:
-            inherited = options | {"device_id": spec.device}
-            _wrap_below(type(self), module, auto_wrap_policy, ignored, inherited)
-        self.sharding_strategy = strategy
+            _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": spec.device})
         self._adopt(module, build_unit(module, spec))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:

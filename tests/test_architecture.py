@@ -472,7 +472,8 @@ OURS_ALONE = "shared_memory"
 )
 def test_signatures_equal_those_of_torch(name):
     ours = getattr(FullyShardedDataParallel, name)
-    assert [each for each in parameters(ours) if each[0] != OURS_ALONE] == parameters(getattr(torch_fsdp.FullyShardedDataParallel, name))
+    shared = [each for each in parameters(ours) if each[0] != OURS_ALONE]
+    assert shared == parameters(getattr(torch_fsdp.FullyShardedDataParallel, name))
 
 
 def test_the_scaler_is_made_like_that_of_torch():

@@ -60,7 +60,11 @@ def two_levels():
 
 
 def crossing(collective):
-    """Returns how many bytes this host sends for a collective."""
+    """Returns how many bytes this host sends for a collective, the least of some times."""
+    return min(crossing_once(collective) for _ in range(3))
+
+
+def crossing_once(collective):
     dist.barrier()
     time.sleep(0.2)  # for what that leaves to be acknowledged
     before = sent_bytes()
