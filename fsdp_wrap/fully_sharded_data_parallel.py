@@ -152,9 +152,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         super().__init__()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        self.sharding_strategy = strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         policy = MixedPrecision(_module_classes_to_ignore=()) if mixed_precision is None else mixed_precision
-        options = {
+        options: dict[str, Any] = {
             "process_group": process_group,
             "device_mesh": device_mesh,
             "sharding_strategy": strategy,
@@ -176,17 +176,13 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy=policy,
             values=values,
-            options=UnitOptions(
-                reshard_after_forward=strategy in _RESHARD_AFTER_FORWARD,
-                backward_prefetch=backward_prefetch,
-                forward_prefetch=bool(forward_prefetch),
-                casts=InputCasts.of(policy, module),
-            ),
+            options=_unit_options(module, **options),
             ignored=ignored,
             shared_memory=shared_memory,
         )
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": spec.device})
+        self.sharding_strategy = strategy
         self._adopt(module, build_unit(module, spec))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
@@ -513,6 +509,23 @@ def _resolve_options(
     if mixed_precision is not None:
         mixed_precision.check()
     return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
+
+
+def _unit_options(
+    module: nn.Module,
+    *,
+    sharding_strategy: ShardingStrategy,
+    backward_prefetch: BackwardPrefetch | None,
+    forward_prefetch: bool,
+    mixed_precision: MixedPrecision,
+    **others: Any,
+) -> UnitOptions:
+    return UnitOptions(
+        reshard_after_forward=sharding_strategy in _RESHARD_AFTER_FORWARD,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=bool(forward_prefetch),
+        casts=InputCasts.of(mixed_precision, module),
+    )
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:

@@ -68,6 +68,7 @@ def crossing_once(collective):
     dist.barrier()
     time.sleep(0.2)  # for what that leaves to be acknowledged
     before = sent_bytes()
+    dist.barrier()  # nobody sends before all have looked
     collective()
     dist.barrier()
     time.sleep(0.2)
