@@ -105,11 +105,12 @@ class HostCommunicator(GroupCommunicator):
         return self._issue_each(Kind.ALL_REDUCE, [self._combining(each, operation) for each in tensors])
 
     def _combining(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Part:
+        row = tensor.detach().view(-1)
         return Part(
-            tensor,
-            dict.fromkeys(self._peers, tensor),
-            tensor.nbytes,
-            take=lambda parts: _reduce({**parts, self.rank: tensor}, tensor, operation),
+            row,
+            dict.fromkeys(self._peers, row),
+            row.nbytes,
+            take=lambda parts: _reduce({**parts, self.rank: row}, row, operation),
         )
 
     def broadcast(self, tensor: torch.Tensor) -> None:

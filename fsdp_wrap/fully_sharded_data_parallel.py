@@ -216,11 +216,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         if handle is None:
             return f"{self.sharding_strategy.name}, no parameters of its own"
         copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
-        way = f" through {handle.communicator.way}" if handle.communicator.way else ""
+        ways = [each.way for each in (handle.communicator, handle.replicas) if each.way]
+        way = f", through {ways[0]}" if ways else ""
         held = ", ".join(segment.describe() for segment in handle.segments)
         return (
             f"{self.sharding_strategy.name}, rank {handle.communicator.rank} of "
-            f"{handle.communicator.size}{copies}{way}, holds {held}"
+            f"{handle.communicator.size}{copies}, holds {held}{way}"
         )
 
     def check_is_root(self) -> bool:

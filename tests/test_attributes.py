@@ -297,10 +297,11 @@ def test_repr_is_one_line_per_unit(rank, world_size, use_orig_params):
     low = sum(interval.data.numel() for interval in intervals(model) if interval.data.dtype == torch.bfloat16)
     assert units[0] == (
         f"FULL_SHARD, rank {rank} of 2, holds {low} of 42 bfloat16, {held[0] - low} of 21 float32 (frozen)"
+        ", through shared memory where ranks share a host"
     )
-    assert units[1] == f"FULL_SHARD, rank {rank} of 2, holds {held[1]} of 71 float32"
-    whole = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    assert "NO_SHARD, rank 0 of 1 x 2 copies, holds 205 of 205 float32" in repr(whole)
+    assert units[1].startswith(f"FULL_SHARD, rank {rank} of 2, holds {held[1]} of 71 float32, through shared")
+    whole = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD, shared_memory=False)
+    assert "NO_SHARD, rank 0 of 1 x 2 copies, holds 205 of 205 float32\n" in repr(whole)
     assert "FULL_SHARD, no parameters of its own" in repr(FSDP(nn.Tanh()))
 
 
