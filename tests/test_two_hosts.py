@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from bed import run_isolated
 from bed.hosts import sent_bytes, two_hosts
-from fsdp_wrap._communicators import make_communicator
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap._communicators import AutomaticCommunicator
+from fsdp_wrap._events import record_events
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._two_level import TwoLevelCommunicator
+from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WORLD_SIZE = 4
 CPU = torch.device("cpu")
@@ -52,11 +61,9 @@ def on_host(rank, world_size, hosts, store, body, args):
 
 
 def two_levels():
-    rank = dist.get_rank()
-    first = rank // 2 * 2
-    local = dist.new_group([first, first + 1], use_local_synchronization=True)
-    within = make_communicator(Ranks(local, rank - first, 2), CPU)
-    return TwoLevelCommunicator(Ranks(dist.group.WORLD, rank, WORLD_SIZE), CPU, 1 << 20, within)
+    best = AutomaticCommunicator(Ranks(dist.group.WORLD, dist.get_rank(), WORLD_SIZE), CPU, 1 << 20)._best
+    assert isinstance(best, TwoLevelCommunicator)
+    return best
 
 
 def crossing(collective):
@@ -114,3 +121,85 @@ def test_nothing_crosses_the_link_twice(hosts, tmp_path):
     for gathered, gathered_plain, reduced, reduced_plain in run_on(hosts, tmp_path, link_bytes):
         assert needed <= gathered < 1.02 * needed < 0.7 * gathered_plain
         assert needed <= reduced < 1.02 * needed < 0.4 * reduced_plain
+
+
+WIDTH, STEPS = 160, 3
+
+
+def make_net():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3)).double()
+
+
+def batch(step, rank):
+    torch.manual_seed(10 * step + rank)
+    return torch.randn(5, WIDTH, dtype=torch.float64)
+
+
+def expected_losses():
+    """Those of a plain model that sees the batches of all ranks, by step and rank."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        of_ranks = [net(batch(step, rank)).square().mean() for rank in range(WORLD_SIZE)]
+        optimizer.zero_grad()
+        torch.stack(of_ranks).mean().backward()
+        optimizer.step()
+        losses.append([loss.item() for loss in of_ranks])
+    return losses
+
+
+def by_wrapper(net, hybrid, shared_memory):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+    strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FSDP(net, None, strategy, None, policy, device_mesh=mesh, shared_memory=shared_memory)
+
+
+def by_fully_shard(net, hybrid, shared_memory):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh, shared_memory=shared_memory)
+    return net
+
+
+def training(rank, wrap, hybrid):
+    """Returns the losses, the ways of travelling, and a step's bytes over the link: ours and plain gloo's."""
+    os.environ["FSDP_WRAP_GLOO"] = "plain"
+    *_, plain = trained(DistributedDataParallel(make_net()) if hybrid else wrap(make_net(), False, False))
+    return *trained(wrap(make_net(), hybrid, True)), plain
+
+
+def trained(model):
+    """Returns the losses, the ways of travelling, and how many bytes this host sends in the last step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, crossed = [], 0
+
+    def run(step):
+        loss = model(batch(step, dist.get_rank())).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+
+    for step in range(STEPS):
+        with record_events() as events:
+            crossed = crossing_once(partial(run, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {event.way for event in events} - {""}, crossed
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["full", "hybrid"])
+@pytest.mark.parametrize("wrap", [by_wrapper, by_fully_shard], ids=["wrapper", "fully_shard"])
+def test_training_equals_plain_and_crosses_the_link_with_less(hosts, tmp_path, wrap, hybrid):
+    expected = torch.tensor(expected_losses(), dtype=torch.float64)
+    numbers = sum(param.numel() for param in make_net().parameters())
+    # A host gets half of the numbers twice and gives half of the sums, or sums its halves with the other's.
+    needed = 8 * numbers * (1 if hybrid else 3 / 2)
+    way = "shared memory" if hybrid else "shared memory within hosts, messages between them"
+    for rank, (losses, ways, ours, plain) in enumerate(run_on(hosts, tmp_path, training, wrap, hybrid)):
+        torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64), expected[:, rank])
+        assert ways == {way}
+        assert ours < 1.1 * needed
+        assert ours < 0.7 * plain
