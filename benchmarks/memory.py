@@ -87,7 +87,14 @@ def ask(settings: Settings) -> Figures:
     sharding = [name for name in names if name in SHARDING]
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):
-        figures[f"{case}, resident"] = run_ranks(measure, settings.ranks, case, names)
+        # What shares memory keeps segments for the next to use: each has processes of its own.
+        alone = [[name] for name in names if name in SHARED.values()]
+        others = [name for name in names if [name] not in alone]
+        figures[f"{case}, resident"] = {
+            name: row
+            for together in (others, *alone)
+            for name, row in run_ranks(measure, settings.ranks, case, together).items()
+        }
         figures[f"{case}, fake group"] = run_fake(measure_fake, FAKE_RANKS, case, sharding)
     return figures
 
