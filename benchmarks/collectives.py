@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, interleave, run_ranks
-from benchmarks.implementations import HAS_SHARED_MEMORY
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._groups import ranks_in
 
@@ -29,7 +28,7 @@ MESSAGES = "fsdp_wrap, messages"
 WAYS: dict[str, dict[str, str]] = {
     "fsdp_wrap": GLOO,
     MESSAGES: {**GLOO, "FSDP_WRAP_GLOO": "exchange"},
-    **({"fsdp_wrap_shared": {"FSDP_WRAP_SHARED_MEMORY": "1"}} if HAS_SHARED_MEMORY else {}),
+    "fsdp_wrap_shared": {"FSDP_WRAP_SHARED_MEMORY": "1"},
 }
 MEMORY_COPY, MOST = "memory copy", "most"
 BARRIER = "barrier"
@@ -49,10 +48,14 @@ def _gloo(full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
 
 
 def _ours(way: str, full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
-    """The same by a communicator, whose broadcast blocks."""
+    """The same by a communicator, whose broadcast blocks, on a buffer that it has allocated."""
     by = _communicator(way)
+    buffer = by.buffer(full.numel(), full.dtype)
+    buffer.free()
+    buffer.allocate()  # from the memory that training has its buffers from
+    full = buffer.tensor.zero_()
     return {
-        "all-gather": lambda: by.all_gather([full], lambda: None),
+        "all-gather": lambda: by.all_gather([buffer.tensor], lambda: None),
         "reduce-scatter": lambda: by.reduce_scatter([part], [full]),
         "all-reduce": lambda: by.all_reduce([full]),
         "broadcast": lambda: by.broadcast(full),

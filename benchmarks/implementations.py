@@ -74,9 +74,8 @@ _OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fully_shard": partial(_sharded_by, fsdp_wrap.fully_shard),
     "fully_shard_keep": partial(_sharded_by, fsdp_wrap.fully_shard, reshard_after_forward=False),
 }
-HAS_SHARED_MEMORY = importlib.util.find_spec("fsdp_wrap._host_communicator") is not None
 # By the name of the same over gloo.
-SHARED = {name: f"{name}_shared" for name in ("fsdp_wrap", "fully_shard") if HAS_SHARED_MEMORY}
+SHARED = {name: f"{name}_shared" for name in ("fsdp_wrap", "fully_shard")}
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": DistributedDataParallel,
     "fsdp1": _fsdp1,
