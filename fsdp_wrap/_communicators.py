@@ -92,7 +92,7 @@ class AutomaticCommunicator(GroupCommunicator):
     """What fits where the ranks run, which they tell each other at the first collective.
 
     They cannot before, since they may wrap their modules in any order. All of a host: shared memory. As many
-    on each of several hosts, side by side: two levels. Otherwise, or where the host does not allow it, what
+    on each of several hosts, side by side: two levels. Otherwise, or where a host does not allow it, what
     does not ask.
 
     Args:
@@ -121,14 +121,29 @@ class AutomaticCommunicator(GroupCommunicator):
 
     def _choose(self, ranks: Ranks) -> Communicator:
         hosts = find_hosts(self.rank, self._tell_all)
-        if hosts is not None and hosts.number == 1:
-            channel = open_channel(self.rank, self.size, self._tell_all)
-            if channel is not None:
-                return HostCommunicator(ranks, self.device, channel)
-        elif hosts is not None and hosts.are_blocks:
-            local = make_communicator(neighbours(ranks, hosts.ranks_each), self.device)
-            return TwoLevelCommunicator(ranks, self.device, self._least, local)
+        if hosts is not None and hosts.number == 1 and (ways := self._within(ranks, 1)):
+            return ways[0]
+        if hosts is not None and hosts.number > 1 and hosts.are_blocks:
+            ways = self._within(neighbours(ranks, hosts.ranks_each), 2)
+            if ways:
+                return TwoLevelCommunicator(ranks, self.device, self._least, *ways)
         return _between_any(ranks, self.device, self._least)
+
+    def _within(self, local: Ranks, number: int) -> list[HostCommunicator]:
+        """Opens so many ways between the ranks of this host; none if it is not allowed on each host."""
+        first = self.rank - local.rank
+
+        def tell_local(value: Any) -> list[Any]:
+            return self._tell_all(value)[first : first + local.size]
+
+        ways: list[HostCommunicator] = []
+        for _ in range(number):
+            channel = open_channel(local.rank, local.size, tell_local)
+            if not all(self._tell_all(channel is not None)):
+                return []
+            assert channel is not None
+            ways.append(HostCommunicator(local, self.device, channel))
+        return ways
 
     def _tell_all(self, value: Any) -> list[Any]:
         exchange = Exchange(self._group, self.rank, self.size, value)

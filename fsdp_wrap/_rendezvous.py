@@ -168,16 +168,20 @@ def open_channel(rank: int, size: int, tell_all: TellAll) -> Channel | None:
     Args:
         rank: This rank.
         size: How many there are.
-        tell_all: Between them.
+        tell_all: Between them; called twice, whatever comes out.
     """
     offer = _or_error(lambda: _Offer(rank, size))
     addresses = tell_all(offer.address() if isinstance(offer, _Offer) else offer)
-    if _refused(addresses, rank):
-        return None
+    channel = _or_error(lambda: _connect(offer, addresses))
+    return None if _refused(tell_all(channel if isinstance(channel, str) else None), rank) else channel
+
+
+def _connect(offer: Any, addresses: list[Any]) -> Channel:
+    for rank, address in enumerate(addresses):
+        if isinstance(address, str):
+            raise OSError(f"rank {rank}: {address}")
     assert isinstance(offer, _Offer)
-    channel = _or_error(lambda: offer.channel(addresses))
-    refused = _refused(tell_all(None if isinstance(channel, Channel) else channel), rank)
-    return None if refused else channel
+    return offer.channel(addresses)
 
 
 def _or_error(make: Callable[[], Any]) -> Any:

@@ -1,41 +1,52 @@
 """The communicator of several hosts with several ranks each: a link between hosts carries nothing twice.
 
 A rank exchanges with its counterparts only, those that have its number on the other hosts. Within each host
-what came is then passed on, or what is to go summed beforehand, by another communicator.
+what came is then passed on, or what is to go summed beforehand, through shared memory.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from fsdp_wrap._collectives import Communicator, ExchangeCommunicator, as_transport
+from fsdp_wrap._collectives import ExchangeCommunicator, as_transport
 from fsdp_wrap._device import Pending
 from fsdp_wrap._exchange import Messages, exchange_gather, exchange_reduce
+from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
 
 __all__ = ["TwoLevelCommunicator"]
 
 
 class TwoLevelCommunicator(ExchangeCommunicator):
-    """Gathers and reduces in two steps, of which the second is issued when the result is waited for.
+    """Gathers and reduces in two steps, of which the second is issued when a result is waited for.
 
     Args:
         ranks: The group, over gloo, with the ranks of each host side by side.
         device: The CPU.
         least: From how many bytes on what does not go in two steps is exchanged.
-        local: Communicates among the ranks of this host, as many as there are on the others.
+        gathers: Passes on among the ranks of this host, as many as there are on the others.
+        sums: Sums among them; another one, since the two are not issued in one order.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, least: float, local: Communicator) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        least: float,
+        gathers: HostCommunicator,
+        sums: HostCommunicator,
+    ) -> None:
         super().__init__(ranks, device, least)
-        self._local = local
-        self._counterparts = range(local.rank, ranks.size, local.size)
+        self._gathers, self._sums = gathers, sums
+        self._counterparts = range(gathers.rank, ranks.size, gathers.size)
+        self._steps = _Steps()
 
     @property
     def way(self) -> str:
-        return f"{self._local.way or 'the process group'} within hosts, messages between them"
+        return f"{self._gathers.way} within hosts, messages between them"
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         blocks = [self._blocks(as_transport(tensor)) for tensor in full]
@@ -46,10 +57,10 @@ class TwoLevelCommunicator(ExchangeCommunicator):
 
         between = self._issue(self._gather_lane, start)
         every = [block for of_hosts in blocks for block in of_hosts]
-        return _InTurn(between, lambda: self._local.all_gather(every, _nothing))
+        return self._steps.add(between, lambda: self._gathers.all_gather(every, _nothing))
 
     def _gather_between(self, of_hosts: list[torch.Tensor]) -> Messages:
-        parts = map(self._local.own_part, of_hosts)
+        parts = map(self._gathers.own_part, of_hosts)
         return exchange_gather(self._group, self.rank, dict(zip(self._counterparts, parts)), self._lives)
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
@@ -58,11 +69,11 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         def start(async_op: bool) -> list[Messages]:
             return [self._reduce_between(shard, of_hosts) for shard, of_hosts in zip(shards, sums)]
 
-        within = self._local.reduce_scatter(
+        within = self._sums.reduce_scatter(
             [each for of_hosts in sums for each in of_hosts],
             [block for tensor in full for block in self._blocks(tensor)],
         )
-        return _InTurn(within, lambda: self._issue(self._reduce_lane, start))
+        return self._steps.add(within, lambda: self._issue(self._reduce_lane, start))
 
     def _reduce_between(self, shard: torch.Tensor, of_hosts: list[torch.Tensor]) -> Messages:
         parts = dict(zip(self._counterparts, of_hosts))
@@ -74,22 +85,46 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         return list(full.view(hosts, full.numel() // hosts).unbind())
 
 
-class _InTurn:
-    """A collective of two steps.
+class _Steps:
+    """Lets second steps be issued in the order of the first, on all ranks alike, whatever they wait for.
 
-    Args:
-        first: The first.
-        issue_second: Issues the second.
+    Who waits for one issues the second steps of all before it. So of ranks that wait for different ones, that
+    which waits for the first of them has what it needs.
     """
 
-    def __init__(self, first: Pending, issue_second: Callable[[], Pending]) -> None:
-        self._first, self._issue_second = first, issue_second
+    def __init__(self) -> None:
+        self._open: deque[_InTurn] = deque()
+
+    def add(self, first: Pending, issue_second: Callable[[], Pending]) -> Pending:
+        """Adds a collective of which the first step was issued."""
+        self._open.append(_InTurn(self, first, issue_second))
+        return self._open[-1]
+
+    def issue_until(self, last: _InTurn) -> None:
+        """Issues the second steps of all until one, which is open."""
+        issued: _InTurn | None = None
+        while issued is not last:
+            issued = self._open[0]
+            issued.issue_second()
+            self._open.popleft()  # now that this has not failed
+
+
+class _InTurn:
+    """A collective of two steps."""
+
+    def __init__(self, steps: _Steps, first: Pending, issue: Callable[[], Pending]) -> None:
+        self._steps, self._first, self._issue = steps, first, issue
         self._second: Pending | None = None
+
+    def issue_second(self) -> None:
+        """Waits for the first step."""
+        self._first.wait()
+        self._second = self._issue()
 
     def wait(self) -> None:
         if self._second is None:
-            self._first.wait()
-            self._second = self._issue_second()
+            self._steps.issue_until(self)
+        assert self._second is not None
         self._second.wait()
 
 

@@ -49,8 +49,8 @@ LAYERS = [
         "_rendezvous.py",
         "_shared_collective.py",
         "_dispatch_modes.py",
-        "_two_level.py",
         "_host_communicator.py",
+        "_two_level.py",
         "_communicators.py",
     ],
     [

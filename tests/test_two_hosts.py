@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import time
+import warnings
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bed import run_isolated
 from bed.hosts import sent_bytes, two_hosts
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap import ShardingStrategy, _shared_memory, fully_shard
+from fsdp_wrap._collectives import ExchangeCommunicator
 from fsdp_wrap._communicators import AutomaticCommunicator
 from fsdp_wrap._events import record_events
 from fsdp_wrap._mesh import Ranks
@@ -103,6 +108,50 @@ def gathers_and_sums(rank):
 
 def test_gathers_and_sums(hosts, tmp_path):
     run_on(hosts, tmp_path, gathers_and_sums)
+
+
+def waits_in_other_orders(rank):
+    """What is issued alike completes alike, whatever a rank waits for first."""
+    ours = two_levels()
+    for numel in (4, 30_000):
+        issued = []
+        for number in range(6):
+            full, summed = torch.zeros(4 * numel), torch.full((4 * numel,), float(number * rank))
+            own, shard = ours.own_part(full), torch.empty(numel)
+            issued.append((ours.all_gather([full], partial(own.fill_, number + rank)), full))
+            issued.append((ours.reduce_scatter([shard], [summed]), shard))
+        random.Random(rank).shuffle(order := list(range(len(issued))))
+        for index in order:
+            issued[index][0].wait()
+        for number, ((_, full), (_, shard)) in enumerate(zip(issued[::2], issued[1::2])):
+            assert torch.equal(full, torch.arange(4.0).add(number).repeat_interleave(numel))
+            assert (shard == 6 * number).all()
+
+
+def test_waits_in_other_orders(hosts, tmp_path):
+    run_on(hosts, tmp_path, waits_in_other_orders)
+
+
+def refused_on_one_host(rank):
+    """Then no rank shares memory, and the first of that host tells why."""
+    refused = mock.patch.object(os, "memfd_create", side_effect=OSError("no such call"))
+    fresh = mock.patch.dict(_shared_memory._own, clear=True)
+    world = Ranks(dist.group.WORLD, rank, WORLD_SIZE)
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as told:
+        for patch in (fresh, refused) if rank == 3 else ():
+            stack.enter_context(patch)
+        warnings.simplefilter("always")
+        best = AutomaticCommunicator(world, CPU, 1 << 20)._best
+    total = torch.full((8,), float(rank))
+    best.all_reduce([total]).wait()
+    assert type(best) is ExchangeCommunicator and (total == 6).all()
+    return [str(warning.message) for warning in told]
+
+
+def test_no_rank_shares_memory_where_one_host_refuses(hosts, tmp_path):
+    told = run_on(hosts, tmp_path, refused_on_one_host)
+    assert [len(each) for each in told] == [0, 0, 1, 0]
+    assert "rank 1: OSError: no such call" in told[2][0]
 
 
 def link_bytes(rank):
