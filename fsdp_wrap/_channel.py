@@ -33,7 +33,6 @@ class Kind(IntEnum):
     OBJECT = 6
     ALL_TO_ALL = 7
     BROADCAST = 8
-    ALL_GATHER_PARTS = 9
 
 
 class Record(NamedTuple):

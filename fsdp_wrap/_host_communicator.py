@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,14 +29,16 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
 }
 
-_PIECE = 4 << 20
-"""Bytes of a broadcast at a time: so much of it is held twice."""
+_PIECE = 1 << 17
+"""Bytes of a broadcast at a time: initialisation promises to hold no more than so much twice."""
 
 Parts = dict[int, torch.Tensor]  # by rank
 
 
 class HostCommunicator(GroupCommunicator):
-    """Collectives through memory that the ranks of the group share; only other reductions are left to it.
+    """Collectives through memory that the ranks of the group share.
+
+    Left to the group are other reductions, and gathers of parts: streams promise not to hold anything twice.
 
     Args:
         ranks: The group, whose ranks share a host.
@@ -64,17 +66,6 @@ class HostCommunicator(GroupCommunicator):
         parts = _by_rank(full, self.size)
         own = parts.pop(self.rank)
         return Part(own, parts, own.nbytes)
-
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
-        parts = dict(enumerate(torch.split(full, list(lengths))))
-        if (listening := self._listening()) is not None:
-            for part in parts.values():
-                listening.broadcast([part])
-        own = parts.pop(self.rank)
-        fill(own)
-        return self._issue_on(Kind.ALL_GATHER_PARTS, Part(own, parts, None))
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         if (listening := self._listening()) is not None:

@@ -253,6 +253,9 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
     assert all(each == sums[0] for each in sums)
 
 
+LOW_BY_GLOO = {**LOW, "shared_memory": False}  # which widens small gradients before they travel
+
+
 @pytest.mark.parametrize(
     ("front", "options", "chosen", "accumulates", "checkpoints", "most"),
     [
@@ -260,7 +263,7 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
         ("orig", FULL, ZERO_PP, True, True, 0.235),
         ("composable", FULL, ZERO_PP, True, False, 0.235),
         ("composable", OFFLOADED, {"gathers": "bf16", "reductions": "bf16"}, False, True, 0.51),
-        ("orig", LOW, {"gathers": "int8", "reductions": "int8"}, False, False, 0.39),
+        ("orig", LOW_BY_GLOO, {"gathers": "int8", "reductions": "int8"}, False, False, 0.39),
         ("flat", KEPT, {"gathers": "int8", "reductions": "int8"}, True, False, 0.26),
         ("flat", OFFLOADED, {"reductions": "int4"}, False, False, 0.72),
     ],

@@ -35,13 +35,13 @@ OTHERS = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.f
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
     monkeypatch.delenv(SETTING, raising=False)
-    monkeypatch.delenv(_communicators._SHARED_MEMORY, raising=False)
+    monkeypatch.setenv(_communicators._SHARED_MEMORY, "0")  # without that no message is sent
 
 
 def choose(monkeypatch, way):
     """Chooses the way of what is wrapped next; by size: of a `Transformer`, blocks are large."""
     monkeypatch.setattr(_communicators, "_LEAST_EXCHANGED", 16_000)
-    monkeypatch.delenv(_communicators._SHARED_MEMORY, raising=False)
+    monkeypatch.setenv(_communicators._SHARED_MEMORY, "0")
     if way == "by size":
         monkeypatch.delenv(SETTING, raising=False)
     else:
@@ -114,7 +114,7 @@ def test_all_dtypes_and_several_at_once(rank, world_size):
     """They are issued together, waited for in another order, and small ones go with large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_communicators, "_LEAST_EXCHANGED", 4000)
-        patch.delenv(_communicators._SHARED_MEMORY, raising=False)
+        patch.setenv(_communicators._SHARED_MEMORY, "0")
         ours = communicator()
     pending, checks = [], []
     for numel in (0, 1, 77, 5000):  # a rank
@@ -275,7 +275,7 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
 @ranks(2)
 def test_the_choice(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(_communicators._SHARED_MEMORY, raising=False)
+        patch.setenv(_communicators._SHARED_MEMORY, "0")
         for value, kind in [("plain", GroupCommunicator), ("exchange", ExchangeCommunicator)]:
             patch.setenv(SETTING, value)
             assert type(communicator()) is kind

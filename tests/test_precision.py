@@ -400,7 +400,7 @@ def test_half_the_bytes_on_the_wire(rank, world_size):
     assert set(full) == set(low) == {gathers, reductions}
     assert "gather" in gathers and "reduce" in reductions
     assert {name: 2 * size for name, size in low.items()} == full
-    sum_as_they_travel = os.environ.get("FSDP_WRAP_SHARED_MEMORY") != "1"  # as gloo's own collectives do
+    sum_as_they_travel = os.environ.get("FSDP_WRAP_SHARED_MEMORY") == "0"  # as gloo's own collectives do
     summed = full if sum_as_they_travel else low
     assert mixed == {gathers: low[gathers], reductions: summed[reductions]}
 
