@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import _positions
-from fsdp_wrap._channel import Channel
+from fsdp_wrap._channel import Channel, Kind
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 RANKS, LIMIT = 3, 30.0
@@ -28,10 +28,14 @@ SOON = 5.0
 """Seconds from the first kill within which survivors must end, far less than the group's limit."""
 
 PHASES = {"post": Channel.post, "arrived": Channel.arrived, "read": Channel.read, "release": Channel.release}
+COLLECTIVES = ("ALL_GATHER", "REDUCE_SCATTER", "ALL_REDUCE")
+"""In the last of these all ranks wait for all: it is the barrier of a step."""
+
+FIRST = [(rank, phase) for rank in range(RANKS) for phase in (*COLLECTIVES, "between steps")]
+"""Each rank in each phase of a step; what comes after these trials is drawn."""
 
 
 def main(trials: int) -> None:
-    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"
     torch.set_num_threads(1)
     longest = 0.0
     for trial in range(trials):
@@ -45,6 +49,8 @@ def run(trial: int, folder: Path) -> float:
     draw = random.Random(trial)
     victims = draw.sample(range(RANKS), draw.choice([1, 1, 1, 2])) if trial % 6 else []
     plan = draw.choice([*PHASES, "between steps", "at any time"]), draw.randrange(1, 60)
+    if trial < len(FIRST):
+        victims, plan = [FIRST[trial][0]], (FIRST[trial][1], 4)
     for name in ("positions", "temporary", "trained"):
         (folder / name).mkdir()
     children = [fork(rank, victims, plan, folder) for rank in range(RANKS)]
@@ -124,6 +130,8 @@ def survive(rank: int, dies: bool, plan: tuple[str, int], folder: Path, killed: 
     )
     if dies and plan[0] in PHASES:
         die_in(*plan)
+    elif dies and plan[0] in COLLECTIVES:
+        die_in("post", plan[1], Kind[plan[0]])
     last = 1 + plan[1] // 6 if dies and plan[0] == "between steps" else 10**9
     try:
         train(last, killed, folder / "trained" / str(rank))
@@ -144,12 +152,12 @@ def named_files() -> list[str]:
     return [link for link in links if link.startswith("/dev/shm/") and not link.endswith("(deleted)")]
 
 
-def die_in(phase: str, calls: int) -> None:
-    """Lets this process end in some call of a method of the channel."""
+def die_in(phase: str, calls: int, kind: Kind | None = None) -> None:
+    """Lets this process end in some call of a method of the channel, perhaps for one kind of collective."""
     left = [calls]
 
     def deadly(*args, **kwargs):
-        left[0] -= 1
+        left[0] -= kind is None or any(each is kind for each in args)
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         return PHASES[phase](*args, **kwargs)
