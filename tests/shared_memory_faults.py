@@ -36,6 +36,7 @@ FIRST = [(rank, phase) for rank in range(RANKS) for phase in (*COLLECTIVES, "bet
 
 
 def main(trials: int) -> None:
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"  # also where all other tests run over gloo
     torch.set_num_threads(1)
     longest = 0.0
     for trial in range(trials):

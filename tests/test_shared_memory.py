@@ -30,6 +30,7 @@ from fsdp_wrap._shared_memory import SharedMemory, own_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")
+ALLOWED = mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="1")  # also where all other tests run over gloo
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
     *(torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -221,7 +222,8 @@ def trained(wrap, steps: int = 4) -> list[torch.Tensor]:
 
 def wrapped(**options):
     def wrap(net: Net) -> FSDP:
-        return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+        with ALLOWED:
+            return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
 
     return wrap
 
@@ -330,8 +332,9 @@ def by_wrapper(net, shared):
 
 
 def by_fully_shard(net, shared):
-    for module in (*net.blocks, net.head, net):
-        fully_shard(module, shared_memory=shared)
+    with ALLOWED:
+        for module in (*net.blocks, net.head, net):
+            fully_shard(module, shared_memory=shared)
     return net
 
 

@@ -216,7 +216,7 @@ def by_fully_shard(net, hybrid, shared_memory):
 
 def training(rank, wrap, hybrid):
     """Returns the losses, the ways of travelling, and a step's bytes over the link: ours and plain gloo's."""
-    os.environ["FSDP_WRAP_GLOO"] = "plain"
+    os.environ.update(FSDP_WRAP_GLOO="plain", FSDP_WRAP_SHARED_MEMORY="1")
     *_, plain = trained(DistributedDataParallel(make_net()) if hybrid else wrap(make_net(), False, False))
     return *trained(wrap(make_net(), hybrid, True)), plain
 
