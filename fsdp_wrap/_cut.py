@@ -49,7 +49,7 @@ class Cut:
         return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
 
     @functools.cached_property
-    def _folded(self) -> torch.Size | None:
+    def folded(self) -> torch.Size | None:
         """The shape (ranks, rows, others), if rows are the first dimension and none is left over."""
         if self.dim or self.rest or not self.whole:
             return None
@@ -97,8 +97,8 @@ class Cut:
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
-        if self._folded is not None:
-            return [tensor.view(self._folded)]
+        if self.folded is not None:
+            return [tensor.view(self.folded)]
         rows = tensor.movedim(self.dim, 0) if self.dim else tensor
         found = []
         if self.whole:

@@ -58,6 +58,7 @@ class DTensorLayout:
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
         self._cuts = cut_all(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
+        self._folds = [cut.folded for cut in self._cuts if cut.folded is not None]
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
         self._held_shapes = [cut.held_shape(self._rank) for cut in self._cuts]
         self._sizes = sizes_of(self._cuts, self._held_shapes)
@@ -99,12 +100,9 @@ class DTensorLayout:
         pieces = torch.split_with_sizes(part, self._sizes)
         return [*map(torch.Tensor.view, pieces[::2], self._held_shapes)]
 
-    def _dtensor(self, index: int, piece: torch.Tensor) -> DTensor:
-        # The public way costs ten times as much, per gradient and step; so does __init__, which does nothing.
-        return DTensor.__new__(DTensor, piece, self._specs[index], requires_grad=False)
-
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
-        param = nn.Parameter(self._dtensor(index, self._pieces[index]), requires_grad=like.requires_grad)
+        shard = _dtensor(self._pieces[index], self._specs[index])
+        param = nn.Parameter(shard, requires_grad=like.requires_grad)
         self._show_in(param, index)
         return param
 
@@ -167,6 +165,8 @@ class DTensorLayout:
         return self._cuts[index].split(tensor)
 
     def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if len(self._folds) == len(tensors):
+            return [*map(torch.Tensor.view, tensors, self._folds)]
         return [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
@@ -222,14 +222,21 @@ class DTensorLayout:
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         own = reduced.to(self._shard.device)
-        for index, (param, piece) in enumerate(zip(self.sources, self._held(own))):
-            # Looking at the number waits for the device: only where this rank does not know by itself.
-            if not param.requires_grad or not (used[index] or own[self._used][index].item()):
+        used = used if all(used) else self._used_by_any(own, used)
+        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._specs, used):
+            if not by_any or not param.requires_grad:
                 continue
             if param.grad is None:
-                param.grad = self._dtensor(index, piece)
+                param.grad = _dtensor(piece, spec)
             else:
                 held_by_this_rank(param.grad).add_(piece)
+
+    def _used_by_any(self, own: torch.Tensor, used: Sequence[bool]) -> list[bool]:
+        # Looking at a number waits for the device: only where this rank does not know by itself.
+        return [
+            mine or (param.requires_grad and own[self._used][index].item() != 0)
+            for index, (param, mine) in enumerate(zip(self.sources, used))
+        ]
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self.sources:
@@ -253,7 +260,7 @@ class DTensorLayout:
             if piece is None or not has_grad:
                 param.grad = None
             elif param.grad is None:
-                param.grad = self._dtensor(index, piece.to(self._shard.device, copy=True))
+                param.grad = _dtensor(piece.to(self._shard.device, copy=True), self._specs[index])
             elif not torch.equal(held_by_this_rank(param.grad), piece.to(self._shard)):
                 held_by_this_rank(param.grad).copy_(piece)
 
@@ -302,6 +309,11 @@ class DTensorLayout:
         self._first_places = [next(iter(places)) for places in self.places]
         self._leaf_display = Display(self.places, self._leaves)
         self._display = Display(self.places, self.sources)
+
+
+def _dtensor(piece: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
+    return DTensor.__new__(DTensor, piece, spec, requires_grad=False)
 
 
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:

@@ -296,8 +296,7 @@ class GroupPositions:
             self._search()
         self.issued = number = self.issued + 1
         self._own.write(_slot(number), number, note, phase, iteration)
-        if self._peers:
-            self.compare(number)
+        self.compare(number)
         return number
 
     def compare(self, number: int, all_came: bool = False) -> None:
@@ -310,6 +309,8 @@ class GroupPositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
+        if not self._peers:
+            return
         begin = _slot(number)
         end = begin + _COMPARED
         own = self._own.memory[begin:end]

@@ -164,17 +164,19 @@ class Schedule:
                     self._traffic.reshard(unit, Phase.FORWARD)
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        expected = self._order.next_in_forward(unit)
+        expected, options = self._order.next_in_forward(unit), unit.options
         if unit in self._prefetched:
             self._prefetched.remove(unit)
-        elif not unit.options.forward_targets and unit.options.forward_prefetch:
+        elif not options.forward_targets and options.forward_prefetch:
             for wrong in self._prefetched:  # the order has changed
                 self._traffic.reshard(wrong, Phase.FORWARD)
             self._prefetched = []
-        targets: Iterable[Unit] = unit.options.forward_targets
-        if unit.options.forward_prefetch and expected is not None:
+        targets = options.forward_targets
+        if options.forward_prefetch and expected is not None:
             targets = targets or (expected,)
-        self._prefetched += [target for target in targets if self._traffic.gather(target, Phase.FORWARD)]
+        for target in targets:
+            if self._traffic.gather(target, Phase.FORWARD):
+                self._prefetched.append(target)
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""

@@ -186,8 +186,9 @@ class FlatLayout:
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
-        if out.data_ptr() != self.flat_param.data_ptr():
-            out.data.copy_(self.flat_param.data, non_blocking=True)
+        shard = self.flat_param.data
+        if not self._resides or out.data_ptr() != shard.data_ptr():
+            out.copy_(shard, non_blocking=True)
 
     def read_shard(self, own: torch.Tensor) -> None:
         self.flat_param.data.copy_(own.data)
@@ -263,7 +264,7 @@ class FlatLayout:
         old, new = self._shard, self.flat_param.data
         if new.data_ptr() == old.data_ptr():
             new = self._front.replaced(old)
-        if new.data_ptr() == old.data_ptr():
+        if new is old:
             return False
         if new.shape != old.shape:
             raise ValueError(
