@@ -10,11 +10,10 @@ import importlib
 import importlib.util
 import json
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Question, Settings, as_markdown, machine, preload
+from benchmarks.harness import Question, Settings, answer, preload
 from benchmarks.page import write_page
 
 SCRIPTS = (
@@ -46,20 +45,11 @@ def run(asked: list[Question], folder: Path, settings: Settings) -> Path:
     answers: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     page = write_page(folder, questions(), answers)
     for question in asked:
+        print(f"\n## {question.title}", flush=True)
         answers[question.name] = answer(question, settings)
         kept.write_text(json.dumps(answers, indent=1) + "\n")
         page = write_page(folder, questions(), answers)
     return page
-
-
-def answer(question: Question, settings: Settings) -> dict[str, Any]:
-    """Asks one question; its figures with when and where."""
-    print(f"\n## {question.title}", flush=True)
-    there, date, started = machine(), datetime.now(timezone.utc), time.monotonic()
-    figures = question.ask(settings)
-    seconds = time.monotonic() - started
-    print(*(f"\n{title}\n\n{as_markdown(table)}" for title, table in figures.items()), sep="\n", flush=True)
-    return {"date": f"{date:%Y-%m-%d %H:%M} UTC", "machine": there, "seconds": seconds, "figures": figures}
 
 
 def main() -> None:

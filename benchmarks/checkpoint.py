@@ -32,7 +32,7 @@ from benchmarks.meters import tensors
 from benchmarks.models import CASES, Case
 
 WARMUP = 1
-ROUNDS = {"gpt": 5, "small": 9}
+ROUNDS = 5
 BASELINES = {"fsdp1": ("fsdp1",), "fsdp2": ("fsdp2",)}
 
 
@@ -108,6 +108,8 @@ COMPETITORS: dict[str, Callable[[Case], Checkpoints]] = {
     "fsdp_wrap": partial(WrapperCheckpoints, fsdp_wrap, True, "fsdp_wrap"),
     "fsdp_wrap_flat": partial(WrapperCheckpoints, fsdp_wrap, True, "fsdp_wrap_flat"),
 }
+# Flat parameters cost what original ones do.
+USUAL = ["fsdp1", "fsdp2", "fsdp_wrap"]
 
 
 # --- measuring ----------------------------------------------------------------------------------------
@@ -191,10 +193,10 @@ def _counts(competitor: Checkpoints, save: Callable[[], None]) -> dict[str, floa
 
 def ask(settings: Settings) -> Figures:
     """Three tables of times and one of bytes a case."""
-    names = settings.implementations([*COMPETITORS])
+    names = settings.implementations([*COMPETITORS] if settings.impl else USUAL)
     figures: Figures = {}
     for case in settings.cases_of([*CASES], usual=["gpt", "small"]):
-        rounds = settings.rounds or ROUNDS.get(case, 5)
+        rounds = settings.rounds or ROUNDS
         with tempfile.TemporaryDirectory() as folder:
             found = run_ranks(measure, settings.ranks, case, names, rounds, folder)
         for operation, times in found["times"].items():
@@ -216,9 +218,5 @@ of live tensors above those at rest.""",
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

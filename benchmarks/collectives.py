@@ -1,39 +1,79 @@
-"""Throughput of gathers and reductions over gloo, by size and way; the ways take turns.
+"""Time and speed of collectives by operation, way and size; the ways take turns.
 
 python -m benchmarks.collectives --ranks 2 --cases "1 MB,64 MB"
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Figures, Question, Settings, ask_alone, interleave, run_ranks
-from fsdp_wrap._exchange import exchange_gather, exchange_reduce
+from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, interleave, run_ranks
+from benchmarks.implementations import HAS_SHARED_MEMORY
+from fsdp_wrap._groups import ranks_in
+from fsdp_wrap._init import make_communicator
 
-MEGABYTES = {"tiny": 0.001} | {f"{size} MB": float(size) for size in ("0.06", "0.25", "1", "4", "16", "64")}
+KB, MB = 1 << 10, 1 << 20
+SIZES = {"tiny": KB} | {f"{n} KB": n * KB for n in (4, 64)} | {f"{n} MB": n * MB for n in (1, 16, 64, 256)}
+GLOO = {"FSDP_WRAP_SHARED_MEMORY": "0"}
+# How a communicator is told; messages are what it takes by itself where tensors are large.
+MESSAGES = "fsdp_wrap, messages"
+WAYS: dict[str, dict[str, str]] = {
+    "fsdp_wrap": GLOO,
+    MESSAGES: {**GLOO, "FSDP_WRAP_GLOO": "exchange"},
+    **({"fsdp_wrap_shared": {"FSDP_WRAP_SHARED_MEMORY": "1"}} if HAS_SHARED_MEMORY else {}),
+}
+MEMORY_COPY, MOST = "memory copy", "most"
+BARRIER = "barrier"
+OVERLAP = ("all-gather", "reduce-scatter")  # what training runs beside its computing
+MOST_OVERLAPPED = 16 * MB
 Start = Callable[[], Any]
 
 
-def ways(numel: int) -> dict[str, Start]:
-    """What starts each operation in each way, on a full tensor of so many elements; returns works."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
-    assert group is not None
-    full = torch.rand(numel // size * size)
-    parts = full.chunk(size)
-    shard = torch.empty_like(parts[0])
+def _gloo(full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
+    """By operation: what starts gloo's own on a tensor and this rank's part of another; returns a work."""
     return {
-        "gather plain": lambda: dist.all_gather_into_tensor(full, parts[rank], async_op=True),
-        "gather exchange": lambda: exchange_gather(group, rank, parts),
-        "reduce plain": lambda: dist.reduce_scatter_tensor(shard, full, async_op=True),
-        "reduce exchange": lambda: exchange_reduce(group, rank, shard, parts),
+        "all-gather": lambda: dist.all_gather_into_tensor(full, part, async_op=True),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, full, async_op=True),
+        "all-reduce": lambda: dist.all_reduce(full, async_op=True),
+        "broadcast": lambda: dist.broadcast(full, 0, async_op=True),
     }
+
+
+def _ours(way: str, full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
+    """The same by a communicator, whose broadcast blocks."""
+    by = _communicator(way)
+    return {
+        "all-gather": lambda: by.all_gather([full], lambda: None),
+        "reduce-scatter": lambda: by.reduce_scatter([part], [full]),
+        "all-reduce": lambda: by.all_reduce([full]),
+        "broadcast": lambda: by.broadcast(full),
+    }
+
+
+def _communicator(way: str) -> Any:
+    with patch.dict(os.environ, WAYS[way]):
+        return make_communicator(ranks_in(dist.group.WORLD), torch.device("cpu"))
+
+
+def starts(size: int) -> dict[str, dict[str, Start]]:
+    """By operation and way: what starts it on full tensors of so many bytes."""
+    ranks = dist.get_world_size()
+    full = torch.empty(size // 4 // ranks * ranks).zero_()  # of zeros, so that sums stay finite
+    part, copy = torch.empty(full.numel() // ranks).zero_(), torch.empty_like(full)
+    by_way = {"gloo": _gloo(full, part), **{way: _ours(way, full, part) for way in WAYS}}
+    by_operation = {what: {way: of[what] for way, of in by_way.items()} for what in by_way["gloo"]}
+    for ways in by_operation.values():
+        ways[MEMORY_COPY] = partial(copy.copy_, full)
+    return by_operation
 
 
 class Timed:
@@ -48,59 +88,82 @@ class Timed:
         begin = time.perf_counter()
         work = self._start()
         self.issue.append(time.perf_counter() - begin)
-        time.sleep(self.pause)
-        work.wait()
+        if self.pause:  # to sleep for no time takes some
+            time.sleep(self.pause)
+        if hasattr(work, "wait"):  # what blocks returns none, and a copy its tensor
+            work.wait()
 
 
-def measure(numel: int, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Called on every rank: seconds of each way, thereof of issuing, and beside a sleep."""
-    timed = {name: Timed(start) for name, start in ways(numel).items()}
-    alone = interleave(timed, rounds, warmup=2)
-    issue = {name: statistics.median(each.issue[2:]) for name, each in timed.items()}
-    for name, each in timed.items():
-        each.pause = statistics.median(alone[name])
-    beside = interleave(timed, rounds, warmup=0)
-    median = statistics.median
-    return {name: (median(alone[name]), issue[name], median(beside[name])) for name in timed}
+def measure(size: int, rounds: int) -> dict[str, Table]:
+    """Called on every rank: by operation, the figures of each way."""
+    return {what: _figures(what, size, rounds, ways) for what, ways in starts(size).items()}
+
+
+def _figures(what: str, size: int, rounds: int, ways: Mapping[str, Start]) -> Table:
+    timed = {way: Timed(start) for way, start in ways.items()}
+    alone = _medians(interleave(timed, rounds))
+    table = {way: {"us": 1e6 * seconds, "GB/s": size / seconds / 1e9} for way, seconds in alone.items()}
+    if what in OVERLAP and size <= MOST_OVERLAPPED:
+        for way, each in timed.items():
+            table[way]["issue"], each.pause = statistics.median(each.issue[2:]) / alone[way], alone[way]
+        for way, seconds in _medians(interleave(timed, rounds, warmup=0)).items():
+            table[way]["sleep"] = seconds / alone[way]
+    return table
+
+
+def measure_barrier(rounds: int) -> Table:
+    """Called on every rank: gloo's barrier, and reductions of one number."""
+    number = torch.zeros(1)
+    ways: dict[str, Start] = {"gloo": lambda: dist.barrier(async_op=True)}
+    ways |= {way: partial(_communicator(way).all_reduce, [number]) for way in WAYS if way != MESSAGES}
+    times = _medians(interleave({way: Timed(start) for way, start in ways.items()}, rounds))
+    return {way: {"us": 1e6 * seconds} for way, seconds in times.items()}
+
+
+def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
 def ask(settings: Settings) -> Figures:
-    """A table for each size."""
-    figures = {}
-    for case in settings.cases_of([*MEGABYTES], usual=[*MEGABYTES][1:]):
-        megabytes = MEGABYTES[case]
-        numel = int(megabytes * 1e6 / 4)
-        rounds = settings.rounds or max(5, min(60, int(100 / megabytes)))
-        found = run_ranks(measure, settings.ranks, numel, rounds)
-        needed = 4 * numel * (settings.ranks - 1) / settings.ranks
-        figures[f"{case}, {settings.ranks} ranks"] = {
-            name: {
-                "ms": 1e3 * alone,
-                "GB/s": needed / alone / 1e9,
-                "issue": issue / alone,
-                "sleep": beside / alone,
-            }
-            for name, (alone, issue, beside) in found.items()
-        }
+    """For each operation and figure a table by way and size."""
+    found: dict[str, dict[str, Table]] = {}
+    for case in settings.cases_of([*SIZES], usual=[*SIZES][1:]):
+        rounds = settings.rounds or max(5, min(60, 100 * MB // SIZES[case]))
+        for what, table in run_ranks(measure, settings.ranks, SIZES[case], rounds).items():
+            found.setdefault(what, {})[case] = table
+    figures: Figures = {}
+    for what, tables in found.items():
+        for figure in ("us", "GB/s", *(("issue", "sleep") if what in OVERLAP else ())):
+            figures[f"{what}, {figure}"] = _by_size(tables, figure)
+        for row in figures[f"{what}, GB/s"].values():
+            row[MOST] = max(row.values())
+    if settings.cases_of([*SIZES, BARRIER])[-1:] == [BARRIER]:
+        figures[BARRIER] = run_ranks(measure_barrier, settings.ranks, settings.rounds or 200)
     return figures
+
+
+def _by_size(tables: Mapping[str, Table], figure: str) -> Table:
+    """One figure of one operation, from its tables by size."""
+    ways = next(iter(tables.values()))
+    there = {size: table for size, table in tables.items() if all(figure in row for row in table.values())}
+    return {way: {size: table[way][figure] for size, table in there.items()} for way in ways}
 
 
 QUESTION = Question(
     "collectives",
-    "Gathers and reductions over gloo",
-    """\
-`plain` are gloo's own collectives, `exchange` messages between every two ranks (`fsdp_wrap/_exchange.py`).
-Sizes are those of the full tensor; GB/s count the bytes that a rank needs from others. `issue` is the part of
-the time in which the caller was held up; `sleep` the time, relative, of a collective beside which the caller
-slept as long as it takes alone: 1 if all of it runs beside the caller, 2 if nothing does.""",
+    "Collectives",
+    f"""\
+2 ranks of one host. `gloo` are its own collectives as torch.distributed calls them, `fsdp_wrap` what the
+library makes of them over gloo, and `messages` that by messages between every two ranks whatever the size,
+which it does by itself for large gathers and reductions; `memory copy` copies as many bytes, on every rank.
+Sizes are those of the full tensor, and GB/s are its bytes by the time; `{MOST}`: at any size. `issue` is the
+part of the time in which the caller was held up; `sleep` the time, relative, of a collective beside which the
+caller slept as long as it takes alone: 1 if all of it runs beside the caller, 2 if nothing does. A barrier is
+the reduction of one number for the library, which has none of its own.""",
     ask,
-    chart="GB/s",
+    chart=MOST,
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, interleave, run_ranks
+from benchmarks.implementations import over
 from benchmarks.models import Block, Transformer
 from examples.lm.data import Corpus
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -53,7 +55,7 @@ class Case:
 
 CASES = {
     "tiny": Case((1, 32, 2, 8, 256), batch=2, steps=0, rate=1e-3),
-    "small": Case((12, 64, 4, 16, 256), batch=16, steps=300, rate=1e-3),
+    "small": Case((12, 64, 4, 16, 256), batch=16, steps=150, rate=1e-3),
     "gpt": Case((8, 512, 8, 128, 4096), batch=4, steps=100, rate=3e-4),
 }
 
@@ -79,7 +81,8 @@ class Training:
     def __init__(self, case: Case, way: str, corpus: Corpus) -> None:
         torch.manual_seed(0)
         self._case, self._corpus = case, corpus
-        self._model = FSDP(Transformer(*case.shape), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        wrap = partial(FSDP, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        self._model = over(False, wrap, Transformer(*case.shape))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=case.rate)
         compress(self._model, **WAYS[way])
         self.losses: list[float] = []
@@ -177,9 +180,5 @@ exact weights on other text, `drift` its distance from fp32's.""",
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

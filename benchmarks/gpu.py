@@ -216,9 +216,5 @@ AdamW on the host at measured speeds.""",
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

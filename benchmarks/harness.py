@@ -11,8 +11,10 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ class Question:
 
 
 def ask_alone(question: Question) -> None:
-    """A script's `main`: asks one question as the command line says, and prints the tables."""
+    """What a script does: asks one question as the command line says, and prints the tables."""
     parser = argparse.ArgumentParser(description=f"{question.title}. {question.about}")
     names: Callable[[str], tuple[str, ...]] = lambda text: tuple(text.split(","))  # noqa: E731
     parser.add_argument("--impl", type=names, default=(), metavar="A,B", help="implementations")
@@ -83,10 +85,19 @@ def ask_alone(question: Question) -> None:
     path = options.pop("json")
     preload()
     print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
-    figures = question.ask(Settings(**options))
-    print(*(f"\n{title}\n\n{as_markdown(table)}" for title, table in figures.items()), sep="\n")
+    found = answer(question, Settings(**options))
     if path:
-        path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def answer(question: Question, settings: Settings) -> dict[str, Any]:
+    """Asks one question and prints its tables; returns them with when, where and in how many seconds."""
+    there, date, started = machine(), datetime.now(timezone.utc), time.monotonic()
+    figures = question.ask(settings)
+    seconds = round(time.monotonic() - started, 1)
+    print(*(f"\n{title}\n\n{as_markdown(table)}" for title, table in figures.items()), sep="\n")
+    print(f"\n{question.name} took {seconds:.0f} s", flush=True)
+    return {"date": f"{date:%Y-%m-%d %H:%M} UTC", "machine": there, "seconds": seconds, "figures": figures}
 
 
 def as_markdown(table: Table) -> str:
@@ -154,6 +165,7 @@ def run_group(
 def _rank(
     rank: int, work: Callable[..., Any], backend: str, ranks: int, folder: str, arguments: tuple[Any, ...]
 ) -> None:
+    warnings.filterwarnings("ignore", module=r"torch\.")  # of what its own functions will no longer do
     torch.set_num_threads(1)
     store = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,12 @@ def _fsdp_wrap_in_place(module: nn.Module) -> nn.Module:
     return wrapped
 
 
+def over(memory: bool, make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
+    """Wraps with our library, whose ranks then communicate through shared memory, or over gloo."""
+    with patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="1" if memory else "0"):
+        return make(module)
+
+
 def _sharded_by(
     fully_shard: Callable[..., object], module: nn.Module, reshard_after_forward: bool = True
 ) -> nn.Module:
@@ -59,13 +66,7 @@ def _sharded_by(
     return module
 
 
-IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "ddp": DistributedDataParallel,
-    "fsdp1": _fsdp1,
-    "fsdp1_flat": partial(_fsdp1, use_orig_params=False),
-    "fsdp1_grad_op": partial(_fsdp1, strategy="SHARD_GRAD_OP"),
-    "fsdp2": partial(_sharded_by, torch_fsdp.fully_shard),
-    "fsdp2_keep": partial(_sharded_by, torch_fsdp.fully_shard, reshard_after_forward=False),
+_OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp_wrap": _fsdp_wrap,
     "fsdp_wrap_flat": partial(_fsdp_wrap, use_orig_params=False),
     "fsdp_wrap_grad_op": partial(_fsdp_wrap, strategy="SHARD_GRAD_OP"),
@@ -73,9 +74,19 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fully_shard": partial(_sharded_by, fsdp_wrap.fully_shard),
     "fully_shard_keep": partial(_sharded_by, fsdp_wrap.fully_shard, reshard_after_forward=False),
 }
-SHARDING = [
-    name for name in IMPLEMENTATIONS if name != "ddp"
-]  # and so at home on a fake group, where DDP fails
+HAS_SHARED_MEMORY = importlib.util.find_spec("fsdp_wrap._host_communicator") is not None
+# By the name of the same over gloo.
+SHARED = {name: f"{name}_shared" for name in ("fsdp_wrap", "fully_shard") if HAS_SHARED_MEMORY}
+IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp1": _fsdp1,
+    "fsdp1_flat": partial(_fsdp1, use_orig_params=False),
+    "fsdp1_grad_op": partial(_fsdp1, strategy="SHARD_GRAD_OP"),
+    "fsdp2": partial(_sharded_by, torch_fsdp.fully_shard),
+    "fsdp2_keep": partial(_sharded_by, torch_fsdp.fully_shard, reshard_after_forward=False),
+    **{name: partial(over, False, make) for name, make in _OURS.items()},
+    **{shared: partial(over, True, _OURS[name]) for name, shared in SHARED.items()},
+}
 PLAIN = "plain"  # the model as it is, without communication
 DEEPSPEED = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()
 # What keeps parameters after the forward; in their backward only gradients travel.
@@ -90,6 +101,8 @@ MAX_NORM = 1e-2  # so little that every call scales the gradients
 OURS = ("fsdp_wrap", "fsdp_wrap_flat", "fully_shard")
 DEFAULTS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp2", *OURS]  # as users have them
 IN_PLACE = "fsdp_wrap_in_place"  # with `set_gradients_in_place`
+OVER_GLOO = [name for name in IMPLEMENTATIONS if name not in SHARED.values()]
+SHARDING = [name for name in OVER_GLOO if name != "ddp"]  # at home on a fake group, where DDP fails
 
 
 class Trained:

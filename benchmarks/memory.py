@@ -9,17 +9,18 @@ import gc
 from collections.abc import Callable
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_fake, run_ranks
-from benchmarks.implementations import DEFAULTS, IN_PLACE, SHARDING, Trained
-from benchmarks.meters import Lap, resident, tensors
+from benchmarks.implementations import DEFAULTS, IN_PLACE, SHARDING, SHARED, Trained
+from benchmarks.meters import Lap, resident, resident_on_host, tensors
 from benchmarks.models import SHORT_CASES, TINY, Case, largest_block
 
 FAKE_RANKS = 8
-METERS = {"tensors": tensors, "resident": resident}
+Meter = Callable[[Callable[[], object]], Lap]
 
 
-def phases(name: str, case: Case, meter: Callable[[Callable[[], object]], Lap]) -> dict[str, float]:
+def phases(name: str, case: Case, meter: Meter = tensors) -> dict[str, float]:
     """Called on every rank: megabytes at rest, and peaks above the sharded state in blocks."""
     held: list[Trained] = []
+    losses = []
 
     def build() -> None:
         each = Trained(name, case)
@@ -29,17 +30,34 @@ def phases(name: str, case: Case, meter: Callable[[Callable[[], object]], Lap]) 
         gc.collect()
         held.append(each)
 
-    rest = meter(build).kept
-    losses = []
+    rest = meter(build)
     forward = meter(lambda: losses.append(held[0].forward()))
     backward = meter(lambda: losses.pop().backward())
-    block, more = largest_block(case), rest - sharded_state(held[0])
+    block, more = largest_block(case), rest.kept - sharded_state(held[0])
     return {
-        "rest MB": rest / 1e6,
+        "rest MB": rest.kept / 1e6,
+        "peak MB": _peak(rest, forward, backward) / 1e6,
         "forward": (more + forward.peak) / block,
         "backward": (more + forward.kept + backward.peak) / block,
         "above gradients": (backward.peak - backward.kept) / block,
     }
+
+
+def resident_phases(name: str, case: Case) -> dict[str, float]:
+    """Called on every rank: the same as the kernel sees it, and megabytes of all ranks together."""
+    host: list[Lap] = []
+
+    def meter(action: Callable[[], object]) -> Lap:
+        building = not host  # whose peak nobody asks for
+        return resident(lambda: host.append(resident_on_host(action, watched=not building)))
+
+    figures = phases(name, case, meter)
+    return {**figures, "host rest MB": host[0].kept / 1e6, "host peak MB": _peak(*host) / 1e6}
+
+
+def _peak(rest: Lap, forward: Lap, backward: Lap) -> int:
+    """Most bytes at any time in a step."""
+    return rest.kept + max(forward.peak, forward.kept + backward.peak)
 
 
 def sharded_state(each: Trained) -> int:
@@ -50,24 +68,27 @@ def sharded_state(each: Trained) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def measure(case_name: str, names: list[str], meter: str) -> Table:
-    """Called on every rank: the phases of each implementation."""
-    case = SHORT_CASES[case_name]
-    names = case.taken_by(names)
-    for name in names if meter == "resident" else ():
-        phases(name, TINY, METERS[meter])  # the first use of anything loads code
-    return {name: phases(name, case, METERS[meter]) for name in names}
+def measure(case: str, names: list[str]) -> Table:
+    """Called on every rank: the phases of each implementation in the kernel's account."""
+    names = SHORT_CASES[case].taken_by(names)
+    for name in names:
+        resident_phases(name, TINY)  # the first use of anything loads code
+    return {name: resident_phases(name, SHORT_CASES[case]) for name in names}
+
+
+def measure_fake(case: str, names: list[str]) -> Table:
+    """Called on a fake group: the phases of each implementation by its tensors."""
+    return {name: phases(name, SHORT_CASES[case]) for name in SHORT_CASES[case].taken_by(names)}
 
 
 def ask(settings: Settings) -> Figures:
-    """Three tables a case: by either meter over gloo, and of tensors on a fake group."""
-    names = settings.implementations([*DEFAULTS, IN_PLACE])
+    """Two tables a case: resident memory over gloo, and tensors on a fake group."""
+    names = settings.implementations([*DEFAULTS, IN_PLACE, *SHARED.values()])
     sharding = [name for name in names if name in SHARDING]
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):
-        for meter in METERS:
-            figures[f"{case}, {meter}"] = run_ranks(measure, settings.ranks, case, names, meter)
-        figures[f"{case}, fake group"] = run_fake(measure, FAKE_RANKS, case, sharding, "tensors")
+        figures[f"{case}, resident"] = run_ranks(measure, settings.ranks, case, names)
+        figures[f"{case}, fake group"] = run_fake(measure_fake, FAKE_RANKS, case, sharding)
     return figures
 
 
@@ -75,21 +96,19 @@ QUESTION = Question(
     "memory",
     "Memory",
     f"""\
-`rest MB`: all that is held after two steps and zero_grad. `forward`, `backward`: peaks above the sharded
-state, which is the parameters and the optimizer's state, in blocks of the model: gradients of the sharded
-parameters count as they come, and so does what else an implementation keeps at rest. `above gradients`: the
-backward's peak above what is held after it, so gradients count as state. Batches are small (mlp's 4 rows;
-for gpt and lora 1 sequence of 16 tokens), since activations are the same for all. `tensors` is exact but
-sees only the training thread's tensors; `resident` is the kernel's account of the whole process, buffers of
-gloo included; both at 2 ranks over gloo. `fake group`: tensors at {FAKE_RANKS} ranks that send nothing.""",
+Of a rank: `rest MB`, all that is held after two steps and zero_grad; `peak MB`, the most at any time in a
+forward and backward. `forward`, `backward`: peaks above the sharded state, which is the parameters and the
+optimizer's state, in blocks of the model: gradients of the sharded parameters count as they come, and so does
+what else an implementation keeps at rest. `above gradients`: the backward's peak above what is held after it,
+so gradients count as state. Batches are small (mlp's 4 rows; for gpt and lora 1 sequence of 16 tokens), since
+activations are the same for all. `resident`: the kernel's account of whole processes, buffers of gloo and all
+threads included, without what they held before, which is Python and its libraries; 2 ranks. `host` is all
+ranks together, pages that they share counted once, as seen about every 10 ms. `fake group`: the live tensors,
+exactly, at {FAKE_RANKS} ranks that send nothing.""",
     ask,
     chart="backward",
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

@@ -1,4 +1,4 @@
-"""Meters of a process: bytes that tensors take, that are resident, that its sockets received."""
+"""Meters: bytes that tensors take, that are resident in a process or on a host, that sockets received."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from threading import Event, Thread
 
 import torch
+import torch.distributed as dist
 
 _MMAP_THRESHOLD = -3  # as in malloc.h
 _BYTES_RECEIVED = 128  # where struct tcp_info of Linux has them
@@ -55,9 +57,63 @@ def resident(action: Callable[[], object]) -> Lap:
     gc.collect()
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # lets the high-water mark begin anew
-    before = _status("VmRSS")
+    status = "/proc/self/status"
+    before = _told(status, "VmRSS")
     action()
-    return Lap(_status("VmHWM") - before, _status("VmRSS") - before)
+    return Lap(_told(status, "VmHWM") - before, _told(status, "VmRSS") - before)
+
+
+def resident_on_host(action: Callable[[], object], watched: bool = True) -> Lap:
+    """What all ranks took together, pages that they share counted once; called on every rank of one host.
+
+    The peak is the most that was seen in looks about every 10 ms, which only the first rank takes; the others
+    return zeros. Linux only.
+
+    Args:
+        action: What to measure.
+        watched: Whether to look while it runs, which slows it down, or only before and after.
+    """
+    processes = [0] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    gc.collect()
+    dist.barrier()
+    with Looks(processes if dist.get_rank() == 0 else (), watched) as looks:
+        dist.barrier()
+        action()
+        gc.collect()
+        dist.barrier()
+    dist.barrier()
+    return Lap(max(looks.seen) - looks.seen[0], looks.seen[-1] - looks.seen[0])
+
+
+class Looks:
+    """Looks at the memory of some processes: at the beginning and the end, and all the time in between."""
+
+    def __init__(self, processes: Collection[int], watched: bool) -> None:
+        self.seen: list[int] = []
+        self._processes = processes
+        self._watches = watched and bool(processes)
+        self._over = Event()
+        self._thread = Thread(target=self._run)
+
+    def __enter__(self) -> Looks:
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def _run(self) -> None:
+        while self._watches and not self._over.wait(0.01):
+            self._look()
+
+    def _look(self) -> None:
+        files = (f"/proc/{process}/smaps_rollup" for process in self._processes)
+        # Pages of files are left out: their shares change as any other process maps the same libraries.
+        self.seen.append(sum(_told(file, "Pss_Anon") + _told(file, "Pss_Shmem") for file in files))
 
 
 def received() -> int:
@@ -77,7 +133,8 @@ def _received_by(descriptor: int) -> int:
     return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0])
 
 
-def _status(key: str) -> int:
-    found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+def _told(file: str, key: str) -> int:
+    """Bytes that a file of the kernel tells."""
+    found = re.search(rf"^{key}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
     assert found, f"this system does not tell {key}"
     return 1024 * int(found[1])

@@ -128,7 +128,7 @@ def transformer(blocks: int, width: int, heads: int, length: int, vocabulary: in
     """A transformer that trains all its parameters."""
     return Case(
         f"{blocks} blocks, width {width}, {length} tokens, batch {batch}",
-        rounds=10 if width > 64 else 60,
+        rounds=9 if width > 64 else 21,
         model=lambda: Transformer(blocks, width, heads, length, vocabulary),
         batch=lambda: torch.randint(vocabulary, (batch, length + 1)),
     )
@@ -138,7 +138,7 @@ def lora(length: int, batch: int) -> Case:
     """A transformer of which about 1 % trains: frozen and trainable parameters in every unit."""
     return Case(
         f"8 frozen blocks with 1 % of adapters, width 512, {length} tokens, batch {batch}",
-        rounds=10,
+        rounds=9,
         model=lambda: adapted(Transformer(8, 512, 8, length, 4096)),
         batch=lambda: torch.randint(4096, (batch, length + 1)),
         refused_by=("fsdp1_flat",),
@@ -158,7 +158,7 @@ def stacked(blocks: int, parameters: int) -> Case:
 TINY = transformer(2, 16, 2, 4, 16, batch=2)
 MLP = Case(
     "communication-bound: 8 linear layers of width 2048, batch 4",
-    rounds=20,
+    rounds=21,
     model=lambda: Perceptron(8, 2048),
     batch=lambda: torch.randn(4, 2048),
 )
@@ -178,7 +178,13 @@ SHORT_CASES = {
 }
 
 
+def sizes(case: Case) -> nn.Module:
+    """A case's model without its values: on the meta device."""
+    with torch.device("meta"):
+        return case.model()
+
+
 def largest_block(case: Case) -> int:
     """Bytes of the parameters of a case's largest block."""
-    blocks = (module for module in case.model().modules() if isinstance(module, Block))
+    blocks = (module for module in sizes(case).modules() if isinstance(module, Block))
     return max(sum(param.nbytes for param in block.parameters()) for block in blocks)

@@ -1,25 +1,26 @@
 """How the costs grow with the number of blocks and of ranks.
 
-python -m benchmarks.scaling --impl ddp,fsdp1,fsdp_wrap --cases "4 blocks,64 blocks"
+python -m benchmarks.scaling --impl ddp,fsdp2,fsdp_wrap --cases "4 blocks,64 blocks"
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from benchmarks import host, step
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, compare, run_fake, run_ranks
 from benchmarks.implementations import DEFAULTS
 from benchmarks.memory import phases
-from benchmarks.meters import tensors
 from benchmarks.models import transformer
 
-BLOCKS, RANKS = (4, 16, 64), (2, 4)
-FAKE_RANKS = (2, 8, 64, 1024)
+USUAL = [name for name in DEFAULTS if name != "fsdp1"]  # which is slower than without original parameters
 FEW = 16  # blocks where the ranks grow
-STEPS = {f"{blocks} blocks": (blocks, 2) for blocks in BLOCKS} | {
-    f"{ranks} ranks": (FEW, ranks) for ranks in RANKS
+# Blocks, ranks and rounds of the steps.
+STEPS = {
+    "4 blocks": (4, 2, 20),
+    "16 blocks": (FEW, 2, 20),
+    "64 blocks": (64, 2, 10),
+    "16 blocks on 4 ranks": (FEW, 4, 20),
 }
+FAKE_RANKS = (2, 64, 1024)
 FAKE = {f"fake group of {ranks:,}": ranks for ranks in FAKE_RANKS}
 
 
@@ -32,48 +33,42 @@ def measure_fake(names: list[str], rounds: int | None) -> Table:
     """Called on a fake group: host time per unit, and memory."""
     times = compare(host.measure(12, names, rounds), host.BASELINES, ("us", 1e6))
     case = transformer(FEW, 64, 4, 16, 256, batch=2)
-    return {name: {"us": times[name]["us"], **phases(name, case, tensors)} for name in names}
+    return {name: {"us": times[name]["us"], **phases(name, case)} for name in names}
 
 
 def ask(settings: Settings) -> Figures:
     """A table a size, and one of what the largest size costs relative to the smallest."""
-    names = settings.implementations(DEFAULTS)
-    figures = {
-        case: compare(run_ranks(measure, STEPS[case][1], STEPS[case][0], names, settings.rounds or 20))
-        for case in settings.cases_of([*STEPS])
-    }
+    names = settings.implementations(DEFAULTS if settings.impl else USUAL)
+    figures = {}
+    for case in settings.cases_of([*STEPS]):
+        blocks, ranks, rounds = STEPS[case]
+        figures[case] = compare(run_ranks(measure, ranks, blocks, names, settings.rounds or rounds))
     sharding = [name for name in names if name != "ddp"]
     fake = {
         case: run_fake(measure_fake, FAKE[case], sharding, settings.rounds)
         for case in settings.cases_of([*FAKE])
     }
-    blocks = {case: table for case, table in figures.items() if case.endswith("blocks")}
-    ranks = {case: table for case, table in figures.items() if case.endswith("ranks")}
+    figures |= fake
     growth: Table = {name: {} for name in sharding}
-    for tables, column, head in (
-        (blocks, "/ ddp", "blocks: / ddp"),
-        (ranks, "/ ddp", "ranks: / ddp"),
-        (fake, "us", "fake ranks: us"),
-        (fake, "above gradients", "fake ranks: memory"),
+    smallest, *_, largest = FAKE
+    for first, last, column, head in (
+        ("4 blocks", "64 blocks", "/ ddp", "blocks: / ddp"),
+        ("16 blocks", "16 blocks on 4 ranks", "/ ddp", "ranks: / ddp"),
+        (smallest, largest, "us", "fake ranks: us"),
+        (smallest, largest, "above gradients", "fake ranks: memory"),
     ):
-        _add_growth(growth, tables, column, head)
-    return {**figures, **fake, "growth": growth}
-
-
-def _add_growth(growth: Table, tables: Mapping[str, Table], column: str, head: str) -> None:
-    """The column at the largest size, relative to that at the smallest."""
-    if len(tables) > 1:
-        first, *_, last = tables.values()
-        for name, row in growth.items():
-            row[head] = last[name][column] / first[name][column]
+        if first in figures and last in figures:
+            for name, row in growth.items():
+                row[head] = figures[last][name][column] / figures[first][name][column]
+    return {**figures, "growth": growth}
 
 
 QUESTION = Question(
     "scaling",
     "Growth",
     f"""\
-The model `small` of {", ".join(map(str, BLOCKS))} blocks at 2 ranks, and of {FEW} at
-{" and ".join(map(str, RANKS))} ranks over gloo: the time of a step. On a group that sends nothing: host
+The model `small` of 4, {FEW} and 64 blocks at 2 ranks, and of {FEW} at 4 ranks, over gloo: the time of a
+step. On a group that sends nothing: host
 time per unit of 12 parameters, and memory as above, of {FEW} blocks. `growth`: each at the largest size,
 relative to the smallest; 1.00 would be perfect.""",
     ask,
@@ -81,9 +76,5 @@ relative to the smallest; 1.00 would be perfect.""",
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

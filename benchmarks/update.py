@@ -15,7 +15,7 @@ from benchmarks.harness import (
     run_fake,
     run_ranks,
 )
-from benchmarks.implementations import IMPLEMENTATIONS, SHARDING, Trained
+from benchmarks.implementations import OVER_GLOO, SHARDING, Trained
 from benchmarks.models import stacked
 
 FAKE_RANKS, BLOCKS, PARAMETERS = 8, 24, 12
@@ -36,7 +36,7 @@ def measure(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def ask(settings: Settings) -> Figures:
     """A table of clipping and one of the optimizer, for either group."""
-    known = {"gloo": [*IMPLEMENTATIONS], "fake group": SHARDING}
+    known = {"gloo": OVER_GLOO, "fake group": SHARDING}
     figures: Figures = {}
     for group in settings.cases_of([*GROUPS]):
         ranks = settings.ranks if group == "gloo" else FAKE_RANKS
@@ -59,9 +59,5 @@ group that sends nothing.""",
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

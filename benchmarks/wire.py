@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks
-from benchmarks.implementations import IMPLEMENTATIONS, KEEPING, Trained
+from benchmarks.implementations import DEFAULTS, IMPLEMENTATIONS, KEEPING, SHARED, Trained
 from benchmarks.meters import received
-from benchmarks.models import CASES, Case
+from benchmarks.models import SHORT_CASES, Case, sizes
 
 
 def travelled(action: Callable[[], object]) -> float:
@@ -29,7 +29,7 @@ def travelled(action: Callable[[], object]) -> float:
 
 def measure(case_name: str, names: list[str]) -> Table:
     """Called on every rank: megabytes of each implementation's third step, by phase."""
-    case = CASES[case_name]
+    case = SHORT_CASES[case_name]
     names = case.taken_by(names)
     table = {name: _phases(name, case) for name in names}
     for name in names:
@@ -53,7 +53,7 @@ def _phases(name: str, case: Case) -> dict[str, float]:
 
 def _needed(case: Case) -> float:
     """Two gathers of all parameters and one reduction of those that train."""
-    params = list(case.model().parameters())
+    params = list(sizes(case).parameters())
     reduced = sum(param.nbytes for param in params if param.requires_grad)
     others = 1 - 1 / dist.get_world_size()
     return others * (2 * sum(param.nbytes for param in params) + reduced) / 1e6
@@ -61,11 +61,13 @@ def _needed(case: Case) -> float:
 
 def ask(settings: Settings) -> Figures:
     """A table a case."""
-    names = settings.implementations([*IMPLEMENTATIONS])
-    return {
-        case: run_ranks(measure, settings.ranks, case, names)
-        for case in settings.cases_of([*CASES], usual=["gpt", "mlp", "lora"])
-    }
+    figures = {}
+    for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):
+        # Those that keep parameters are there for what gradients take where few parameters train.
+        usual = [*DEFAULTS, *SHARED.values(), *(KEEPING.values() if case == "lora" else ())]
+        names = settings.implementations([*IMPLEMENTATIONS] if settings.impl else usual)
+        figures[case] = run_ranks(measure, settings.ranks, case, [*dict.fromkeys(names)])
+    return figures
 
 
 QUESTION = Question(
@@ -76,15 +78,12 @@ Megabytes that a rank receives in a step of fp32 training, 2 ranks over gloo: th
 ranks' own TCP connections, so protocol and control messages count, other processes do not. `/ needed`:
 relative to two gathers of all parameters and one reduction of those that train. `reduced MB`: of gradients
 alone, which is what travels in the backward of the form that keeps parameters after the forward
-(`_grad_op`, `_keep`).""",
+(`_grad_op`, `_keep`). The models are those of the memory benchmark, since activations do not travel; what
+travels through memory that ranks share (`_shared`) is not on the wire.""",
     ask,
     chart="/ needed",
 )
 
 
-def main() -> None:
-    ask_alone(QUESTION)
-
-
 if __name__ == "__main__":
-    main()
+    ask_alone(QUESTION)

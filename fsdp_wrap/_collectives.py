@@ -212,14 +212,10 @@ class GroupCommunicator(Communicator):
             fill()
             return [self._gather(_as_transport(tensor), async_op) for tensor in full]
 
-        return self._issue(self._gather_lane, start, limited=self._limits_gather(full))
+        return self._issue(self._gather_lane, start)
 
     def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
         return all_gather_single(full, self.own_part(full), group=self._group, async_op=async_op)
-
-    def _limits_gather(self, full: list[torch.Tensor]) -> bool:
-        """Whether waiting for a gather keeps to a limit."""
-        return True
 
     def all_gather_parts(
         self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
@@ -239,8 +235,12 @@ class GroupCommunicator(Communicator):
         def start(async_op: bool) -> list[Any]:
             return [self._reduce(shard, source, async_op) for shard, source in zip(shards, full)]
 
-        # On the CPU a reduce-scatter takes no time limit and does not tell whether it has completed.
-        return self._issue(self._reduce_lane, start, limited=self.device.type != "cpu")
+        return self._issue(self._reduce_lane, start, limited=self._limits_reduction(full))
+
+    def _limits_reduction(self, full: list[torch.Tensor]) -> bool:
+        """Whether waiting for a reduce-scatter keeps to a limit."""
+        # On the CPU it takes none and does not tell whether it has completed.
+        return self.device.type != "cpu"
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
         summed = full.to(shard.dtype)  # where this is a copy, it belongs to the stream that is current here
@@ -306,15 +306,19 @@ class ExchangeCommunicator(GroupCommunicator):
     def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
         if full.nbytes < self._least:
             return super()._gather(full, async_op)
-        return exchange_gather(self._group, self.rank, full.chunk(self.size))
+        return exchange_gather(self._group, self.rank, full.chunk(self.size), self._lives)
 
-    def _limits_gather(self, full: list[torch.Tensor]) -> bool:
-        return all(tensor.nbytes < self._least for tensor in full)
+    def _limits_reduction(self, full: list[torch.Tensor]) -> bool:
+        return all(tensor.nbytes >= self._least for tensor in full)
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
         if full.nbytes < self._least:
             return super()._reduce(shard, full, async_op)
-        return exchange_reduce(self._group, self.rank, shard, full.chunk(self.size))
+        return exchange_reduce(self._group, self.rank, shard, full.chunk(self.size), self._lives)
+
+    def _lives(self, rank: int) -> bool:
+        assert self.positions is not None
+        return self.positions.lives(dist.get_global_rank(self._group, rank))
 
 
 def _as_transport(tensor: torch.Tensor) -> torch.Tensor:

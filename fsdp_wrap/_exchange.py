@@ -6,39 +6,55 @@ their way when the caller gets its work: nothing is left to drive, so a rank tha
 
 Messages of two ranks match in the order of their issue, apart for each of the tags below, which are ours.
 Unlike a collective's, the works of messages must be waited for without a limit: to gloo, one that ends is the
-end of the connections. The group's own limit holds.
+end of the connections. So a thread waits, and who wants to look around meanwhile waits for the thread.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["exchange_gather", "exchange_reduce"]
+__all__ = ["Messages", "exchange_gather", "exchange_reduce"]
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
 
 
-def exchange_gather(group: dist.ProcessGroup, rank: int, parts: Sequence[torch.Tensor]) -> _Messages:
+def _lives(peer: int) -> bool:
+    return True
+
+
+def exchange_gather(
+    group: dist.ProcessGroup,
+    rank: int,
+    parts: Sequence[torch.Tensor],
+    lives: Callable[[int], bool] = _lives,
+) -> Messages:
     """Starts to fill the parts of all other ranks by what they send, and to send them this rank's.
 
     Args:
         group: The process group.
         rank: This process's rank in it.
         parts: One contiguous tensor per rank, of sizes and dtypes that all ranks agree on.
+        lives: Tells whether another rank lives, as far as can be known.
     """
-    received = [group.recv([parts[peer]], peer, _GATHER_TAG) for peer in _sources(rank, len(parts))]
-    sent = [group.send([parts[rank]], peer, _GATHER_TAG) for peer in _targets(rank, len(parts))]
-    return _Messages(received, sent)
+    sources, targets = _sources(rank, len(parts)), _targets(rank, len(parts))
+    received = [(peer, group.recv([parts[peer]], peer, _GATHER_TAG)) for peer in sources]
+    sent = [(peer, group.send([parts[rank]], peer, _GATHER_TAG)) for peer in targets]
+    return Messages([*received, *sent], lives)
 
 
 def exchange_reduce(
-    group: dist.ProcessGroup, rank: int, shard: torch.Tensor, parts: Sequence[torch.Tensor]
-) -> _Messages:
+    group: dist.ProcessGroup,
+    rank: int,
+    shard: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    lives: Callable[[int], bool] = _lives,
+) -> Messages:
     """Starts to sum this rank's parts of all ranks into `shard`, always in the same order.
 
     Takes memory for two parts less than there are ranks until the end; for one less where parts are narrower.
@@ -48,6 +64,7 @@ def exchange_reduce(
         rank: This process's rank in it.
         shard: A contiguous 1-D tensor, overwritten.
         parts: What this rank has to give to each; tensors like `shard`, or of a narrower dtype.
+        lives: Tells whether another rank lives, as far as can be known.
     """
     own = parts[rank]
     if own.dtype == shard.dtype:
@@ -56,10 +73,15 @@ def exchange_reduce(
     else:
         places = addends = [torch.empty_like(own) for _ in parts[1:]]
         shard.copy_(own)
-    sources = _sources(rank, len(parts))
-    received = [group.recv([place], peer, _REDUCE_TAG) for place, peer in zip(places, sources)]
-    sent = [group.send([parts[peer]], peer, _REDUCE_TAG) for peer in _targets(rank, len(parts))]
-    return _Sum(received, sent, shard, addends)
+    sources, targets = _sources(rank, len(parts)), _targets(rank, len(parts))
+    received = [(peer, group.recv([place], peer, _REDUCE_TAG)) for place, peer in zip(places, sources)]
+    sent = [(peer, group.send([parts[peer]], peer, _REDUCE_TAG)) for peer in targets]
+
+    def add() -> None:
+        for addend in addends:
+            shard.add_(addend)
+
+    return Messages([*received, *sent], lives, add)
 
 
 def _sources(rank: int, size: int) -> list[int]:
@@ -71,33 +93,69 @@ def _targets(rank: int, size: int) -> list[int]:
     return [(rank + step) % size for step in range(1, size)]
 
 
-class _Messages:
-    """Messages in flight."""
+class Messages:
+    """Messages in flight, as one work of a process group, whose waiting may be limited.
 
-    def __init__(self, received: list[Any], sent: list[Any]) -> None:
-        self._works = deque((*received, *sent))
-
-    def wait(self) -> None:
-        """Waits for all of them; raises a `RuntimeError`, also when called again, if one failed."""
-        while self._works:
-            self._works[0].wait()
-            self._works.popleft()
-            self._ended()
-
-    def _ended(self) -> None:
-        """Called after each work, the received messages in their order first."""
-
-
-class _Sum(_Messages):
-    """Messages whose contents are summed as they come."""
+    Args:
+        works: Of each message, in the order to wait for them, with the peer.
+        lives: Tells whether a peer lives, as far as can be known.
+        finish: What is to be done when all have come.
+    """
 
     def __init__(
-        self, received: list[Any], sent: list[Any], total: torch.Tensor, addends: Sequence[torch.Tensor]
+        self,
+        works: Sequence[tuple[int, Any]],
+        lives: Callable[[int], bool],
+        finish: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(received, sent)
-        self._total = total
-        self._addends = deque(addends)
+        self._works, self._lives, self._finish = works, lives, finish
+        self._awaited = works[0][0]
+        self._suspect: int | None = None
+        self._error: RuntimeError | None = None
+        self._thread: threading.Thread | None = None
 
-    def _ended(self) -> None:
-        if self._addends:
-            self._total.add_(self._addends.popleft())
+    def is_completed(self) -> bool:
+        """Whether nothing is left to wait for: all have come, or one has failed."""
+        return self._error is not None or (self._thread is not None and not self._thread.is_alive())
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Waits for all of them.
+
+        Args:
+            limit: How long at most; the messages go on.
+
+        Raises:
+            RuntimeError: If they take longer, or one failed, then also when called again.
+        """
+        if self._error is None:
+            self._join(limit)
+        if self._error is not None:
+            raise self._error
+        if not self.is_completed():
+            raise RuntimeError("messages are on their way still")
+        finish, self._finish = self._finish, lambda: None
+        finish()
+
+    def _join(self, limit: timedelta | None) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
+            self._thread.start()
+        self._thread.join(None if limit is None else limit.total_seconds())
+        if not self.is_completed():
+            self._look_at_awaited()
+
+    def _wait_for_all(self) -> None:
+        try:
+            for peer, work in self._works:
+                self._awaited = peer
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def _look_at_awaited(self) -> None:
+        """Gives up a peer that was dead the last time as well: what it had sent would have come."""
+        peer = self._awaited
+        dead = not self._lives(peer)
+        if dead and peer == self._suspect:
+            self._error = RuntimeError(f"rank {peer} of the group died before all of its messages had come")
+        self._suspect = peer if dead else None

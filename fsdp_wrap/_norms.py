@@ -14,9 +14,17 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._held_gradients import Share
+from fsdp_wrap._held_gradients import NamedGradient, Share
 
-__all__ = ["accumulation_dtype", "by_kind", "merged", "over_ranks", "power", "root"]
+__all__ = [
+    "accumulation_dtype",
+    "merged",
+    "over_ranks",
+    "power",
+    "powers_and_presence",
+    "root",
+    "scale",
+]
 
 _ROW = 2**16
 """How many elements the host adds in a row in float32; more would lose digits: 2 % of a sum of 16 million."""
@@ -30,7 +38,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def by_kind(tensors: Iterable[torch.Tensor]) -> Collection[list[torch.Tensor]]:
+def _by_kind(tensors: Iterable[torch.Tensor]) -> Collection[list[torch.Tensor]]:
     """Groups tensors for the kernels that take many at once: those of one dtype on one device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -47,12 +55,20 @@ def power(tensors: Iterable[torch.Tensor], p: float, device: torch.device) -> to
         device: Where the result is to be: float64, 1-D, of one element.
     """
     norms = []
-    for kind in by_kind(tensors):
+    for kind in _by_kind(tensors):
         # Other powers take no faster way, and their sums leave the range of float32 more easily.
         wide = accumulation_dtype(kind[0].dtype) if p in (1.0, 2.0, math.inf) else torch.float64
         of_kind = torch.stack(torch._foreach_norm(_rows(kind), p, dtype=wide)).to(device, torch.float64)
         norms.append(of_kind if math.isinf(p) else of_kind**p)
     return merged(norms or [torch.zeros(1, dtype=torch.float64, device=device)], p)
+
+
+def powers_and_presence(gradients: Iterable[NamedGradient], p: float, device: torch.device) -> torch.Tensor:
+    """Returns the powers of all gradients, and then for each a number that is not zero if there is one."""
+    pieces = [gradient.piece for gradient in gradients]
+    powers = [power([] if piece is None or not piece.numel() else [piece], p, device) for piece in pieces]
+    present = [piece is not None for piece in pieces]
+    return torch.cat([*powers, torch.tensor(present, dtype=torch.float64, device=device)])
 
 
 def _rows(kind: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,3 +120,11 @@ def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Te
     both = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values)])
     group.all_reduce([both], dist.ReduceOp.MAX).wait()
     return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+def scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies gradients by a 0-d factor."""
+    if factor.is_cpu and factor.item() == 1.0:  # elsewhere, looking would wait for the device
+        return
+    for kind in _by_kind(grads):
+        torch._foreach_mul_(kind, factor.to(kind[0].device, accumulation_dtype(kind[0].dtype)))

@@ -342,6 +342,10 @@ class GroupPositions:
         slot = _slot(number)
         return all(peer.read(slot).number >= number for peer in self._peers.values())
 
+    def lives(self, rank: int) -> bool:
+        """Whether a rank of the job lives; of other hosts' that is assumed."""
+        return rank not in self._peers or self._peers[rank].owner_lives()
+
     def dead_before(self, number: int) -> list[int]:
         """Returns the peers that died and had not come as far as to this collective."""
         slot = _slot(number)

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Collection, Iterable
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import nn
 
-from fsdp_wrap._held_gradients import HeldGradients, NamedGradient
-from fsdp_wrap._norms import accumulation_dtype, by_kind, merged, over_ranks, power, root
-from fsdp_wrap._schedule import schedule_of
-from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap.full_params import is_summoned
+from fsdp_wrap._idle_gradients import IdleGradients
+from fsdp_wrap._norms import accumulation_dtype, merged, over_ranks, power, powers_and_presence, root, scale
+from fsdp_wrap._unit import Unit
 
 __all__ = ["GradientNorms"]
 
 
-class GradientNorms:
-    """The norms of a wrapper's gradients.
-
-    Who holds them is found out anew only when modules or parameters have come or gone.
-
-    Args:
-        module: The wrapper.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._known: HeldGradients | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
-        return GradientNorms(copy.deepcopy(self._module, memo))
+class GradientNorms(IdleGradients):
+    """The norms of a wrapper's gradients."""
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -60,7 +41,7 @@ class GradientNorms:
         p, bound = _norm_type(norm_type), float(max_norm)
         if not bound >= 0:
             raise ValueError(f"max_norm must not be negative, but is {max_norm}")
-        known = self._idle("clip_grad_norm_()")
+        known = self.found("clip_grad_norm_()")
         _require_root(known.units[0])
         grads = {share: known.held(share) for share in known.shares}
         powers = {share: power(held, p, known.device) for share, held in grads.items()}
@@ -74,7 +55,7 @@ class GradientNorms:
             grads = {share: known.held(share, without=unreduced) for share in known.shares}
         elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
             _warn("clip_grad_norm_() found no gradients: the norm is zero")
-        _scale(chain.from_iterable(grads.values()), torch.clamp(bound / (total + 1e-6), max=1.0))
+        scale(chain.from_iterable(grads.values()), torch.clamp(bound / (total + 1e-6), max=1.0))
         first = next(known.params(), total)
         return total.to(first.device, known.widest_dtype())
 
@@ -98,21 +79,14 @@ class GradientNorms:
             ValueError: If `norm_type` is not positive.
         """
         p = _norm_type(norm_type)
-        known = self._idle("grad_norms()")
+        known = self.found("grad_norms()")
         gradients = {share: known.named(share) for share in known.shares}
-        values = {share: _powers_and_presence(each, p, known.device) for share, each in gradients.items()}
+        values = {share: powers_and_presence(each, p, known.device) for share, each in gradients.items()}
         powers, present = torch.cat([part.view(2, -1) for part in over_ranks(values, p)], dim=1)
         every = [gradient for of_share in gradients.values() for gradient in of_share]
         found = [each for each in zip(every, root(powers, p), present.tolist()) if each[2]]
         found.sort(key=lambda each: each[0].number)
         return {gradient.name: norm.to(accumulation_dtype(gradient.dtype)) for gradient, norm, _ in found}
-
-    def _idle(self, doing: str) -> HeldGradients:
-        """Returns what there is, unless now is not the time for it."""
-        known = self._known if self._known is not None and self._known.is_current else None
-        _require_idle(units_in(self._module).values() if known is None else known.units, doing)
-        self._known = HeldGradients(self._module) if known is None else known
-        return self._known
 
 
 def _norm_type(norm_type: float) -> float:
@@ -122,35 +96,12 @@ def _norm_type(norm_type: float) -> float:
     return p
 
 
-def _require_idle(units: Collection[Unit], doing: str) -> None:
-    for schedule in dict.fromkeys(map(schedule_of, units)):
-        schedule.require_idle(doing)
-        schedule.end_failed_backward()
-    if any(map(is_summoned, units)):
-        raise RuntimeError(f"{doing} must not run inside summon_full_params, which hides gradients")
-
-
 def _require_root(unit: Unit) -> None:
     if unit.nested:
         raise RuntimeError(
             f"clip_grad_norm_() must be called on the root, and this is {unit.name}: gradients are clipped "
             "by the norm of all of them"
         )
-
-
-def _powers_and_presence(gradients: Iterable[NamedGradient], p: float, device: torch.device) -> torch.Tensor:
-    """Returns the powers of all gradients, and then for each a number that is not zero if there is one."""
-    pieces = [gradient.piece for gradient in gradients]
-    powers = [power([] if piece is None or not piece.numel() else [piece], p, device) for piece in pieces]
-    present = [piece is not None for piece in pieces]
-    return torch.cat([*powers, torch.tensor(present, dtype=torch.float64, device=device)])
-
-
-def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    if factor.is_cpu and factor.item() == 1.0:  # elsewhere, looking would wait for the device
-        return
-    for kind in by_kind(grads):
-        torch._foreach_mul_(kind, factor.to(kind[0].device, accumulation_dtype(kind[0].dtype)))
 
 
 def _warn(message: str) -> None:

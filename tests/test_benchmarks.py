@@ -5,25 +5,31 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import mmap
+import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks are not installed
 
 from benchmarks import gpu
 from benchmarks.__main__ import questions, run
 from benchmarks.goals import GOALS, Goal, judged
-from benchmarks.harness import Settings, as_markdown, compare, run_fake, run_group
-from benchmarks.meters import received, resident, tensors
+from benchmarks.harness import Settings, as_markdown, compare, run_fake, run_group, run_ranks
+from benchmarks.implementations import SHARED
+from benchmarks.meters import received, resident, resident_on_host, tensors
 from benchmarks.models import TINY, lora
 
-CASES = ("tiny", "4 parameters", "12 parameters", "gloo", "fake group", "4 blocks")
+STEPS = ("tiny", "tiny on 4 ranks", "4 blocks")
+CASES = (*STEPS, "barrier", "4 parameters", "12 parameters", "gloo", "fake group")
 FAKE = ("fake group of 2", "fake group of 8")
-IMPL = ("ddp", "fsdp1", "fsdp2", "fsdp_wrap")
+IMPL = ("ddp", "fsdp1", "fsdp2", "fsdp_wrap", *SHARED.values())
 MB = 1 << 20
 
 
@@ -45,6 +51,9 @@ def test_every_question_is_answered_and_shown(tmp_path):
         drawn = (tmp_path / "performance" / f"{question.name}.svg").exists()
         assert drawn == (importlib.util.find_spec("matplotlib") is not None and bool(figures))
     assert set(answers["step"]["figures"]["tiny"]) == set(IMPL)
+    assert set(answers["step"]["figures"]["tiny on 4 ranks"]) == set(IMPL)
+    took = {name: {"s": answer["seconds"]} for name, answer in answers.items()}
+    assert as_markdown({**took, "all": {"s": sum(row["s"] for row in took.values())}}) in page
     wire = answers["wire"]["figures"]["tiny"]["fsdp_wrap"]
     assert 1 <= wire["/ needed"] < 2 and wire["forward MB"] < wire["backward MB"] < wire["step MB"] * 1.01
 
@@ -94,6 +103,36 @@ def test_meters_of_memory():
     resident(in_a_thread)  # the first thread's stack stays
     seen = resident(in_a_thread)
     assert abs(seen.peak - 8 * MB) < MB and abs(seen.kept - 4 * MB) < MB
+
+
+def test_meter_of_the_host_counts_shared_pages_once():
+    own, shared = run_ranks(_take_own_and_shared, 2)
+    assert abs(own[0] - 2 * 24 * MB) < 2 * MB and abs(own[1] - 2 * 16 * MB) < 2 * MB
+    assert abs(shared[0] - 24 * MB) < 2 * MB and abs(shared[1] - 24 * MB) < 2 * MB
+
+
+def _take_own_and_shared():
+    """What each rank takes, part of it for a while, and what both do."""
+    kept = []
+
+    def of_one_rank():
+        kept.append(bytearray(b"1") * (16 * MB))
+        for_a_while = bytearray(b"1") * (8 * MB)
+        time.sleep(0.2)
+        del for_a_while
+
+    def of_both():
+        path = [None]
+        if dist.get_rank() == 0:
+            path[0] = f"/proc/{os.getpid()}/fd/{os.memfd_create('shared')}"
+        dist.broadcast_object_list(path)
+        with open(path[0], "r+b") as file:
+            file.truncate(24 * MB)
+            kept.append(mmap.mmap(file.fileno(), 24 * MB))
+        kept[-1].write(b"1" * (24 * MB))
+        dist.barrier()
+
+    return [(lap.peak, lap.kept) for lap in map(resident_on_host, (of_one_rank, of_both))]
 
 
 def test_meter_of_the_wire():

@@ -217,8 +217,9 @@ def _full_disk(self: Any, data: Any) -> int:
 def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
     model = nn.Linear(3, 2)
     (tmp_path / "notes.txt").write_text("mine")
-    for _ in range(3):
-        checkpoint.save(tmp_path, model, keep_last=2)
+    checkpoint.save(tmp_path, model, step=0)
+    for keep_last in (None, None, 2):  # also what saves have left that crashed before they removed the oldest
+        checkpoint.save(tmp_path, model, keep_last=keep_last)
     assert names(tmp_path) == ["notes.txt", "step_00000002", "step_00000003"]
 
     incomplete = tmp_path / "step_00000009"

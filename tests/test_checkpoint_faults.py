@@ -83,6 +83,21 @@ def ended(outcomes: list[Outcome]) -> list[list[float]]:
     return [outcome.value[0] for outcome in outcomes]
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def kept(before: Path | None) -> list[list[str]]:
+    """What may be there in the end, given the newest step when the run was resumed.
+
+    The last save removes all but the last two steps. If that of the last step was killed, the resumed run has
+    nothing to save: the oldest may be there still, or partly, hidden.
+    """
+    oldest, *last = (f"step_{step:08d}" for step in (STEPS - 2 * EVERY, STEPS - EVERY, STEPS))
+    done = before is not None and before.name == last[-1]
+    return [last, [oldest, *last], [f".{oldest}.deleted", *last]] if done else [last]
+
+
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_killed_runs_resume_to_the_same_end(tmp_path, how):
     whole = run_isolated(run, tmp_path / "whole", how, -1, 0.0, world_size=2)
@@ -95,9 +110,7 @@ def test_killed_runs_resume_to_the_same_end(tmp_path, how):
         hit += any(outcome.kind != "passed" for outcome in killed)
         before = checkpoint.latest(folder)
         assert ended(run_isolated(run, folder, how, -1, 0.0, world_size=2)) == expected, (delay, before)
-        assert sorted(path.name for path in folder.iterdir()) == [
-            f"step_{step:08d}" for step in (STEPS - EVERY, STEPS)
-        ]
+        assert names_in(folder) in kept(before), (delay, before)
     assert hit >= KILLS // 4, "too many moments came after the end of a run"
 
 

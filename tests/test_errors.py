@@ -55,6 +55,11 @@ def per_block(module: nn.Module, **options: Any) -> FSDP:
     return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
+def plain_and_wrapped(use_orig_params: bool) -> tuple[nn.Module, FSDP]:
+    net = make_net()
+    return copy.deepcopy(net), per_block(net, use_orig_params=use_orig_params)
+
+
 each_wrapping = pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
 
 
@@ -567,9 +572,7 @@ def test_checkpoint_that_does_not_fit(rank, world_size, use_orig_params, wrap, h
 @pytest.mark.parametrize("how", ["shape", "no tensor"])
 @ranks(2)
 def test_checkpoint_that_does_not_fit_even_unstrictly(rank, world_size, use_orig_params, how):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     state = moved_on(plain)
     words = spoil(state, how)
     with refused(model, RuntimeError, *words):
@@ -625,9 +628,7 @@ def test_checkpoint_that_is_no_mapping(rank, world_size):
 @each_form
 @ranks(2)
 def test_loading_by_assignment(rank, world_size, use_orig_params):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     with refused(model, ValueError, "assign=True", "sharded parameters", "leave assign out"):
         model.load_state_dict(moved_on(plain), assign=True)
     assert_trains_like(plain, model)
@@ -640,9 +641,7 @@ def test_loading_by_assignment(rank, world_size, use_orig_params):
 @pytest.mark.parametrize("part", ["", "blocks.0"])
 @ranks(2)
 def test_forward_inside_summon(rank, world_size, use_orig_params, part):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     unit = f"unit '{part}'" if part else "the root unit (Net)"
     target = model.module.blocks[0] if part else model
     with FSDP.summon_full_params(model):
@@ -659,9 +658,7 @@ def test_forward_inside_summon(rank, world_size, use_orig_params, part):
 @each_form
 @ranks(2)
 def test_backward_inside_summon(rank, world_size, use_orig_params):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     loss = model(a_batch()).square().mean()
     with FSDP.summon_full_params(model):
         with refused(model, RuntimeError, "summon_full_params", "leave its context"):
@@ -673,9 +670,7 @@ def test_backward_inside_summon(rank, world_size, use_orig_params):
 @pytest.mark.parametrize("part", ["", "blocks.1"])
 @ranks(2)
 def test_summon_inside_summon(rank, world_size, use_orig_params, part):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     target = model.module.blocks[1] if part else model
     with FSDP.summon_full_params(model):
         with torch.no_grad():
@@ -780,9 +775,7 @@ def test_forward_that_returns_a_parameter(rank, world_size, use_orig_params, how
 @pytest.mark.parametrize("forwards", [0, 1], ids=["before_the_first_forward", "after_it"])
 @ranks(2)
 def test_no_sync_on_a_nested_instance(rank, world_size, use_orig_params, forwards):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     for _ in range(forwards):
         model(a_batch())
     with refused(model, RuntimeError, "no_sync()", "root", "blocks.0"):
@@ -853,9 +846,7 @@ def test_conversion_between_forward_and_backward(rank, world_size, use_orig_para
 @each_form
 @ranks(2)
 def test_conversion_that_changes_nothing_is_fine(rank, world_size, use_orig_params):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     assert model.to("cpu").double().cpu() is model
     assert_trains_like(plain, model)
 
@@ -871,9 +862,7 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("inside", [False, True], ids=["wrapper", "plain_parent"])
 @ranks(2)
 def test_copies_of_a_wrapped_module(rank, world_size, use_orig_params, how, inside):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    model = per_block(net, use_orig_params=use_orig_params)
+    plain, model = plain_and_wrapped(use_orig_params)
     target = nn.Sequential(model) if inside else model
     with refused(target, TypeError, "wrapped module", "process group", "state_dict()", "copy.deepcopy"):
         COPIES[how](target)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -17,7 +19,7 @@ from fronts import FRONTS, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, ShardingStrategy, _collectives
 from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator, make_communicator
-from fsdp_wrap._exchange import exchange_gather, exchange_reduce
+from fsdp_wrap._exchange import Messages, exchange_gather, exchange_reduce
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, gather_objects, loss_of, named_state, tokens
@@ -242,6 +244,28 @@ def test_a_failed_exchange_stays_failed():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="closed by peer"):
                 messages.wait()
+
+
+class Stuck:
+    def wait(self):
+        threading.Event().wait(10)
+        raise RuntimeError("timed out")
+
+
+def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
+    lives = {1: True}
+    messages = Messages([(1, Stuck())], lives.__getitem__)
+    moment = timedelta(milliseconds=10)
+    for alive in (True, False, True, False):  # a single look may come between a message and its arrival
+        lives[1] = alive
+        with pytest.raises(RuntimeError, match="on their way still"):
+            messages.wait(moment)
+        assert not messages.is_completed()
+    with pytest.raises(RuntimeError, match="rank 1 of the group died"):
+        messages.wait(moment)
+    assert messages.is_completed()
+    with pytest.raises(RuntimeError, match="rank 1 of the group died"):
+        messages.wait()
 
 
 @ranks(2)

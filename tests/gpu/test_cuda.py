@@ -10,25 +10,9 @@ from bed import ranks
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from models import WRAPPINGS, Transformer, full_grads, loss_of, named_state, tokens, twins
+from on_cuda import SIZES, device_of, needs_cuda, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-SIZES = [1] + ([2] if torch.cuda.device_count() > 1 else [])
-
-
-def _device(rank: int) -> torch.device:
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
-
-
-def _train(model, optimizer, rank, device, steps):
-    for step in range(steps):
-        loss = loss_of(model, tokens(rank, step).to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -36,7 +20,7 @@ def _train(model, optimizer, rank, device, steps):
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @ranks(*SIZES, backend="nccl")
 def test_training_equals_ddp(rank, world_size, use_orig_params, strategy, offload):
-    device = _device(rank)
+    device = device_of(rank)
     plain, model = twins(
         Transformer,
         torch.float64,
@@ -48,7 +32,7 @@ def test_training_equals_ddp(rank, world_size, use_orig_params, strategy, offloa
     )
     ddp = DDP(plain.to(device))
     for module in (ddp, model):
-        _train(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), rank, device, 4)
+        train(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), rank, device, 4)
     state, grads = model.state_dict(), full_grads(model)
     for name, param in named_state(ddp):
         torch.testing.assert_close(state[name].to(device), param.detach(), rtol=0, atol=1e-10)
@@ -57,14 +41,14 @@ def test_training_equals_ddp(rank, world_size, use_orig_params, strategy, offloa
 
 @ranks(*SIZES, backend="nccl")
 def test_peak_memory_is_the_same_in_every_step(rank, world_size):
-    device = _device(rank)
+    device = device_of(rank)
     policy = WRAPPINGS["block"]()
     _, model = twins(Transformer, auto_wrap_policy=policy, device_id=device, use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
     peaks = []
     for _ in range(6):
         torch.cuda.reset_peak_memory_stats()
-        _train(model, optimizer, rank, device, 1)
+        train(model, optimizer, rank, device, 1)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     assert len(set(peaks[2:])) == 1, peaks
@@ -74,7 +58,7 @@ def test_peak_memory_is_the_same_in_every_step(rank, world_size):
 @ranks(*SIZES, backend="nccl")
 def test_offload_trains_what_does_not_fit(rank, world_size, use_orig_params):
     """Parameters, gradients and Adam states take three times the memory that the process may allocate."""
-    device = _device(rank)
+    device = device_of(rank)
     model = Transformer(blocks=12, width=512)
     needed = 4 * sum(param.numel() * 4 for param in model.parameters()) / world_size
     total = torch.cuda.get_device_properties(device).total_memory
@@ -90,7 +74,7 @@ def test_offload_trains_what_does_not_fit(rank, world_size, use_orig_params):
         )
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         before = loss_of(wrapped, tokens(rank, 0).to(device)).item()
-        _train(wrapped, optimizer, rank, device, 5)
+        train(wrapped, optimizer, rank, device, 5)
         wrapped.clip_grad_norm_(1.0)
         assert loss_of(wrapped, tokens(rank, 0).to(device)).item() < before
     finally:

@@ -11,13 +11,10 @@ from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import checkpoint
 from models import Transformer, loss_of, tokens
+from on_cuda import SIZES, needs_cuda
 from test_optim_state_dict import assert_same
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-SIZES = [1] + ([2] if torch.cuda.device_count() > 1 else [])
+pytestmark = needs_cuda
 
 
 def train(model, optimizer, rank, steps):

@@ -12,24 +12,9 @@ from bed import ranks
 from fsdp_wrap import CPUOffload
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from models import WRAPPINGS, Transformer, full_grads, loss_of, tokens, twins
+from on_cuda import SIZES, device_of, needs_cuda, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-SIZES = [1] + ([2] if torch.cuda.device_count() > 1 else [])
-
-
-def _device(rank: int) -> torch.device:
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
-
-
-def _train(model, optimizer, rank, device, steps):
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, tokens(rank, step).to(device)).backward()
-        optimizer.step()
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("offloaded", [False, True], ids=["on_device", "offloaded"])
@@ -38,7 +23,7 @@ def _train(model, optimizer, rank, device, steps):
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @ranks(*SIZES, backend="nccl")
 def test_summoned_parameters_and_gradients(rank, world_size, use_orig_params, to_cpu, rank0_only, offloaded):
-    device = _device(rank)
+    device = device_of(rank)
     plain, model = twins(
         Transformer,
         torch.float64,
@@ -67,7 +52,7 @@ def test_summoned_parameters_and_gradients(rank, world_size, use_orig_params, to
     for name, param in plain.named_parameters():
         torch.testing.assert_close(grads[name].to(device), param.grad, rtol=0, atol=1e-10)
     for module in (ddp, model):
-        _train(module, torch.optim.SGD(module.parameters(), lr=0.1), rank, device, 2)
+        train(module, torch.optim.SGD(module.parameters(), lr=0.1), rank, device, 2)
     state = model.state_dict()
     for name, param in plain.named_parameters():
         torch.testing.assert_close(state[name].to(device), param.detach(), rtol=0, atol=1e-10)
@@ -77,17 +62,17 @@ def test_summoned_parameters_and_gradients(rank, world_size, use_orig_params, to
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @ranks(*SIZES, backend="nccl")
 def test_deep_copy_trains_on_its_own(rank, world_size, use_orig_params, offloaded):
-    device = _device(rank)
+    device = device_of(rank)
     policy, offload = WRAPPINGS["block"](), CPUOffload(offload_params=offloaded)
     options = {"auto_wrap_policy": policy, "cpu_offload": offload, "use_orig_params": use_orig_params}
     _, model = twins(Transformer, torch.float64, device_id=device, **options)
     second = copy.deepcopy(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert [param.device for param in second.parameters()] == [param.device for param in model.parameters()]
-    _train(second, torch.optim.SGD(second.parameters(), lr=0.1), rank, device, 2)
+    train(second, torch.optim.SGD(second.parameters(), lr=0.1), rank, device, 2)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    _train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, device, 2)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, device, 2)
     expected = model.state_dict()
     for name, value in second.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)

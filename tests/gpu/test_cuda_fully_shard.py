@@ -12,12 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from bed import ranks
 from fsdp_wrap import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from models import Transformer, loss_of, tokens
+from on_cuda import SIZES, needs_cuda
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-SIZES = [1] + ([2] if torch.cuda.device_count() > 1 else [])
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("pin", [None, False, True])
