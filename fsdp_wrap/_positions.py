@@ -130,6 +130,11 @@ class _File:
         """Returns the entry in a slot."""
         return _Entry._make(_ENTRY.unpack_from(self.memory, slot))
 
+    def number(self, slot: int) -> int:
+        """Returns the number of the entry in a slot."""
+        number: int = _NUMBER.unpack_from(self.memory, slot)[0]
+        return number
+
     def last_collective(self) -> _Entry:
         """Returns the entry of the highest number."""
         return max(self.read(_slot(number)) for number in range(_RING))
@@ -315,7 +320,9 @@ class GroupPositions:
         end = begin + _COMPARED
         own = self._own.memory[begin:end]
         for peer in self._peers.values():
-            if peer.memory[begin:end] != own:
+            theirs = peer.memory[begin:end]
+            # One that has not come as far yet is the usual case, and tells nothing unless all came.
+            if theirs != own and (all_came or theirs[:_NUMBER_BYTES] == own[:_NUMBER_BYTES]):
                 self._refuse_mix_up(number, all_came)
                 return
 
@@ -340,7 +347,7 @@ class GroupPositions:
         """
         self.compare(number)
         slot = _slot(number)
-        return all(peer.read(slot).number >= number for peer in self._peers.values())
+        return all(peer.number(slot) >= number for peer in self._peers.values())
 
     def lives(self, rank: int) -> bool:
         """Whether a rank of the job lives; of other hosts' that is assumed."""
@@ -349,7 +356,7 @@ class GroupPositions:
     def dead_before(self, number: int) -> list[int]:
         """Returns the peers that died and had not come as far as to this collective."""
         slot = _slot(number)
-        behind = {rank: peer for rank, peer in self._peers.items() if peer.read(slot).number < number}
+        behind = {rank: peer for rank, peer in self._peers.items() if peer.number(slot) < number}
         return [rank for rank, peer in behind.items() if not peer.owner_lives()]
 
     def table(self) -> str:
