@@ -58,16 +58,13 @@ def calls_of_a_step(front: str, units: int, params: int) -> int:
         nonlocal calls
         calls += event == "call"
 
-    def step() -> None:
-        model.zero_grad()
-        model(x).sum().backward()
-
     for _ in range(6):  # by then positions have found whom they look for
-        step()
+        model(x).sum().backward()
+        model.zero_grad()
     gc.collect()
     gc.disable()  # what it calls for earlier models, whenever that is, is no part of a step
     sys.setprofile(count)
-    step()
+    model(x).sum().backward()
     sys.setprofile(None)
     gc.enable()
     return calls
