@@ -10,7 +10,7 @@ import torch
 
 from fsdp_wrap._modules import ParamSlot
 
-__all__ = ["Cut", "cut_all", "only_rows", "round_up", "sizes_of"]
+__all__ = ["Cut", "cut_all", "only_rows", "round_up"]
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,6 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignme
         start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
         cuts.append(cut)
     return cuts
-
-
-def sizes_of(cuts: Sequence[Cut], shapes: Sequence[torch.Size]) -> list[int]:
-    """Returns the sizes of what a rank holds of each parameter, and of the gaps behind them."""
-    starts = [cut.offset for cut in cuts[1:]] + [cuts[-1].end + len(cuts)]
-    gaps = (start - cut.offset - shape.numel() for cut, shape, start in zip(cuts, shapes, starts))
-    return [size for shape, gap in zip(shapes, gaps) for size in (shape.numel(), gap)]
 
 
 def only_rows(cut: Cut) -> Cut:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up, sizes_of
+from fsdp_wrap._buffers import Stretches
+from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
@@ -61,8 +62,10 @@ class DTensorLayout:
         self._folds = [cut.folded for cut in self._cuts if cut.folded is not None]
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
         self._held_shapes = [cut.held_shape(self._rank) for cut in self._cuts]
-        self._sizes = sizes_of(self._cuts, self._held_shapes)
         self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
+        ends = (cut.offset + shape.numel() for cut, shape in zip(self._cuts, self._held_shapes))
+        starts = (cut.offset for cut in self._cuts)
+        self._chunks = Stretches(zip(starts, ends), self.shard_numel)
         self.numel = self.shard_numel * allocator.size
         self.full_numel = self.numel if self.in_place else round_up(self._cuts[-1].stop, allocator.size)
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
@@ -97,8 +100,7 @@ class DTensorLayout:
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
-        pieces = torch.split_with_sizes(part, self._sizes)
-        return [*map(torch.Tensor.view, pieces[::2], self._held_shapes)]
+        return [*map(torch.Tensor.view, self._chunks.of(part), self._held_shapes)]
 
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
         shard = _dtensor(self._pieces[index], self._specs[index])
@@ -183,7 +185,7 @@ class DTensorLayout:
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
-        out.data.copy_(self._shard.data, non_blocking=True)
+        out.copy_(self._shard, non_blocking=True)
 
     def read_shard(self, own: torch.Tensor) -> None:
         self._shard.copy_(own.detach())
@@ -215,9 +217,14 @@ class DTensorLayout:
 
     # gradients
 
-    def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
-        flags = torch.tensor(used, dtype=travelling.dtype)
-        travelling.view(self._ranks, -1)[:, self._used].copy_(flags, non_blocking=True)
+    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
+        return travelling.view(self._ranks, -1)[:, self._used]
+
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        if all(used):
+            notes.fill_(1)
+        else:
+            notes.copy_(torch.tensor(used, dtype=notes.dtype), non_blocking=True)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()

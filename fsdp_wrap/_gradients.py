@@ -179,7 +179,7 @@ class Gradients:
                 for part in () if filled[index] else parts:
                     part.zero_()
                 filled[index] = filled[index] or counts_unused
-        self._layout.note_used(place.tensor, filled)
+        self._layout.note_used(place.notes, filled)
         return place.tensor
 
     # what was reduced
@@ -260,6 +260,7 @@ class _Place:
         self.tensor = buffer.tensor.data  # an alias: leaves' version counters do not move
         self.parts = layout.parts(self.tensor)
         self.boxes = [box for boxes in self.parts for box in boxes]
+        self.notes = layout.notes(self.tensor)
         self._padding = layout.padding(self.tensor)
 
     def allocate(self) -> None:
