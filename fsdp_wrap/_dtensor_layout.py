@@ -24,7 +24,7 @@ from fsdp_wrap.flat_param import Allocator
 __all__ = ["DTensorLayout"]
 
 _ALIGNMENT_BYTES = 16
-_LOCAL = operator.attrgetter("_local_tensor")
+_LOCAL, _REQUIRES_GRAD = operator.attrgetter("_local_tensor"), operator.attrgetter("requires_grad")
 
 
 class DTensorLayout:
@@ -59,11 +59,12 @@ class DTensorLayout:
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
         self._cuts = cut_all(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
-        self._folds = [cut.folded for cut in self._cuts if cut.folded is not None]
+        # Tensors of the wanted shapes: a view like one costs half of a view by a tuple of numbers.
+        self._folds = [torch.empty(cut.folded, device="meta") for cut in self._cuts if cut.folded is not None]
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
-        self._held_shapes = [cut.held_shape(self._rank) for cut in self._cuts]
+        self._chunk_likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self._cuts]
         self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
-        ends = (cut.offset + shape.numel() for cut, shape in zip(self._cuts, self._held_shapes))
+        ends = (cut.offset + like.numel() for cut, like in zip(self._cuts, self._chunk_likes))
         starts = (cut.offset for cut in self._cuts)
         self._chunks = Stretches(zip(starts, ends), self.shard_numel)
         self.numel = self.shard_numel * allocator.size
@@ -100,7 +101,7 @@ class DTensorLayout:
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
-        return [*map(torch.Tensor.view, self._chunks.of(part), self._held_shapes)]
+        return [*map(torch.Tensor.view_as, self._chunks.of(part), self._chunk_likes)]
 
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
         shard = _dtensor(self._pieces[index], self._specs[index])
@@ -114,6 +115,10 @@ class DTensorLayout:
         mark_owned(param)
 
     # what there is
+
+    @property
+    def trains(self) -> list[bool]:
+        return [*map(_REQUIRES_GRAD, self.sources)]
 
     @property
     def fqns(self) -> Sequence[str]:
@@ -168,7 +173,7 @@ class DTensorLayout:
 
     def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if len(self._folds) == len(tensors):
-            return [*map(torch.Tensor.view, tensors, self._folds)]
+            return [*map(torch.Tensor.view_as, tensors, self._folds)]
         return [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:

@@ -470,24 +470,30 @@ class UnitPositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        self.gather.completed()
-        self.gather_kept.completed()
+        for gather in (self.gather, self.gather_kept):
+            if gather.issued:
+                gather.completed()
 
     def reduced(self) -> None:
         """The same for a reduction."""
-        self.reduction.completed()
-        self.reduction_in_copy.completed()
+        for reduction in (self.reduction, self.reduction_in_copy):
+            if reduction.issued:
+                reduction.completed()
 
 
 class CollectivePositions:
-    """Notes one kind of collective of one unit, in every group concerned."""
+    """Notes one kind of collective of one unit, in every group concerned.
+
+    Attributes:
+        issued: The groups and numbers of what has not completed yet.
+    """
 
     def __init__(self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool) -> None:
         self._text = text
         self._tree = tree
         self._waits = waits
         self._groups = tuple(dict.fromkeys(groups))
-        self._issued: list[tuple[GroupPositions, int]] = []
+        self.issued: list[tuple[GroupPositions, int]] = []
         self._notes: dict[GroupPositions, Note] = {}
 
     def issue(self, phase: Phase, iteration: int) -> None:
@@ -496,10 +502,10 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one in its place.
         """
-        self._issued = [
-            (group, group.issue(self._notes.get(group) or self._make_note(group), phase, iteration))
-            for group in self._groups
-        ]
+        self.issued = []
+        for group in self._groups:
+            number = group.issue(self._notes.get(group) or self._make_note(group), phase, iteration)
+            self.issued.append((group, number))
 
     def completed(self) -> None:
         """Checks, once it was waited for, that every peer has issued the same.
@@ -507,10 +513,9 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        if self._issued:
-            issued, self._issued = self._issued, []
-            for group, number in issued:
-                group.compare(number, all_came=self._waits)
+        issued, self.issued = self.issued, []
+        for group, number in issued:
+            group.compare(number, all_came=self._waits)
 
     def _make_note(self, group: GroupPositions) -> Note:
         number = self._tree.number_in(group)

@@ -147,6 +147,10 @@ class FlatLayout:
         return self._front.sources
 
     @property
+    def trains(self) -> list[bool]:
+        return self._front.trains
+
+    @property
     def fqns(self) -> Sequence[str]:
         return self.flat_param._fqns
 
@@ -236,7 +240,7 @@ class FlatLayout:
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
-        self._front.add(reduced.to(self.flat_param.device), used)
+        self._front.add(reduced.to(self._shard.device), used)
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self._front.holders:
@@ -266,9 +270,8 @@ class FlatLayout:
         return self._front.gradient_blocks()
 
     def follow_replaced(self) -> bool:
-        old, new = self._shard, self.flat_param.data
-        if new.data_ptr() == old.data_ptr():
-            new = self._front.replaced(old)
+        old, moved = self._shard, self.flat_param.data_ptr() != self._shard.data_ptr()
+        new = self.flat_param.data if moved else self._front.replaced(old)
         if new is old:
             return False
         if new.shape != old.shape:
