@@ -1,4 +1,4 @@
-"""Small picklable objects between the ranks of a group; the collectives of tensors that carry them."""
+"""Small picklable objects between the ranks of a group; gathers and reductions of single tensors."""
 
 from __future__ import annotations
 
