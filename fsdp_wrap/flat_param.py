@@ -240,7 +240,7 @@ class FlatLayout:
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
-        self._front.add(reduced.to(self._shard.device), used)
+        self._front.add(reduced.to(self.flat_param.device), used)
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self._front.holders:
