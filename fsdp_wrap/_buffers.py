@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-__all__ = ["Buffers", "pack", "same_elements", "unpack"]
+__all__ = ["Buffers", "Stretches", "pack", "same_elements", "unpack"]
 
 
 class Buffers(Protocol):
@@ -58,6 +59,33 @@ class Buffers(Protocol):
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts something of the shard's size into this rank's pieces of the original parameters, as views."""
         ...
+
+
+class Stretches:
+    """Where pieces lie one after the other in a 1-D tensor, perhaps with gaps: all views come from one call.
+
+    Args:
+        bounds: The (start, stop) of each, in order; equal ones, wherever, for one that is empty.
+        length: Of the tensor.
+    """
+
+    def __init__(self, bounds: Iterable[tuple[int, int]], length: int) -> None:
+        self._sizes: list[int] = []
+        self._indices: list[int] = []
+        end = 0
+        for start, stop in bounds:
+            if stop > start > end:
+                self._sizes.append(start - end)  # a gap
+            self._indices.append(len(self._sizes) if stop > start else -1)
+            if stop > start:
+                self._sizes.append(stop - start)
+                end = stop
+        self._sizes += [length - end, 0]  # the last for all that are empty
+
+    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns one view per piece."""
+        parts = torch.split_with_sizes(tensor, self._sizes)
+        return [*map(parts.__getitem__, self._indices)]
 
 
 def same_elements(

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_wrap._modules import ParamSlot
 
-__all__ = ["Cut", "cut_all", "only_rows", "round_up", "sizes_of"]
+__all__ = ["Cut", "cut_all", "only_rows", "round_up"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Cut:
         return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
 
     @functools.cached_property
-    def _folded(self) -> torch.Size | None:
+    def folded(self) -> torch.Size | None:
         """The shape (ranks, rows, others), if rows are the first dimension and none is left over."""
         if self.dim or self.rest or not self.whole:
             return None
@@ -97,8 +97,8 @@ class Cut:
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
-        if self._folded is not None:
-            return [tensor.view(self._folded)]
+        if self.folded is not None:
+            return [tensor.view(self.folded)]
         rows = tensor.movedim(self.dim, 0) if self.dim else tensor
         found = []
         if self.whole:
@@ -125,13 +125,6 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignme
         start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
         cuts.append(cut)
     return cuts
-
-
-def sizes_of(cuts: Sequence[Cut], shapes: Sequence[torch.Size]) -> list[int]:
-    """Returns the sizes of what a rank holds of each parameter, and of the gaps behind them."""
-    starts = [cut.offset for cut in cuts[1:]] + [cuts[-1].end + len(cuts)]
-    gaps = (start - cut.offset - shape.numel() for cut, shape, start in zip(cuts, shapes, starts))
-    return [size for shape, gap in zip(shapes, gaps) for size in (shape.numel(), gap)]
 
 
 def only_rows(cut: Cut) -> Cut:

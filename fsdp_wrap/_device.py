@@ -59,7 +59,10 @@ class _WorksPending:
             work.wait()
 
     def wait_for(self, limit: timedelta) -> bool:
-        return all(_wait_for(work, limit) for work in self._works)
+        for work in self._works:
+            if not _wait_for(work, limit):
+                return False
+        return True
 
 
 def _wait_for(work: Any, limit: timedelta) -> bool:

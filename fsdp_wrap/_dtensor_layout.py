@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up, sizes_of
+from fsdp_wrap._buffers import Stretches
+from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
@@ -23,7 +24,7 @@ from fsdp_wrap.flat_param import Allocator
 __all__ = ["DTensorLayout"]
 
 _ALIGNMENT_BYTES = 16
-_LOCAL = operator.attrgetter("_local_tensor")
+_LOCAL, _REQUIRES_GRAD = operator.attrgetter("_local_tensor"), operator.attrgetter("requires_grad")
 
 
 class DTensorLayout:
@@ -58,10 +59,14 @@ class DTensorLayout:
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
         self._cuts = cut_all(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
+        # Tensors of the wanted shapes: a view like one costs half of a view by a tuple of numbers.
+        self._folds = [torch.empty(cut.folded, device="meta") for cut in self._cuts if cut.folded is not None]
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
-        self._held_shapes = [cut.held_shape(self._rank) for cut in self._cuts]
-        self._sizes = sizes_of(self._cuts, self._held_shapes)
+        self._chunk_likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self._cuts]
         self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
+        ends = (cut.offset + like.numel() for cut, like in zip(self._cuts, self._chunk_likes))
+        starts = (cut.offset for cut in self._cuts)
+        self._chunks = Stretches(zip(starts, ends), self.shard_numel)
         self.numel = self.shard_numel * allocator.size
         self.full_numel = self.numel if self.in_place else round_up(self._cuts[-1].stop, allocator.size)
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
@@ -96,15 +101,11 @@ class DTensorLayout:
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
-        pieces = torch.split_with_sizes(part, self._sizes)
-        return [*map(torch.Tensor.view, pieces[::2], self._held_shapes)]
-
-    def _dtensor(self, index: int, piece: torch.Tensor) -> DTensor:
-        # The public way costs ten times as much, per gradient and step; so does __init__, which does nothing.
-        return DTensor.__new__(DTensor, piece, self._specs[index], requires_grad=False)
+        return [*map(torch.Tensor.view_as, self._chunks.of(part), self._chunk_likes)]
 
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
-        param = nn.Parameter(self._dtensor(index, self._pieces[index]), requires_grad=like.requires_grad)
+        shard = _dtensor(self._pieces[index], self._specs[index])
+        param = nn.Parameter(shard, requires_grad=like.requires_grad)
         self._show_in(param, index)
         return param
 
@@ -114,6 +115,10 @@ class DTensorLayout:
         mark_owned(param)
 
     # what there is
+
+    @property
+    def trains(self) -> list[bool]:
+        return [*map(_REQUIRES_GRAD, self.sources)]
 
     @property
     def fqns(self) -> Sequence[str]:
@@ -167,6 +172,8 @@ class DTensorLayout:
         return self._cuts[index].split(tensor)
 
     def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if len(self._folds) == len(tensors):
+            return [*map(torch.Tensor.view_as, tensors, self._folds)]
         return [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
@@ -183,7 +190,7 @@ class DTensorLayout:
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
-        out.data.copy_(self._shard.data, non_blocking=True)
+        out.copy_(self._shard, non_blocking=True)
 
     def read_shard(self, own: torch.Tensor) -> None:
         self._shard.copy_(own.detach())
@@ -215,21 +222,33 @@ class DTensorLayout:
 
     # gradients
 
-    def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
-        flags = torch.tensor(used, dtype=travelling.dtype)
-        travelling.view(self._ranks, -1)[:, self._used].copy_(flags, non_blocking=True)
+    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
+        return travelling.view(self._ranks, -1)[:, self._used]
+
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        if all(used):
+            notes.fill_(1)
+        else:
+            notes.copy_(torch.tensor(used, dtype=notes.dtype), non_blocking=True)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         own = reduced.to(self._shard.device)
-        for index, (param, piece) in enumerate(zip(self.sources, self._held(own))):
-            # Looking at the number waits for the device: only where this rank does not know by itself.
-            if not param.requires_grad or not (used[index] or own[self._used][index].item()):
+        used = used if all(used) else self._used_by_any(own, used)
+        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._specs, used):
+            if not by_any or not param.requires_grad:
                 continue
             if param.grad is None:
-                param.grad = self._dtensor(index, piece)
+                param.grad = _dtensor(piece, spec)
             else:
                 held_by_this_rank(param.grad).add_(piece)
+
+    def _used_by_any(self, own: torch.Tensor, used: Sequence[bool]) -> list[bool]:
+        # Looking at a number waits for the device: only where this rank does not know by itself.
+        return [
+            mine or (param.requires_grad and own[self._used][index].item() != 0)
+            for index, (param, mine) in enumerate(zip(self.sources, used))
+        ]
 
     def allow_gradients_of_any_dtype(self) -> None:
         for param in self.sources:
@@ -253,7 +272,7 @@ class DTensorLayout:
             if piece is None or not has_grad:
                 param.grad = None
             elif param.grad is None:
-                param.grad = self._dtensor(index, piece.to(self._shard.device, copy=True))
+                param.grad = _dtensor(piece.to(self._shard.device, copy=True), self._specs[index])
             elif not torch.equal(held_by_this_rank(param.grad), piece.to(self._shard)):
                 held_by_this_rank(param.grad).copy_(piece)
 
@@ -302,6 +321,11 @@ class DTensorLayout:
         self._first_places = [next(iter(places)) for places in self.places]
         self._leaf_display = Display(self.places, self._leaves)
         self._display = Display(self.places, self.sources)
+
+
+def _dtensor(piece: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
+    return DTensor.__new__(DTensor, piece, spec, requires_grad=False)
 
 
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:

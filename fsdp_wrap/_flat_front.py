@@ -45,6 +45,11 @@ class Front(Protocol):
     sources: Sequence[nn.Parameter]
     holders: Sequence[nn.Parameter]
 
+    @property
+    def trains(self) -> list[bool]:
+        """For each original parameter, whether that needs a gradient."""
+        ...
+
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cuts something of the shard's size into one piece per holder."""
         ...
@@ -97,6 +102,10 @@ class FlatFront:
         self.holders: Sequence[nn.Parameter] = [layout.flat_param]
         self._pieces = layout.pieces(layout.flat_param.data)
         self.follow_places()
+
+    @property
+    def trains(self) -> list[bool]:
+        return [self._layout.flat_param.requires_grad] * len(self.sources)
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         return shard
@@ -169,6 +178,10 @@ class SliceFront:
         self._held = [
             (index, int(piece.storage_offset()) - first) for index, piece in pieces if piece.numel()
         ]
+
+    @property
+    def trains(self) -> list[bool]:
+        return [*map(_REQUIRES_GRAD, self.sources)]
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         memory = _memory(self.sources)
@@ -271,6 +284,7 @@ def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list
 
 
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:

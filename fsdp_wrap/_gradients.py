@@ -70,11 +70,6 @@ class Gradients:
             layout.allow_gradients_of_any_dtype()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the reduce buffer when it is allocated."""
-        return self._place.buffer.nbytes
-
-    @property
     def collected(self) -> bool:
         """Whether there is anything in the reduce buffer."""
         return self._place.buffer.allocated
@@ -101,7 +96,9 @@ class Gradients:
         at many ranks, where that would lose small ones, by about the square root only.
         """
         before = _divisor_before(contributors) if self._dtypes.reduce == torch.float16 else 1.0
-        self._scale, self._scale_after = 1.0 / before, before / contributors
+        self._scale, after = 1.0 / before, before / contributors
+        # Multiplying by a number would make such a tensor each time.
+        self._factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
 
     # from the leaves into the reduce buffer
 
@@ -179,7 +176,7 @@ class Gradients:
                 for part in () if filled[index] else parts:
                     part.zero_()
                 filled[index] = filled[index] or counts_unused
-        self._layout.note_used(place.tensor, filled)
+        self._layout.note_used(place.notes, filled)
         return place.tensor
 
     # what was reduced
@@ -199,8 +196,8 @@ class Gradients:
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
-        if self._scale_after != 1.0:
-            reduced.mul_(self._scale_after)
+        if self._factor is not None:
+            reduced.mul_(self._factor)
         self._layout.add_reduced(reduced, self._filled)
         self._unreduced = False
         self.drop()
@@ -260,6 +257,7 @@ class _Place:
         self.tensor = buffer.tensor.data  # an alias: leaves' version counters do not move
         self.parts = layout.parts(self.tensor)
         self.boxes = [box for boxes in self.parts for box in boxes]
+        self.notes = layout.notes(self.tensor)
         self._padding = layout.padding(self.tensor)
 
     def allocate(self) -> None:

@@ -396,14 +396,14 @@ class ParamHandle:
         """
         # Whether a segment takes part must not depend on which of its leaves this rank used.
         segments = [each for each in self.segments if each.trainable or each.gradients.collected]
-        full = [segment.gradients.complete(counts_unused) for segment in segments]
-        shards = [
-            self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments
-        ]
+        full, shards = [], []
+        for segment in segments:
+            full.append(segment.gradients.complete(counts_unused))
+            shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
         reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
         replicas = self._summing if over_replicas else None
         self._reduction = Reduction(segments, shards, reduce_scatter(shards, full), replicas)
-        return sum(segment.gradients.nbytes for segment in segments)
+        return sum(tensor.nbytes for tensor in full)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""

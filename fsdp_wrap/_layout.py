@@ -23,8 +23,7 @@ class Layout(Buffers, ShardedGradients, Protocol):
         name: Name of the segment within its unit.
         dtype: Master dtype.
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
-        sources: For each leaf, the sharded parameter that stands for it: it says whether the leaf
-            needs a gradient.
+        sources: For each leaf, the sharded parameter that stands for it.
         flat_param: The parameter whose data are this rank's shard, whether or not the optimizer sees it.
     """
 
@@ -41,6 +40,11 @@ class Layout(Buffers, ShardedGradients, Protocol):
 
     @property
     def sources(self) -> Sequence[nn.Parameter]: ...
+
+    @property
+    def trains(self) -> list[bool]:
+        """For each leaf, whether it needs a gradient: as its sharded parameter does."""
+        ...
 
     @property
     def fqns(self) -> Sequence[str]: ...

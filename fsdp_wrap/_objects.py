@@ -1,4 +1,4 @@
-"""Small picklable objects between the ranks of a group; torch's collectives by their name in its version."""
+"""Small picklable objects between the ranks of a group; gathers and reductions of single tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 __all__ = ["all_gather_object", "all_gather_single", "broadcast_object", "reduce_scatter_single"]
 
-# Torch 2.13 renamed them.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
+_GATHER, _REDUCE = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist.ProcessGroup, "all_gather_single")  # renamed in torch 2.13
+    else ("_allgather_base", "_reduce_scatter_base")
+)
+
+
+def all_gather_single(
+    full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
+    """Fills a tensor from all ranks; returns the work if that is asynchronous."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return _finished(getattr(group, _GATHER)(full, own, options), async_op)
+
+
+def reduce_scatter_single(
+    shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
+    """Sums a tensor over all ranks, of which each gets a part; returns the work if that is asynchronous."""
+    options = ReduceScatterOptions()
+    options.asyncOp = async_op
+    return _finished(getattr(group, _REDUCE)(shard, full, options), async_op)
+
+
+def _finished(work: Any, async_op: bool) -> Any:
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:

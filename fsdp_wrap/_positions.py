@@ -130,6 +130,11 @@ class _File:
         """Returns the entry in a slot."""
         return _Entry._make(_ENTRY.unpack_from(self.memory, slot))
 
+    def number(self, slot: int) -> int:
+        """Returns the number of the entry in a slot."""
+        number: int = _NUMBER.unpack_from(self.memory, slot)[0]
+        return number
+
     def last_collective(self) -> _Entry:
         """Returns the entry of the highest number."""
         return max(self.read(_slot(number)) for number in range(_RING))
@@ -296,8 +301,7 @@ class GroupPositions:
             self._search()
         self.issued = number = self.issued + 1
         self._own.write(_slot(number), number, note, phase, iteration)
-        if self._peers:
-            self.compare(number)
+        self.compare(number)
         return number
 
     def compare(self, number: int, all_came: bool = False) -> None:
@@ -310,11 +314,15 @@ class GroupPositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
+        if not self._peers:
+            return
         begin = _slot(number)
         end = begin + _COMPARED
         own = self._own.memory[begin:end]
         for peer in self._peers.values():
-            if peer.memory[begin:end] != own:
+            theirs = peer.memory[begin:end]
+            # One that has not come as far yet is the usual case, and tells nothing unless all came.
+            if theirs != own and (all_came or theirs[:_NUMBER_BYTES] == own[:_NUMBER_BYTES]):
                 self._refuse_mix_up(number, all_came)
                 return
 
@@ -339,7 +347,7 @@ class GroupPositions:
         """
         self.compare(number)
         slot = _slot(number)
-        return all(peer.read(slot).number >= number for peer in self._peers.values())
+        return all(peer.number(slot) >= number for peer in self._peers.values())
 
     def lives(self, rank: int) -> bool:
         """Whether a rank of the job lives; of other hosts' that is assumed."""
@@ -348,7 +356,7 @@ class GroupPositions:
     def dead_before(self, number: int) -> list[int]:
         """Returns the peers that died and had not come as far as to this collective."""
         slot = _slot(number)
-        behind = {rank: peer for rank, peer in self._peers.items() if peer.read(slot).number < number}
+        behind = {rank: peer for rank, peer in self._peers.items() if peer.number(slot) < number}
         return [rank for rank, peer in behind.items() if not peer.owner_lives()]
 
     def table(self) -> str:
@@ -462,24 +470,30 @@ class UnitPositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        self.gather.completed()
-        self.gather_kept.completed()
+        for gather in (self.gather, self.gather_kept):
+            if gather.issued:
+                gather.completed()
 
     def reduced(self) -> None:
         """The same for a reduction."""
-        self.reduction.completed()
-        self.reduction_in_copy.completed()
+        for reduction in (self.reduction, self.reduction_in_copy):
+            if reduction.issued:
+                reduction.completed()
 
 
 class CollectivePositions:
-    """Notes one kind of collective of one unit, in every group concerned."""
+    """Notes one kind of collective of one unit, in every group concerned.
+
+    Attributes:
+        issued: The groups and numbers of what has not completed yet.
+    """
 
     def __init__(self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool) -> None:
         self._text = text
         self._tree = tree
         self._waits = waits
         self._groups = tuple(dict.fromkeys(groups))
-        self._issued: list[tuple[GroupPositions, int]] = []
+        self.issued: list[tuple[GroupPositions, int]] = []
         self._notes: dict[GroupPositions, Note] = {}
 
     def issue(self, phase: Phase, iteration: int) -> None:
@@ -488,10 +502,10 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one in its place.
         """
-        self._issued = [
-            (group, group.issue(self._notes.get(group) or self._make_note(group), phase, iteration))
-            for group in self._groups
-        ]
+        self.issued = []
+        for group in self._groups:
+            number = group.issue(self._notes.get(group) or self._make_note(group), phase, iteration)
+            self.issued.append((group, number))
 
     def completed(self) -> None:
         """Checks, once it was waited for, that every peer has issued the same.
@@ -499,10 +513,9 @@ class CollectivePositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        if self._issued:
-            issued, self._issued = self._issued, []
-            for group, number in issued:
-                group.compare(number, all_came=self._waits)
+        issued, self.issued = self.issued, []
+        for group, number in issued:
+            group.compare(number, all_came=self._waits)
 
     def _make_note(self, group: GroupPositions) -> Note:
         number = self._tree.number_in(group)

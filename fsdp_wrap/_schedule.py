@@ -106,8 +106,8 @@ class Schedule:
                 return tensor
             if id(tensor) not in seen:  # what was one tensor stays one: modules test `query is key`
                 view = seen[id(tensor)] = tensor.view_as(tensor)
-                view.register_hook(lambda _: self._on_input_gradient(use))  # type: ignore[no-untyped-call]
                 assert view.grad_fn is not None
+                view.grad_fn.register_prehook(lambda _: self._on_input_gradient(use))
                 nodes.append(view.grad_fn)
             return seen[id(tensor)]
 
@@ -164,17 +164,19 @@ class Schedule:
                     self._traffic.reshard(unit, Phase.FORWARD)
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        expected = self._order.next_in_forward(unit)
+        expected, options = self._order.next_in_forward(unit), unit.options
         if unit in self._prefetched:
             self._prefetched.remove(unit)
-        elif not unit.options.forward_targets and unit.options.forward_prefetch:
+        elif not options.forward_targets and options.forward_prefetch:
             for wrong in self._prefetched:  # the order has changed
                 self._traffic.reshard(wrong, Phase.FORWARD)
             self._prefetched = []
-        targets: Iterable[Unit] = unit.options.forward_targets
-        if unit.options.forward_prefetch and expected is not None:
+        targets = options.forward_targets
+        if options.forward_prefetch and expected is not None:
             targets = targets or (expected,)
-        self._prefetched += [target for target in targets if self._traffic.gather(target, Phase.FORWARD)]
+        for target in targets:
+            if self._traffic.gather(target, Phase.FORWARD):
+                self._prefetched.append(target)
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
@@ -231,7 +233,8 @@ class Schedule:
             self._traffic.unshard(use.unit, Phase.BACKWARD)
             assert use.unit.handle is not None
             use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
-        if use.open(graph_task(), inputs) and _prefetches(use.unit, BackwardPrefetch.BACKWARD_PRE):
+        opened = use.open(graph_task(), inputs)
+        if opened and use.unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_with_room(use.unit)
 
     def on_leaf_gradient(self, unit: Unit, leaf: nn.Parameter, number: int, index: int) -> None:
@@ -251,7 +254,7 @@ class Schedule:
             assert unit.handle is not None
             unit.handle.segments[number].take_in_place(index)
         all_came = unit.look(makes_graph or in_place)
-        if unit.arrivals.crowded and (self._traffic.reducing or self._prefetching_later):
+        if (self._traffic.reducing or self._prefetching_later) and unit.arrivals.crowded:
             self._make_room()
         if all_came and not unit.awaits_inputs:
             if unit.needed_for_inputs:
@@ -275,7 +278,7 @@ class Schedule:
         emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         self._end_unsharded_backward(unit, Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
-        if _prefetches(unit, BackwardPrefetch.BACKWARD_POST):
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(unit)
 
     def _end_unsharded_backward(self, unit: Unit, phase: Phase) -> None:
@@ -459,10 +462,6 @@ def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, ParametrizationList):
             module.register_forward_pre_hook(ParametrizationGuard(unit))
-
-
-def _prefetches(unit: Unit, when: BackwardPrefetch) -> bool:
-    return unit.options.backward_prefetch is when
 
 
 def _look_after(unit: Unit, number: int, index: int) -> Callable[[nn.Parameter], None]:

@@ -103,7 +103,7 @@ class Segment:
 
     def follow_requires_grad(self) -> bool:
         """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""
-        wanted = [*map(_REQUIRES_GRAD, self.layout.sources)]
+        wanted = self.layout.trains
         if wanted == [*map(_REQUIRES_GRAD, self.leaves)]:
             return False
         for leaf, trains in zip(self.leaves, wanted):

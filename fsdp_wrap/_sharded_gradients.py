@@ -13,11 +13,15 @@ __all__ = ["ShardedGradients"]
 class ShardedGradients(Protocol):
     """The gradients of one segment's sharded parameters, and marks where unreduced ones wait."""
 
-    def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
-        """Notes in a buffer that will be reduced, where other ranks must know it, what this rank used.
+    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
+        """Views where in a buffer that will be reduced `note_used` notes something."""
+        ...
+
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes, where other ranks must know it, what this rank used.
 
         Args:
-            travelling: The buffer.
+            notes: From `notes`, of the buffer that will be reduced.
             used: For each original parameter, whether this rank has contributed to its gradient.
         """
         ...

@@ -162,6 +162,8 @@ class Unit:
 
     def ran(self, part: nn.Module | None) -> bool:
         """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
+        if not self.parts:
+            return True
         self._to_run.discard(part)
         over = not self._to_run
         if over:

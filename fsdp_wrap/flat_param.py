@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._flat_front import FlatFront, Front, SliceFront
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._interval import Interval
@@ -119,7 +120,8 @@ class FlatLayout:
         self._allocate = allocator.empty_on_host if offload else allocator.empty
         shard = self._allocate(self.shard_numel, self.dtype)
         self._resides = not sharded and shard.device == allocator.device
-        self._cut = _Cut(self.extents, self._first, self.shard_numel)
+        held = (extent.within(self._first, self.shard_numel) for extent in self.extents)
+        self._held = Stretches(held, self.shard_numel)
         _fill(shard, self._first, self.extents, slots)
         self._shard = shard
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
@@ -145,6 +147,10 @@ class FlatLayout:
         return self._front.sources
 
     @property
+    def trains(self) -> list[bool]:
+        return self._front.trains
+
+    @property
     def fqns(self) -> Sequence[str]:
         return self.flat_param._fqns
 
@@ -165,7 +171,10 @@ class FlatLayout:
         starts = [*(extent.start for extent in self.extents), self.numel]
         return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
-    def note_used(self, travelling: torch.Tensor, used: Sequence[bool]) -> None:
+    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
+        return travelling[:0]
+
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
         """Nothing: a gradient that no rank contributed to is zero, and each decides for its piece."""
 
     @property
@@ -186,8 +195,9 @@ class FlatLayout:
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
-        if out.data_ptr() != self.flat_param.data_ptr():
-            out.data.copy_(self.flat_param.data, non_blocking=True)
+        shard = self.flat_param.data
+        if not self._resides or out.data_ptr() != shard.data_ptr():
+            out.copy_(shard, non_blocking=True)
 
     def read_shard(self, own: torch.Tensor) -> None:
         self.flat_param.data.copy_(own.data)
@@ -260,10 +270,9 @@ class FlatLayout:
         return self._front.gradient_blocks()
 
     def follow_replaced(self) -> bool:
-        old, new = self._shard, self.flat_param.data
-        if new.data_ptr() == old.data_ptr():
-            new = self._front.replaced(old)
-        if new.data_ptr() == old.data_ptr():
+        old, moved = self._shard, self.flat_param.data_ptr() != self._shard.data_ptr()
+        new = self.flat_param.data if moved else self._front.replaced(old)
+        if new is old:
             return False
         if new.shape != old.shape:
             raise ValueError(
@@ -308,27 +317,7 @@ class FlatLayout:
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
-        return self._cut.pieces(shard) if self.sharded else self.views(shard)
-
-
-class _Cut:
-    """How a shard is cut into pieces of the original parameters: all views come from one call."""
-
-    def __init__(self, extents: Sequence[Extent], first: int, length: int) -> None:
-        self._sizes: list[int] = []
-        self._parts: list[int] = []
-        end = 0
-        for start, stop in (extent.within(first, length) for extent in extents):
-            if stop > start:
-                self._sizes += [start - end, stop - start]
-                end = stop
-            self._parts.append(len(self._sizes) - 1 if stop > start else -1)
-        self._sizes += [length - end, 0]  # the last for all that are empty
-
-    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Returns one view per original parameter."""
-        parts = torch.split_with_sizes(shard, self._sizes)
-        return [*map(parts.__getitem__, self._parts)]
+        return self._held.of(shard) if self.sharded else self.views(shard)
 
 
 def _set_gradient(param: nn.Parameter, piece: torch.Tensor | None) -> None:

@@ -230,6 +230,10 @@ def test_ranks_that_use_different_parameters(rank, world_size):
     assert torch.equal(model.left.weight.grad.full_tensor(), torch.full((3, 4), 0.5))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()
+    model(torch.ones(1, 4), ["every", "left"][rank]).sum().backward()
+    assert torch.equal(model.neither.weight.grad.full_tensor(), torch.full((3, 4), 0.5))
+    assert torch.equal(model.left.weight.grad.full_tensor(), torch.ones(3, 4))
+    model.zero_grad()
     model.set_reduce_scatter_unused_params(True)
     model.right.requires_grad_(False)
     model(torch.ones(1, 4), "left").sum().backward()
@@ -243,6 +247,9 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
         return getattr(self, way)(x)
+
+    def every(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(x) + self.neither(x)
 
     def twice(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * self.left(x)
