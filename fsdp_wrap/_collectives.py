@@ -80,6 +80,8 @@ class Communicator(ABC):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor that can travel."""
+        if not torch.is_inference_mode_enabled():
+            return torch.empty(numel, dtype=dtype, device=self.device)
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -91,7 +93,7 @@ class Communicator(ABC):
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the view of an evenly sharded 1-D tensor that belongs to this rank."""
         length = full.numel() // self.size
-        return full.narrow(0, self.rank * length, length)
+        return full[self.rank * length : (self.rank + 1) * length]  # which costs less than narrow()
 
     @abstractmethod
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
@@ -253,7 +255,8 @@ class GroupCommunicator(Communicator):
         return self.device.type != "cpu"
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
-        summed = full.to(shard.dtype)  # where this is a copy, it belongs to the stream that is current here
+        # Where this is a copy, it belongs to the stream that is current here.
+        summed = full if full.dtype == shard.dtype else full.to(shard.dtype)
         return reduce_scatter_single(shard, summed, group=self._group, async_op=async_op)
 
     def all_reduce(
