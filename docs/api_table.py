@@ -195,6 +195,9 @@ class Table:
             same = mine.get(name) == default and order[place : place + 1] == [name]
             here = "same" if same else self._reason(f"{theirs.name}({name})", mine.get(name))
             self._row(theirs.name, name, default, here)
+        for name, default in mine.items():
+            if theirs.arguments is not None and name not in theirs.arguments:
+                self._row(theirs.name, name, "", f"here only: `{default}`")
 
     def _reason(self, key: str, found: str | None = None) -> str:
         name = key.partition("(")[0]

@@ -135,6 +135,14 @@ def test_differences_of_a_class_are_found(make, faults):
     assert lines[-1] == "| `Name` |  |  | and also `.more` |"
 
 
+def test_arguments_that_torch_does_not_have_are_listed():
+    cls = same()
+    cls.step = lambda self, *, count=1, closure=None, wide=True: None
+    lines, found = compare(Theirs, cls)
+    assert not found
+    assert "| `Name.step` | `wide` |  | here only: `by keyword, True` |" in lines
+
+
 def test_inherited_methods_count():
     class Scaler(torch.amp.GradScaler):
         pass
