@@ -55,7 +55,7 @@ def _steps(name: str, about: str, base: str, limits: Mapping[str, float]) -> lis
 
 
 def _shared_steps(name: str, about: str, base: str, limits: Mapping[str, float]) -> list[Goal]:
-    """A goal through shared memory for each case at either number of ranks, where there is that way."""
+    """A goal through shared memory for each case at either number of ranks."""
     rows = tuple(SHARED.values())
     return [
         Goal(
@@ -67,7 +67,6 @@ def _shared_steps(name: str, about: str, base: str, limits: Mapping[str, float])
         )
         for where in ("", " on 4 ranks")
         for case, limit in limits.items()
-        if rows
     ]
 
 
