@@ -26,6 +26,7 @@ from fsdp_wrap._collectives import ExchangeCommunicator
 from fsdp_wrap._communicators import AutomaticCommunicator
 from fsdp_wrap._events import record_events
 from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._rendezvous import Hosts
 from fsdp_wrap._two_level import TwoLevelCommunicator
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -63,6 +64,22 @@ def on_host(rank, world_size, hosts, store, body, args):
         return result
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "are_blocks"),
+    [
+        ("aa", True),
+        ("aabb", True),
+        ("bbbaaa", True),
+        ("ab", False),
+        ("abab", False),
+        ("abba", False),
+        ("aaab", False),
+    ],
+)
+def test_two_levels_need_blocks_of_several_ranks(by_rank, are_blocks):
+    assert Hosts([*by_rank]).are_blocks is are_blocks
 
 
 def two_levels():
