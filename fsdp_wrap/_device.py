@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Finished", "Issued", "Lane", "Pending", "lane_of"]
+__all__ = ["Finished", "Issued", "Lane", "Pending", "WorksPending", "lane_of"]
 
 
 class Pending(Protocol):
@@ -50,7 +50,9 @@ class Finished:
         return True
 
 
-class _WorksPending:
+class WorksPending:
+    """Several works, waited for one after the other."""
+
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
@@ -80,7 +82,7 @@ class HostLane(Lane):
 
     def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Issued:
         works = start(True)
-        return _WorksPending(works) if works else Finished()
+        return WorksPending(works) if works else Finished()
 
 
 class _EventPending:

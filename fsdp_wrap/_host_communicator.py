@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._channel import Channel, Kind
 from fsdp_wrap._collectives import GroupCommunicator
-from fsdp_wrap._device import Pending
+from fsdp_wrap._device import Pending, WorksPending
 from fsdp_wrap._dispatch_modes import stand_in_for_modes
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._shared_collective import Part, Room, SharedCollective
@@ -161,7 +161,7 @@ class HostCommunicator(GroupCommunicator):
     def _issue_each(self, kind: Kind, parts: list[Part]) -> Pending:
         """Issues one collective for each part."""
         every = [self._issue_on(kind, part) for part in parts]
-        return every[0] if len(every) == 1 else _All(every)
+        return every[0] if len(every) == 1 else WorksPending(every)
 
     def _issue_on(self, kind: Kind, part: Part) -> Pending:
         channel = self._channel
@@ -171,17 +171,6 @@ class HostCommunicator(GroupCommunicator):
 
     def _listening(self) -> dist.ProcessGroup | None:
         return stand_in_for_modes(self.rank, self.size)
-
-
-class _All:
-    """Several that are waited for one after the other."""
-
-    def __init__(self, every: list[Pending]) -> None:
-        self._every = every
-
-    def wait(self) -> None:
-        for each in self._every:
-            each.wait()
 
 
 def _by_rank(full: torch.Tensor, size: int) -> Parts:

@@ -24,21 +24,25 @@ def all_gather_single(
     full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Fills a tensor from all ranks; returns the work if that is asynchronous."""
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return _finished(getattr(group, _GATHER)(full, own, options), async_op)
+    return _call(getattr(group, _GATHER), full, own, AllgatherOptions(), async_op)
 
 
 def reduce_scatter_single(
     shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Sums a tensor over all ranks, of which each gets a part; returns the work if that is asynchronous."""
-    options = ReduceScatterOptions()
+    return _call(getattr(group, _REDUCE), shard, full, ReduceScatterOptions(), async_op)
+
+
+def _call(
+    collective: Any,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    options: AllgatherOptions | ReduceScatterOptions,
+    async_op: bool,
+) -> Any:
     options.asyncOp = async_op
-    return _finished(getattr(group, _REDUCE)(shard, full, options), async_op)
-
-
-def _finished(work: Any, async_op: bool) -> Any:
+    work = collective(target, source, options)
     if async_op or work is None:
         return work
     work.wait()
