@@ -8,15 +8,19 @@ collective completes as soon as all ranks have posted it, in whatever order they
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from fsdp_wrap._shared_memory import PeerMemory, SharedMemory
+from fsdp_wrap._shared_memory import Lease, PeerMemory, SharedMemory
 from fsdp_wrap._signals import Life, wait_until, wake
 
-__all__ = ["Board", "Channel", "Kind", "Peer", "Post", "Record"]
+__all__ = ["LENDER", "Board", "Channel", "Kind", "Lent", "Peer", "Post", "Record"]
+
+LENDER = 0
+"""The rank of whose memory all compute with pieces."""
 
 _POSTS = 512
 """So many collectives may be in flight; who issues more waits until all have read the oldest."""
@@ -33,6 +37,7 @@ class Kind(IntEnum):
     OBJECT = 6
     ALL_TO_ALL = 7
     BROADCAST = 8
+    COMMON_GATHER = 9
 
 
 class Record(NamedTuple):
@@ -120,14 +125,27 @@ class Channel:
         memory: Its memory.
         begin: Of its board.
         peers: The other ranks.
+
+    Attributes:
+        memory: Of this rank.
+        lender: Memory of the rank of whose pieces all compute with.
+        private: The same, so that only this rank sees what it changes there.
     """
 
     def __init__(self, rank: int, memory: SharedMemory, begin: int, peers: dict[int, Peer]) -> None:
         self.peers, self.memory = peers, memory
         self._rank = rank
         self._board = Board(memory, begin, len(peers) + 1)
+        self.lender = memory if rank == LENDER else peers[LENDER].memory
+        assert self.lender.private is not None
+        self.private = self.lender.private
         self._process = os.getpid()
         self._number = 0
+
+    @property
+    def next_number(self) -> int:
+        """The number of the collective that is to be issued next."""
+        return self._number + 1
 
     def has_room(self) -> bool:
         """Whether another collective may be issued.
@@ -163,16 +181,19 @@ class Channel:
         Raises:
             RuntimeError: In a fork.
         """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "a forked process cannot communicate in its parent's groups: make a group in it"
-            )
-        self._number += 1
+        self._count()
         begin, nbytes = 0, 0
         if tensor is not None and tensor.numel() > 0:
             begin, nbytes = self._shown(tensor, in_place), tensor.nbytes
         self._board.post(self._number, Record(kind, nbytes, begin))
         return self._number
+
+    def _count(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "a forked process cannot communicate in its parent's groups: make a group in it"
+            )
+        self._number += 1
 
     def _shown(self, tensor: torch.Tensor, in_place: bool) -> int:
         """Returns where others may read a tensor or a copy of it."""
@@ -187,20 +208,52 @@ class Channel:
         self.memory.give_back(begin)
         return begin
 
-    def arrived(self, number: int, limit: float) -> bool:
-        """Waits until all peers have posted.
+    def share(self, lease: Lease, nbytes: int) -> int:
+        """Posts this rank's share in a common gather; returns the number of the collective.
+
+        Args:
+            lease: Of the piece to which this rank has written its part: its own if it is the lender.
+            nbytes: Of all parts.
+
+        Raises:
+            RuntimeError: In a fork.
+        """
+        self._count()
+        if self._rank == LENDER:
+            users = self.memory.words(lease.begin, len(self.peers) + 1)
+            for rank in self.peers:
+                users[rank] = 0
+            self.memory.note(lease.begin, Lent(users, self.peers))
+        self._board.post(self._number, Record(Kind.COMMON_GATHER, nbytes, lease.begin))
+        return self._number
+
+    def borrow(self, number: int, nbytes: int) -> Lease:
+        """Returns the piece that the lender has posted.
+
+        Raises:
+            RuntimeError: If it takes part in something else.
+        """
+        record = self.read(number, Kind.COMMON_GATHER, LENDER, nbytes)
+        return Lease(record.begin, self._return)
+
+    def _return(self, begin: int) -> None:
+        self.peers[LENDER].memory.words(begin, len(self.peers) + 1)[self._rank] = 1
+
+    def arrived(self, number: int, limit: float, ranks: Iterable[int] | None = None) -> bool:
+        """Waits until all peers, or some, have posted.
 
         Args:
             number: Of the collective.
             limit: Seconds to wait at most.
+            ranks: Of whom.
 
         Raises:
             RuntimeError: If a rank has ended.
         """
-        for rank, peer in self.peers.items():
-            board = peer.board
+        for rank in self.peers if ranks is None else ranks:
+            peer = self.peers[rank]
             try:
-                if not wait_until(board.words, board.address, number, peer.life, limit):
+                if not wait_until(peer.board.words, peer.board.address, number, peer.life, limit):
                     return False
             except RuntimeError as error:
                 raise RuntimeError(f"rank {rank} of the group {error}") from None
@@ -225,6 +278,16 @@ class Channel:
         if os.getpid() == self._process:
             for peer in self.peers.values():
                 peer.board.acknowledge(number, self._rank)
+
+
+class Lent(NamedTuple):
+    """A piece that peers compute with, each until it writes its word."""
+
+    users: memoryview
+    peers: dict[int, Peer]
+
+    def is_read(self) -> bool:
+        return all(self.users[rank] or peer.life.ended for rank, peer in self.peers.items())
 
 
 class Post(NamedTuple):

@@ -24,7 +24,7 @@ from fsdp_wrap._objects import (
     reduce_scatter_single,
 )
 from fsdp_wrap._positions import GroupPositions, positions_of
-from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._resizable import Buffer, allocated
 from fsdp_wrap._watch import Watch
 
 __all__ = [
@@ -94,6 +94,10 @@ class Communicator(ABC):
         """Returns the view of an evenly sharded 1-D tensor that belongs to this rank."""
         length = full.numel() // self.size
         return full[self.rank * length : (self.rank + 1) * length]  # which costs less than narrow()
+
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
+        """Allocates buffers and fills them from all ranks, after `fill` has written this rank's own parts."""
+        return self.all_gather(allocated(buffers), fill)
 
     @abstractmethod
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:

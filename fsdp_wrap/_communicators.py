@@ -155,6 +155,9 @@ class AutomaticCommunicator(GroupCommunicator):
             return super().buffer(numel, dtype)
         return SharedBuffer(numel, dtype, own_memory())
 
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
+        return self._best.gather_into(buffers, fill)
+
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         return self._best.all_gather(full, fill)
 

@@ -16,6 +16,7 @@ from fsdp_wrap._device import Pending
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._quantize import CODECS, Codec, ExactTail
+from fsdp_wrap._resizable import Buffer, allocated
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
 
@@ -115,11 +116,12 @@ class CompressedTransport:
         """Whether gradients travel encoded."""
         return self._reductions is not None
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         """As a communicator's; own parts become what the other ranks decode as well."""
         communicator, codec = self._communicator, self._gathers
         if codec is None:
-            return communicator.all_gather(full, fill)
+            return communicator.gather_into(buffers, fill)
+        full = allocated(buffers)
         sent = [self._room(codec, numbers) for numbers in full]
         encodings = [(numbers, room) for numbers, room in zip(full, sent) if room is not numbers]
 

@@ -114,6 +114,7 @@ class Gradients:
         if not narrow or not (self.lie_in(buffer) or not self.collected):
             return
         if not self.lie_in(buffer):
+            buffer.keep_alone()
             self._place = _Place(buffer, self._layout)
         elif self._filled[index]:
             raise RuntimeError(

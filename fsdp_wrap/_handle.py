@@ -17,6 +17,7 @@ from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._in_flight import KeptParameters, Reduction
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
+from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
@@ -34,7 +35,7 @@ _NOTHING = Finished()
 class Transport(Protocol):
     """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them."""
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending: ...
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending: ...
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending: ...
 
@@ -187,10 +188,8 @@ class ParamHandle:
         if self._kept is not None:
             self._gathering = self._kept.gather(self.segments)
         else:
-            for segment in self.segments:
-                segment.gathered.allocate()
-            gathered = [segment.gathered_data for segment in self.segments]
-            self._gathering = self.transport.all_gather(gathered, self._write_shards)
+            gathered = [segment.gathered for segment in self.segments]
+            self._gathering = self.transport.gather_into(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
 

@@ -5,20 +5,22 @@ Sums are made in the order of the ranks, so they do not depend on who comes firs
 
 from __future__ import annotations
 
-import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._channel import Channel, Kind
+from fsdp_wrap._channel import LENDER, Channel, Kind
 from fsdp_wrap._collectives import GroupCommunicator
-from fsdp_wrap._device import Pending, WorksPending
+from fsdp_wrap._device import Issued, Pending, WorksPending
 from fsdp_wrap._dispatch_modes import stand_in_for_modes
 from fsdp_wrap._mesh import Ranks
-from fsdp_wrap._shared_collective import Part, Room, SharedCollective
+from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._shared_collective import CommonGather, Part, Room, SharedCollective, Turn
+from fsdp_wrap._shared_memory import HEADER, Lease, SharedBuffer
 
 __all__ = ["HostCommunicator"]
 
@@ -55,12 +57,40 @@ class HostCommunicator(GroupCommunicator):
     def way(self) -> str:
         return "shared memory"
 
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
+        common = [buffer for buffer in buffers if isinstance(buffer, SharedBuffer)]
+        if len(common) < len(buffers) or 8 * self.size > HEADER:
+            return super().gather_into(buffers, fill)
+        channel = self._channel
+        leases = [self._lease(buffer, number) for number, buffer in enumerate(common, channel.next_number)]
+        self._tell_of_gathers([buffer.data for buffer in buffers])
+        fill()
+        return self._issue_each(
+            [partial(CommonGather, channel, buffer, lease) for buffer, lease in zip(common, leases)]
+        )
+
+    def _lease(self, buffer: SharedBuffer, number: int) -> Lease:
+        """Lets a buffer lie in the memory that the lender gives for a gather of some number."""
+        channel = self._channel
+        if self.rank == LENDER:
+            lease = channel.memory.lease(buffer.nbytes)
+        else:
+            turn = Turn(channel, number)
+            if not turn.has_come():
+                self._watch.issue(lambda: turn, limited=True).wait()
+            lease = channel.borrow(number, buffer.nbytes)
+        buffer.hold(channel.lender.leased(buffer.nbytes, lease))
+        return lease
+
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+        self._tell_of_gathers(full)
+        fill()
+        return self._post_each(Kind.ALL_GATHER, map(self._gathering, full))
+
+    def _tell_of_gathers(self, full: list[torch.Tensor]) -> None:
         if (listening := self._listening()) is not None:
             for tensor in full:
                 listening._allgather_base(tensor, self.own_part(tensor))
-        fill()
-        return self._issue_each(Kind.ALL_GATHER, [self._gathering(tensor) for tensor in full])
 
     def _gathering(self, full: torch.Tensor) -> Part:
         parts = _by_rank(full, self.size)
@@ -71,7 +101,7 @@ class HostCommunicator(GroupCommunicator):
         if (listening := self._listening()) is not None:
             for shard, source in zip(shards, full):
                 listening._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
-        return self._issue_each(Kind.REDUCE_SCATTER, list(map(self._reducing, shards, full)))
+        return self._post_each(Kind.REDUCE_SCATTER, map(self._reducing, shards, full))
 
     def _reducing(self, shard: torch.Tensor, full: torch.Tensor) -> Part:
         own = self.own_part(full)
@@ -93,7 +123,7 @@ class HostCommunicator(GroupCommunicator):
             for tensor in tensors:
                 listening.allreduce([tensor])
         operation = _REDUCTIONS[op]
-        return self._issue_each(Kind.ALL_REDUCE, [self._combining(each, operation) for each in tensors])
+        return self._post_each(Kind.ALL_REDUCE, [self._combining(each, operation) for each in tensors])
 
     def _combining(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Part:
         row = tensor.detach().view(-1)
@@ -110,7 +140,7 @@ class HostCommunicator(GroupCommunicator):
         for piece in torch.split(tensor.detach().view(-1), max(1, _PIECE // tensor.element_size())):
             mine = self.rank == 0
             part = Part(piece if mine else None, {} if mine else {0: piece}, piece.nbytes)
-            self._issue_on(Kind.BROADCAST, part).wait()
+            self._post(Kind.BROADCAST, part).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         if (listening := self._listening()) is not None:
@@ -123,7 +153,7 @@ class HostCommunicator(GroupCommunicator):
                 parts[0].copy_(own)
             del parts[0]
         part = Part(own if full is None else None, parts, own.nbytes)
-        self._issue_on(Kind.GATHER, part).wait()
+        self._post(Kind.GATHER, part).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         if (listening := self._listening()) is not None:
@@ -133,7 +163,7 @@ class HostCommunicator(GroupCommunicator):
             own.copy_(self.own_part(full))
         parts = {} if self.rank == 0 else {0: own}
         part = Part(full, parts, self.size * own.nbytes, self.rank * own.nbytes)
-        self._issue_on(Kind.SCATTER, part).wait()
+        self._post(Kind.SCATTER, part).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         data = _pickled(value)
@@ -143,7 +173,7 @@ class HostCommunicator(GroupCommunicator):
             every.update({rank: _unpickled(data) for rank, data in parts.items()})
 
         part = Part(data, dict.fromkeys(self._peers, data), None, take=take)
-        self._issue_on(Kind.OBJECT, part).wait()
+        self._post(Kind.OBJECT, part).wait()
         return [every[rank] for rank in range(self.size)]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -156,18 +186,24 @@ class HostCommunicator(GroupCommunicator):
         parts = _by_rank(received, self.size)
         parts.pop(self.rank).copy_(own)
         part = Part(sent, parts, sent.nbytes, self.rank * own.nbytes)
-        return self._issue_on(Kind.ALL_TO_ALL, part)
+        return self._post(Kind.ALL_TO_ALL, part)
 
-    def _issue_each(self, kind: Kind, parts: list[Part]) -> Pending:
+    def _post(self, kind: Kind, part: Part) -> Pending:
+        return self._post_each(kind, [part])
+
+    def _post_each(self, kind: Kind, parts: Iterable[Part]) -> Pending:
         """Issues one collective for each part."""
-        every = [self._issue_on(kind, part) for part in parts]
+        return self._issue_each([partial(SharedCollective, self._channel, kind, part) for part in parts])
+
+    def _issue_each(self, starts: list[Callable[[], Issued]]) -> Pending:
+        every = [self._issue_one(start) for start in starts]
         return every[0] if len(every) == 1 else WorksPending(every)
 
-    def _issue_on(self, kind: Kind, part: Part) -> Pending:
+    def _issue_one(self, start: Callable[[], Issued]) -> Pending:
         channel = self._channel
         if not channel.has_room():
             self._watch.issue(lambda: Room(channel), limited=True).wait()
-        return self._watch.issue(lambda: SharedCollective(channel, kind, part), limited=True)
+        return self._watch.issue(start, limited=True)
 
     def _listening(self) -> dist.ProcessGroup | None:
         return stand_in_for_modes(self.rank, self.size)
@@ -185,7 +221,7 @@ def _reduce(by_rank: Parts, target: torch.Tensor, operation: Callable[..., torch
     """
     sources = [by_rank[rank] for rank in sorted(by_rank)]
     if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
-        target.copy_(functools.reduce(operation, [source.float() for source in sources]))
+        target.copy_(reduce(operation, [source.float() for source in sources]))
         return
     first, second, *rest = sources
     if first.dtype != target.dtype:

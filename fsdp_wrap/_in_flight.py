@@ -16,19 +16,17 @@ class KeptParameters:
 
     def __init__(self, segments: list[Segment], within: Communicator) -> None:
         self._within = within
-        self._parts = [within.own_part(segment.full_data).clone() for segment in segments]
+        self._parts = [within.own_part(segment.full.data).clone() for segment in segments]
 
     def gather(self, segments: list[Segment]) -> Pending:
         """Fills the unsharded buffers."""
-        for segment in segments:
-            segment.full.allocate()
-        full = [segment.full_data for segment in segments]
+        full = [segment.full for segment in segments]
 
         def fill() -> None:
             for target, part in zip(full, self._parts):
-                self._within.own_part(target).copy_(part)
+                self._within.own_part(target.data).copy_(part)
 
-        return self._within.all_gather(full, fill)
+        return self._within.gather_into(full, fill)
 
 
 class Reduction:

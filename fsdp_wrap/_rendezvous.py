@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._channel import Board, Channel, Peer
+from fsdp_wrap._channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._shared_memory import PeerMemory, own_memory
 from fsdp_wrap._signals import Life, require_futex
 
@@ -95,11 +95,11 @@ class _Offer:
         Raises:
             OSError: If one cannot be reached.
         """
-        peers = {rank: self._peer(there) for rank, there in enumerate(addresses) if rank != self._rank}
+        peers = {rank: self._peer(rank, there) for rank, there in enumerate(addresses) if rank != self._rank}
         return Channel(self._rank, self._memory, self._begin, peers)
 
-    def _peer(self, there: _Address) -> Peer:
-        memory = PeerMemory(there.process, there.memory, there.word)
+    def _peer(self, rank: int, there: _Address) -> Peer:
+        memory = PeerMemory(there.process, there.memory, there.word, computed_with=rank == LENDER)
         return Peer(memory, Board(memory, there.board, self._size), Life(there.process))
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["Buffer", "ResidentBuffer"]
+__all__ = ["Buffer", "ResidentBuffer", "allocated"]
 
 
 class Buffer:
     """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
 
     It starts allocated: views can be made only while it is. They must not be used while it is freed.
+
+    Attributes:
+        tensor: What others make views of.
+        data: An alias to write through, since that does not move the version counter of `tensor`.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
+            self.data = self.tensor.data
         self.nbytes = self.tensor.numel() * self.tensor.element_size()
         self._storage = self.tensor.untyped_storage()
 
@@ -49,12 +56,17 @@ class Buffer:
         if self._storage.nbytes():
             self._storage.resize_(0)
 
+    def keep_alone(self) -> None:
+        """Makes sure that what is written here nobody else can see before it is posted anew."""
+        return None
+
 
 class ResidentBuffer(Buffer):
     """A buffer over memory that stays: that of a shard which is the whole (NO_SHARD)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.data = tensor.data
         self.nbytes = tensor.numel() * tensor.element_size()
         self._storage = tensor.untyped_storage()
 
@@ -68,3 +80,10 @@ class ResidentBuffer(Buffer):
 
     def free(self) -> None:
         return None
+
+
+def allocated(buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+    """Allocates buffers; returns the aliases to write through."""
+    for buffer in buffers:
+        buffer.allocate()
+    return [buffer.data for buffer in buffers]

@@ -92,11 +92,8 @@ class Segment:
             self._alias_full()
 
     def _alias_full(self) -> None:
-        # Written through an alias of its own, so that autograd's version counters do not move.
-        self.full_data = self.full.tensor.data
-        self.gathered_data = self.full_data if self.gathered is self.full else self.gathered.tensor.data
-        self.own_data = self._communicator.own_part(self.gathered_data)
-        pairs = same_elements(self.layout, self.gathered_data, self.full_data)
+        self.own_data = self._communicator.own_part(self.gathered.data)
+        pairs = same_elements(self.layout, self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view

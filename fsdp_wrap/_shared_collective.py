@@ -9,9 +9,10 @@ from datetime import timedelta
 
 import torch
 
-from fsdp_wrap._channel import Channel, Kind
+from fsdp_wrap._channel import LENDER, Channel, Kind
+from fsdp_wrap._shared_memory import Lease, SharedBuffer
 
-__all__ = ["Part", "Room", "SharedCollective"]
+__all__ = ["CommonGather", "Part", "Room", "SharedCollective", "Turn"]
 
 _PAUSE = 0.001  # seconds between looks for room
 
@@ -91,6 +92,65 @@ class SharedCollective:
 
     def __del__(self) -> None:
         self._release()  # of a wait that was given up, so that the peers' memory is free again
+
+
+class CommonGather:
+    """A gather into a piece of memory with which all ranks compute, issued when this one's part is there.
+
+    Args:
+        channel: The way to the other ranks.
+        buffer: Is to hold what is gathered.
+        lease: Of the piece in which it lies.
+    """
+
+    def __init__(self, channel: Channel, buffer: SharedBuffer, lease: Lease) -> None:
+        self._channel, self._buffer, self._lease = channel, buffer, lease
+        self._number: int | None = None
+        self._number = channel.share(lease, buffer.nbytes)
+
+    def wait(self) -> None:
+        while not self.wait_for(timedelta(seconds=1)):
+            pass
+
+    def wait_for(self, limit: timedelta) -> bool:
+        channel, number, nbytes = self._channel, self._number, self._buffer.nbytes
+        if number is None:
+            return True
+        if not channel.arrived(number, limit.total_seconds()):
+            return False
+        try:
+            for rank in channel.peers:
+                channel.read(number, Kind.COMMON_GATHER, rank, nbytes)
+            self._buffer.hold(channel.private.leased(nbytes, self._lease))
+        finally:
+            self._release()
+        return True
+
+    def _release(self) -> None:
+        if self._number is not None:
+            self._channel.release(self._number)
+            self._number = None
+
+    def __del__(self) -> None:
+        self._release()
+
+
+class Turn:
+    """Waits until the lender has issued a collective."""
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self._channel, self._number = channel, number
+
+    def has_come(self) -> bool:
+        """Whether it has, after a short look."""
+        return self.wait_for(timedelta(0))
+
+    def wait(self) -> None:
+        while not self.wait_for(timedelta(seconds=1)):
+            pass
+
+    def wait_for(self, limit: timedelta) -> bool:
+        return self._channel.arrived(self._number, limit.total_seconds(), [LENDER])
 
 
 class Room:

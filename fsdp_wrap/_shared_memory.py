@@ -3,6 +3,10 @@
 Nothing here has a name in a file system, so nothing can be left behind, and the size of `/dev/shm` does not
 matter. A peer reaches the file through `/proc`, which the kernel grants to processes of the same user only.
 Pages that are there already are many times faster than fresh ones, so pieces are reused, lowest first.
+
+A file may be mapped twice. What a process writes to the one map all see; what it writes to the other is its
+own, on copies of the pages that the kernel makes. So ranks can compute with one copy of the parameters, and a
+module that writes to them changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -12,18 +16,39 @@ import mmap
 import os
 import secrets
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from fsdp_wrap._resizable import Buffer
 
-__all__ = ["Descriptor", "PeerMemory", "Posted", "SharedBuffer", "SharedMemory", "own_memory"]
+__all__ = [
+    "HEADER",
+    "Descriptor",
+    "Lease",
+    "Memory",
+    "PeerMemory",
+    "Posted",
+    "PrivateMap",
+    "SharedBuffer",
+    "SharedMemory",
+    "own_memory",
+]
+
+HEADER = mmap.PAGESIZE
+"""Bytes before those of a buffer's piece, where its users leave word."""
+
 
 _KEPT = 1 << 30
 """Up to so many bytes stay when nobody uses them; pages beyond go back to the host."""
 
 _WORD_BYTES = 16
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE: without it, strict hosts would count all of the map as used
+_OF_FILE = 0x20  # in the highest byte of an entry of a page map: not a copy of the process's own
+_THERE = 0xC0  # likewise: in memory, or swapped out
 
 
 class Descriptor:
@@ -46,15 +71,104 @@ class Posted(Protocol):
         ...
 
 
-class SharedMemory:
+class Memory:
+    """A file of memory as this process has mapped it.
+
+    Args:
+        descriptor: Of the file.
+        nbytes: Its size.
+
+    Attributes:
+        address: Where it begins in this process.
+
+    Raises:
+        OSError: If the host does not allow it.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._map = mmap.mmap(descriptor, nbytes)
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        self.address = _address(self._map)
+
+    def tensor(self, begin: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Returns some of the memory as a 1-D tensor."""
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=begin)
+
+    def words(self, begin: int, number: int) -> memoryview:
+        """Returns some of the memory as integers of 8 bytes, each of which is written at once."""
+        return memoryview(self._map)[begin : begin + 8 * number].cast("Q")
+
+    def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
+        """Returns what follows the header of a piece; what is written there all can read."""
+        return lease.storage(self._map, nbytes)
+
+
+class PrivateMap:
+    """Shows a file of memory as all have written it; what is written here is this process's own.
+
+    Args:
+        descriptor: Of the file.
+        nbytes: Its size.
+
+    Raises:
+        OSError: If the host does not allow it.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        flags, both = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=both)
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        self._first_page = _address(self._map) // mmap.PAGESIZE
+        self._pages = Descriptor(os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
+
+    def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
+        """Returns what follows the header of a piece, without what this process has written there before."""
+        begin, length = lease.begin + HEADER, _whole_pages(nbytes)
+        page, pages = self._first_page + begin // mmap.PAGESIZE, length // mmap.PAGESIZE
+        entries = os.pread(self._pages.number, 8 * pages, 8 * page)
+        if any(kind & _THERE and not kind & _OF_FILE for kind in set(entries[7::8])):
+            self._map.madvise(mmap.MADV_DONTNEED, begin, length)
+        return lease.storage(self._map, nbytes)
+
+
+class Lease:
+    """The right to use a piece of memory, which ends with the last storage that lies there.
+
+    Args:
+        begin: Offset of the piece.
+        end: Called with it then, in the process that made this.
+    """
+
+    def __init__(self, begin: int, end: Callable[[int], object]) -> None:
+        self.begin = begin
+        self._end = end
+        self._process = os.getpid()
+
+    def storage(self, mapped: mmap.mmap, nbytes: int) -> torch.UntypedStorage:
+        """Returns what follows the header as a storage."""
+        begin = self.begin + HEADER
+        view = memoryview(mapped)[begin : begin + nbytes]  # lives as long as the storage's memory
+        weakref.finalize(view, _drop, self).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:
+            self._end(self.begin)
+
+
+def _drop(lease: Lease) -> None:
+    """Ends the use of a lease that was held until now."""
+
+
+class SharedMemory(Memory):
     """This process's memory, which peers can read.
 
     Its size is that of the host's memory, of which only what was written to takes any.
 
     Attributes:
+        private: Of the same file.
         door: Descriptor through which peers reach the file.
         word: What the file begins with, so that a peer knows it has found the right one.
-        address: Where the file begins in this process.
 
     Raises:
         OSError: If the host does not allow it.
@@ -64,15 +178,15 @@ class SharedMemory:
         self.door = Descriptor(os.memfd_create("fsdp_wrap"))
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         os.ftruncate(self.door.number, size)
-        self._map = mmap.mmap(self.door.number, size)
-        self._map.madvise(mmap.MADV_DONTDUMP)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        super().__init__(self.door.number, size)
+        self.private = PrivateMap(self.door.number, size)
         self.word = secrets.token_bytes(_WORD_BYTES)
         self._map[:_WORD_BYTES] = self.word
         self._free = [(mmap.PAGESIZE, size)]  # sorted, and no two of them adjacent
         self._taken: dict[int, int] = {}  # from where to where
         self._posted: dict[int, list[Posted]] = {}
         self._unread: list[int] = []  # given back, but somebody may read still
+        self._ended: deque[int] = deque()  # leases that ended, whenever that was
 
     def take(self, nbytes: int) -> int:
         """Returns the offset of a piece that nobody uses: the lowest that is large enough.
@@ -80,7 +194,7 @@ class SharedMemory:
         Raises:
             RuntimeError: If there is none.
         """
-        if self._unread:
+        if self._unread or self._ended:
             self._collect()
         nbytes = _whole_pages(nbytes)
         for index, (begin, end) in enumerate(self._free):
@@ -103,6 +217,8 @@ class SharedMemory:
 
     def _collect(self) -> None:
         """Frees what was given back and has been read since."""
+        while self._ended:
+            self.give_back(self._ended.popleft())
         waiting, self._unread = self._unread, []
         for begin in waiting:
             if all(posted.is_read() for posted in self._posted[begin]):
@@ -125,81 +241,82 @@ class SharedMemory:
         if 0 <= index < len(self._free) - 1 and self._free[index][1] == self._free[index + 1][0]:
             self._free[index : index + 2] = [(self._free[index][0], self._free[index + 1][1])]
 
+    def lease(self, nbytes: int) -> Lease:
+        """Returns the right to use a piece, with its header, which is given back when that ends."""
+        return Lease(self.take(HEADER + nbytes), self._ended.append)
+
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Returns the offset of the piece in use that a tensor lies in; None if in none."""
-        begin = tensor.untyped_storage().data_ptr() - self.address  # a buffer's storage is one piece
+        """Returns the offset of the piece in use that a buffer's tensor lies in; None if in none."""
+        begin = tensor.untyped_storage().data_ptr() - self.address - HEADER
         return begin if begin in self._taken else None
 
-    def tensor(self, begin: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns some of the memory as a 1-D tensor."""
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=begin)
 
-    def words(self, begin: int, number: int) -> memoryview:
-        """Returns some of the memory as integers of 8 bytes, each of which is written at once."""
-        return memoryview(self._map)[begin : begin + 8 * number].cast("Q")
-
-
-class PeerMemory:
-    """The memory of another process, to read, but for the words by which that is acknowledged.
+class PeerMemory(Memory):
+    """The memory of another process, to read, but for what it asks for and for words that acknowledge.
 
     Args:
         process: Its id.
         door: Descriptor of the file, in that process.
         word: What the file begins with.
+        computed_with: Whether this process is to compute with what lies there.
 
     Attributes:
-        address: Where the file begins in this process.
+        private: Of the same file, if it is.
 
     Raises:
         OSError: If it cannot be reached.
     """
 
-    def __init__(self, process: int, door: int, word: bytes) -> None:
+    def __init__(self, process: int, door: int, word: bytes, computed_with: bool) -> None:
         with open(f"/proc/{process}/fd/{door}", "r+b") as file:
             if os.pread(file.fileno(), _WORD_BYTES, 0) != word:
                 raise OSError(f"process {process} is another one than was meant: in another container, say")
-            self._map = mmap.mmap(file.fileno(), 0)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def tensor(self, begin: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns some of the memory as a 1-D tensor, not to be written to."""
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=begin)
-
-    def words(self, begin: int, number: int) -> memoryview:
-        """Returns some of the memory as integers of 8 bytes, each of which is written at once."""
-        return memoryview(self._map)[begin : begin + 8 * number].cast("Q")
+            size = os.fstat(file.fileno()).st_size
+            super().__init__(file.fileno(), size)
+            self.private = PrivateMap(file.fileno(), size) if computed_with else None
 
 
 class SharedBuffer(Buffer):
-    """A buffer that takes its memory from what this process shares."""
+    """A buffer that takes its memory from what this process shares, or holds what another one lends."""
 
     def __init__(self, numel: int, dtype: torch.dtype, memory: SharedMemory) -> None:
         super().__init__(numel, dtype, torch.device("cpu"))
         self._memory = memory
-        self._begin = -1
-        self._without = self._storage  # what the storage was exchanged for
+        self._without: torch.UntypedStorage | None = None  # what the storage was exchanged for
 
     @property
     def resizable(self) -> bool:
-        return self._begin >= 0 or super().resizable
+        return self._without is not None or super().resizable
 
     def allocate(self) -> None:
         if self.allocated:
             return
-        if self._memory is not _own.get(os.getpid()):  # a fork's writes would reach its parent
+        if self._memory is _own.get(os.getpid()):
+            self.hold(self._piece())
+        else:  # a fork's writes would reach its parent
             super().allocate()
-            return
-        self._begin = self._memory.take(self.nbytes)
-        self._without = self._memory.tensor(self._begin, self.nbytes).untyped_storage()
-        self._storage._swap_data_ptr_(self._without)  # type: ignore[attr-defined]
+
+    def _piece(self) -> torch.UntypedStorage:
+        return self._memory.leased(self.nbytes, self._memory.lease(self.nbytes))
+
+    def hold(self, memory: torch.UntypedStorage) -> None:
+        """Lies in other memory from now on."""
+        self._storage._swap_data_ptr_(memory)  # type: ignore[attr-defined]
+        if self._without is None:
+            self._without = memory
 
     def free(self) -> None:
-        if self._begin < 0:
+        if self._without is None:
             super().free()
             return
         self._storage._swap_data_ptr_(self._without)  # type: ignore[attr-defined]
-        begin, self._begin = self._begin, -1
-        self._memory.give_back(begin)
+        self._without = None
+
+    def keep_alone(self) -> None:
+        if self._without is not None and self._memory.find(self.tensor) is None:
+            piece = self._piece()
+            piece.copy_(self._storage)
+            self.hold(piece)
 
 
 _own: dict[int, SharedMemory] = {}
@@ -216,6 +333,10 @@ def own_memory() -> SharedMemory:
         _own.clear()  # a parent's
         _own[process] = SharedMemory()
     return _own[process]
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
 def _whole_pages(nbytes: int) -> int:
