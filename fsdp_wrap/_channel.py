@@ -8,19 +8,18 @@ collective completes as soon as all ranks have posted it, in whatever order they
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from fsdp_wrap._shared_memory import Lease, PeerMemory, SharedMemory
+from fsdp_wrap._shared_memory import PeerMemory, SharedMemory
 from fsdp_wrap._signals import Life, wait_until, wake
 
-__all__ = ["LENDER", "Board", "Channel", "Kind", "Lent", "Peer", "Post", "Record"]
+__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Post", "Record"]
 
 LENDER = 0
-"""The rank of whose memory all compute with pieces."""
+"""The rank whose memory is lent (`_lending.py`)."""
 
 _POSTS = 512
 """So many collectives may be in flight; who issues more waits until all have read the oldest."""
@@ -51,8 +50,8 @@ class Record(NamedTuple):
 class Board:
     """Where one rank posts, and the others acknowledge.
 
-    The first word counts the posts. Of each of the last ones follow a record, and for each rank of the group
-    the number of the last post in this place that it has read.
+    The first word counts the posts, the second tells which one was announced last. Of each of the last posts
+    follow a record, and for each rank of the group the number of the last one in this place that it has read.
 
     Args:
         memory: The rank's.
@@ -65,10 +64,11 @@ class Board:
         self._stride = len(Record._fields) + ranks
         self.address = memory.address + begin
         self.words = memory.words(begin, self._length(ranks))
+        self._announced = self.words[1:2]
 
     @classmethod
     def _length(cls, ranks: int) -> int:
-        return 1 + _POSTS * (len(Record._fields) + ranks)
+        return 2 + _POSTS * (len(Record._fields) + ranks)
 
     @classmethod
     def nbytes(cls, ranks: int) -> int:
@@ -76,17 +76,29 @@ class Board:
         return 8 * cls._length(ranks)
 
     def _place(self, number: int) -> int:
-        return 1 + number % _POSTS * self._stride
+        return 2 + number % _POSTS * self._stride
 
     def clear(self) -> None:
         """Begins with nothing posted."""
         for index in range(len(self.words)):
             self.words[index] = 0
 
-    def post(self, number: int, record: Record) -> None:
-        """Posts, and wakes who waits for it."""
+    def announce(self, number: int, record: Record) -> None:
+        """Tells in advance what will be posted."""
+        self._write(number, record)
+        self.words[1] = number
+
+    def is_announced(self, number: int, life: Life) -> bool:
+        """Whether something was told in advance, after a short look."""
+        return wait_until(self._announced, self.address + 8, number, life, 0.0)
+
+    def _write(self, number: int, record: Record) -> None:
         place = self._place(number)
         self.words[place], self.words[place + 1], self.words[place + 2] = record
+
+    def post(self, number: int, record: Record) -> None:
+        """Posts, and wakes who waits for it."""
+        self._write(number, record)
         self.words[0] = number
         wake(self.address)
 
@@ -125,20 +137,22 @@ class Channel:
         memory: Its memory.
         begin: Of its board.
         peers: The other ranks.
+        lends: Whether all can compute with memory that one lends.
 
     Attributes:
-        memory: Of this rank.
-        lender: Memory of the rank of whose pieces all compute with.
-        private: The same, so that only this rank sees what it changes there.
+        rank: This one.
+        size: How many there are.
+        memory: Of this one.
+        peers: The other ranks.
+        lends: Whether all can compute with memory that one lends.
     """
 
-    def __init__(self, rank: int, memory: SharedMemory, begin: int, peers: dict[int, Peer]) -> None:
-        self.peers, self.memory = peers, memory
-        self._rank = rank
-        self._board = Board(memory, begin, len(peers) + 1)
-        self.lender = memory if rank == LENDER else peers[LENDER].memory
-        assert self.lender.private is not None
-        self.private = self.lender.private
+    def __init__(
+        self, rank: int, memory: SharedMemory, begin: int, peers: dict[int, Peer], lends: bool
+    ) -> None:
+        self.rank, self.size = rank, len(peers) + 1
+        self.memory, self.peers, self.lends = memory, peers, lends
+        self._board = Board(memory, begin, self.size)
         self._process = os.getpid()
         self._number = 0
 
@@ -156,9 +170,9 @@ class Channel:
         oldest = self._number + 1 - _POSTS
         if oldest <= 0:
             return True
-        if not all(peer.board.is_read(oldest, self._rank) for peer in self.peers.values()):
+        if not all(peer.board.is_read(oldest, self.rank) for peer in self.peers.values()):
             raise RuntimeError(
-                f"{_POSTS} collectives of a group were issued since one that rank {self._rank} of it has not "
+                f"{_POSTS} collectives of a group were issued since one that rank {self.rank} of it has not "
                 "waited for: wait for some before issuing more"
             )
         return self.is_read(oldest)
@@ -181,23 +195,40 @@ class Channel:
         Raises:
             RuntimeError: In a fork.
         """
-        self._count()
-        begin, nbytes = 0, 0
-        if tensor is not None and tensor.numel() > 0:
-            begin, nbytes = self._shown(tensor, in_place), tensor.nbytes
-        self._board.post(self._number, Record(kind, nbytes, begin))
+        if tensor is None or tensor.numel() == 0:
+            return self.post_record(Record(kind, 0, 0))
+        begin = self.show(tensor, in_place)
+        return self.post_record(Record(kind, tensor.nbytes, begin))
+
+    def post_record(self, record: Record) -> int:
+        """Posts; returns the number of the collective.
+
+        Raises:
+            RuntimeError: In a fork.
+        """
+        self.check_process()
+        self._number += 1
+        self._board.post(self._number, record)
         return self._number
 
-    def _count(self) -> None:
+    def announce(self, number: int, record: Record) -> None:
+        """Tells in advance what will be posted."""
+        self._board.announce(number, record)
+
+    def check_process(self) -> None:
+        """Raises a RuntimeError in a fork."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "a forked process cannot communicate in its parent's groups: make a group in it"
             )
-        self._number += 1
 
-    def _shown(self, tensor: torch.Tensor, in_place: bool) -> int:
-        """Returns where others may read a tensor or a copy of it."""
-        post = Post(self, self._number)
+    def posted(self, number: int) -> Record:
+        """Returns what this rank has posted."""
+        return self._board.record(number)
+
+    def show(self, tensor: torch.Tensor, in_place: bool) -> int:
+        """Returns where others may read a tensor, or a copy of it, once that is posted, as the next."""
+        post = Post(self, self.next_number)
         piece = self.memory.find(tensor) if in_place else None
         if piece is not None:
             self.memory.note(piece, post)
@@ -208,50 +239,17 @@ class Channel:
         self.memory.give_back(begin)
         return begin
 
-    def share(self, lease: Lease, nbytes: int) -> int:
-        """Posts this rank's share in a common gather; returns the number of the collective.
-
-        Args:
-            lease: Of the piece to which this rank has written its part: its own if it is the lender.
-            nbytes: Of all parts.
-
-        Raises:
-            RuntimeError: In a fork.
-        """
-        self._count()
-        if self._rank == LENDER:
-            users = self.memory.words(lease.begin, len(self.peers) + 1)
-            for rank in self.peers:
-                users[rank] = 0
-            self.memory.note(lease.begin, Lent(users, self.peers))
-        self._board.post(self._number, Record(Kind.COMMON_GATHER, nbytes, lease.begin))
-        return self._number
-
-    def borrow(self, number: int, nbytes: int) -> Lease:
-        """Returns the piece that the lender has posted.
-
-        Raises:
-            RuntimeError: If it takes part in something else.
-        """
-        record = self.read(number, Kind.COMMON_GATHER, LENDER, nbytes)
-        return Lease(record.begin, self._return)
-
-    def _return(self, begin: int) -> None:
-        self.peers[LENDER].memory.words(begin, len(self.peers) + 1)[self._rank] = 1
-
-    def arrived(self, number: int, limit: float, ranks: Iterable[int] | None = None) -> bool:
-        """Waits until all peers, or some, have posted.
+    def arrived(self, number: int, limit: float) -> bool:
+        """Waits until all peers have posted.
 
         Args:
             number: Of the collective.
             limit: Seconds to wait at most.
-            ranks: Of whom.
 
         Raises:
             RuntimeError: If a rank has ended.
         """
-        for rank in self.peers if ranks is None else ranks:
-            peer = self.peers[rank]
+        for rank, peer in self.peers.items():
             try:
                 if not wait_until(peer.board.words, peer.board.address, number, peer.life, limit):
                     return False
@@ -277,17 +275,7 @@ class Channel:
         """Ends the reading, or the wish to."""
         if os.getpid() == self._process:
             for peer in self.peers.values():
-                peer.board.acknowledge(number, self._rank)
-
-
-class Lent(NamedTuple):
-    """A piece that peers compute with, each until it writes its word."""
-
-    users: memoryview
-    peers: dict[int, Peer]
-
-    def is_read(self) -> bool:
-        return all(self.users[rank] or peer.life.ended for rank, peer in self.peers.items())
+                peer.board.acknowledge(number, self.rank)
 
 
 class Post(NamedTuple):

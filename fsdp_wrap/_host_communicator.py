@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._channel import LENDER, Channel, Kind
+from fsdp_wrap._channel import Channel, Kind
 from fsdp_wrap._collectives import GroupCommunicator
 from fsdp_wrap._device import Issued, Pending, WorksPending
 from fsdp_wrap._dispatch_modes import stand_in_for_modes
+from fsdp_wrap._lending import CommonGather, Lending
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._resizable import Buffer
-from fsdp_wrap._shared_collective import CommonGather, Part, Room, SharedCollective, Turn
-from fsdp_wrap._shared_memory import HEADER, Lease, SharedBuffer
+from fsdp_wrap._shared_collective import Part, Room, SharedCollective
+from fsdp_wrap._shared_memory import Lease, SharedBuffer
 
 __all__ = ["HostCommunicator"]
 
@@ -51,6 +52,7 @@ class HostCommunicator(GroupCommunicator):
     def __init__(self, ranks: Ranks, device: torch.device, channel: Channel) -> None:
         super().__init__(ranks, device)
         self._channel = channel
+        self._lending = Lending(channel)
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
     @property
@@ -59,27 +61,22 @@ class HostCommunicator(GroupCommunicator):
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         common = [buffer for buffer in buffers if isinstance(buffer, SharedBuffer)]
-        if len(common) < len(buffers) or 8 * self.size > HEADER:
+        if len(common) < len(buffers) or not self._lending.possible:
             return super().gather_into(buffers, fill)
-        channel = self._channel
-        leases = [self._lease(buffer, number) for number, buffer in enumerate(common, channel.next_number)]
+        first = self._channel.next_number
+        leases = [self._lease(buffer, number) for number, buffer in enumerate(common, first)]
         self._tell_of_gathers([buffer.data for buffer in buffers])
         fill()
-        return self._issue_each(
-            [partial(CommonGather, channel, buffer, lease) for buffer, lease in zip(common, leases)]
-        )
+        gather = partial(CommonGather, self._channel, self._lending)
+        return self._issue_each([partial(gather, *each) for each in zip(common, leases)])
 
-    def _lease(self, buffer: SharedBuffer, number: int) -> Lease:
-        """Lets a buffer lie in the memory that the lender gives for a gather of some number."""
-        channel = self._channel
-        if self.rank == LENDER:
-            lease = channel.memory.lease(buffer.nbytes)
+    def _lease(self, buffer: SharedBuffer, number: int) -> Lease | None:
+        """Lets a buffer lie in what is lent for a gather of some number, if that is known already."""
+        lease = self._lending.lease(number, buffer.nbytes)
+        if lease is None:
+            buffer.allocate()
         else:
-            turn = Turn(channel, number)
-            if not turn.has_come():
-                self._watch.issue(lambda: turn, limited=True).wait()
-            lease = channel.borrow(number, buffer.nbytes)
-        buffer.hold(channel.lender.leased(buffer.nbytes, lease))
+            buffer.hold(self._lending.shared(lease, buffer.nbytes))
         return lease
 
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:

@@ -62,12 +62,14 @@ class _Address:
         memory: Descriptor of its memory.
         word: What that begins with.
         board: Where in it the rank posts.
+        private: Whether the host lets it map memory privately.
     """
 
     process: int
     memory: int
     word: bytes
     board: int
+    private: bool
 
 
 class _Offer:
@@ -87,7 +89,7 @@ class _Offer:
     def address(self) -> _Address:
         """Returns where peers find it."""
         memory = self._memory
-        return _Address(os.getpid(), memory.door.number, memory.word, self._begin)
+        return _Address(os.getpid(), memory.door.number, memory.word, self._begin, memory.private is not None)
 
     def channel(self, addresses: list[_Address]) -> Channel:
         """Returns the channel to those at some addresses, given by rank.
@@ -95,11 +97,16 @@ class _Offer:
         Raises:
             OSError: If one cannot be reached.
         """
-        peers = {rank: self._peer(rank, there) for rank, there in enumerate(addresses) if rank != self._rank}
-        return Channel(self._rank, self._memory, self._begin, peers)
+        lends = all(address.private for address in addresses)
+        peers = {
+            rank: self._peer(there, lends and rank == LENDER)
+            for rank, there in enumerate(addresses)
+            if rank != self._rank
+        }
+        return Channel(self._rank, self._memory, self._begin, peers, lends)
 
-    def _peer(self, rank: int, there: _Address) -> Peer:
-        memory = PeerMemory(there.process, there.memory, there.word, computed_with=rank == LENDER)
+    def _peer(self, there: _Address, private: bool) -> Peer:
+        memory = PeerMemory(there.process, there.memory, there.word, private)
         return Peer(memory, Board(memory, there.board, self._size), Life(there.process))
 
 

@@ -1,18 +1,18 @@
-"""One collective of ranks that share memory: what this rank shows, and what it takes from the others."""
+"""Collectives of ranks that share memory: what this rank shows, and what it takes from the others."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 
-from fsdp_wrap._channel import LENDER, Channel, Kind
-from fsdp_wrap._shared_memory import Lease, SharedBuffer
+from fsdp_wrap._channel import Channel, Kind
 
-__all__ = ["CommonGather", "Part", "Room", "SharedCollective", "Turn"]
+__all__ = ["Collective", "Part", "Room", "SharedCollective"]
 
 _PAUSE = 0.001  # seconds between looks for room
 
@@ -38,19 +38,22 @@ class Part:
     in_place: bool = False
 
 
-class SharedCollective:
+class Collective(ABC):
     """A collective that was issued, and completes when it is waited for.
 
     Args:
         channel: The way to the other ranks.
-        kind: Which it is.
-        part: What this rank has to do with it.
+        issue: Posts what this rank shows; returns the number.
     """
 
-    def __init__(self, channel: Channel, kind: Kind, part: Part) -> None:
-        self._channel, self._kind, self._part = channel, kind, part
+    def __init__(self, channel: Channel, issue: Callable[[], int]) -> None:
+        self._channel = channel
         self._number: int | None = None
-        self._number = channel.post(kind, part.shown, part.in_place)
+        self._number = issue()
+
+    @abstractmethod
+    def _take(self, number: int) -> None:
+        """Takes what the others have posted."""
 
     def wait(self) -> None:
         while not self.wait_for(timedelta(seconds=1)):
@@ -62,28 +65,10 @@ class SharedCollective:
         if not self._channel.arrived(self._number, limit.total_seconds()):
             return False
         try:
-            self._take()
+            self._take(self._number)
         finally:
             self._release()
         return True
-
-    def _take(self) -> None:
-        part = self._part
-        shares = {rank: self._share(rank, like) for rank, like in part.wanted.items()}
-        if part.take is not None:
-            part.take(shares)
-            return
-        for rank, share in shares.items():
-            part.wanted[rank].copy_(share)
-
-    def _share(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        assert self._number is not None
-        part = self._part
-        shown = self._channel.read(self._number, self._kind, rank, part.nbytes)
-        numel = like.numel() if part.nbytes is not None else shown.nbytes // like.element_size()
-        if numel == 0:
-            return like.new_empty(0)
-        return self._channel.peers[rank].memory.tensor(shown.begin + part.offset, numel, like.dtype)
 
     def _release(self) -> None:
         if self._number is not None:
@@ -94,63 +79,35 @@ class SharedCollective:
         self._release()  # of a wait that was given up, so that the peers' memory is free again
 
 
-class CommonGather:
-    """A gather into a piece of memory with which all ranks compute, issued when this one's part is there.
+class SharedCollective(Collective):
+    """One in which each rank reads what others show.
 
     Args:
         channel: The way to the other ranks.
-        buffer: Is to hold what is gathered.
-        lease: Of the piece in which it lies.
+        kind: Which it is.
+        part: What this rank has to do with it.
     """
 
-    def __init__(self, channel: Channel, buffer: SharedBuffer, lease: Lease) -> None:
-        self._channel, self._buffer, self._lease = channel, buffer, lease
-        self._number: int | None = None
-        self._number = channel.share(lease, buffer.nbytes)
+    def __init__(self, channel: Channel, kind: Kind, part: Part) -> None:
+        self._kind, self._part = kind, part
+        super().__init__(channel, lambda: channel.post(kind, part.shown, part.in_place))
 
-    def wait(self) -> None:
-        while not self.wait_for(timedelta(seconds=1)):
-            pass
+    def _take(self, number: int) -> None:
+        part = self._part
+        shares = {rank: self._share(number, rank, like) for rank, like in part.wanted.items()}
+        if part.take is not None:
+            part.take(shares)
+            return
+        for rank, share in shares.items():
+            part.wanted[rank].copy_(share)
 
-    def wait_for(self, limit: timedelta) -> bool:
-        channel, number, nbytes = self._channel, self._number, self._buffer.nbytes
-        if number is None:
-            return True
-        if not channel.arrived(number, limit.total_seconds()):
-            return False
-        try:
-            for rank in channel.peers:
-                channel.read(number, Kind.COMMON_GATHER, rank, nbytes)
-            self._buffer.hold(channel.private.leased(nbytes, self._lease))
-        finally:
-            self._release()
-        return True
-
-    def _release(self) -> None:
-        if self._number is not None:
-            self._channel.release(self._number)
-            self._number = None
-
-    def __del__(self) -> None:
-        self._release()
-
-
-class Turn:
-    """Waits until the lender has issued a collective."""
-
-    def __init__(self, channel: Channel, number: int) -> None:
-        self._channel, self._number = channel, number
-
-    def has_come(self) -> bool:
-        """Whether it has, after a short look."""
-        return self.wait_for(timedelta(0))
-
-    def wait(self) -> None:
-        while not self.wait_for(timedelta(seconds=1)):
-            pass
-
-    def wait_for(self, limit: timedelta) -> bool:
-        return self._channel.arrived(self._number, limit.total_seconds(), [LENDER])
+    def _share(self, number: int, rank: int, like: torch.Tensor) -> torch.Tensor:
+        part = self._part
+        shown = self._channel.read(number, self._kind, rank, part.nbytes)
+        numel = like.numel() if part.nbytes is not None else shown.nbytes // like.element_size()
+        if numel == 0:
+            return like.new_empty(0)
+        return self._channel.peers[rank].memory.tensor(shown.begin + part.offset, numel, like.dtype)
 
 
 class Room:

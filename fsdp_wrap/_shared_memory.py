@@ -166,7 +166,7 @@ class SharedMemory(Memory):
     Its size is that of the host's memory, of which only what was written to takes any.
 
     Attributes:
-        private: Of the same file.
+        private: Of the same file; None where the host does not allow that.
         door: Descriptor through which peers reach the file.
         word: What the file begins with, so that a peer knows it has found the right one.
 
@@ -179,7 +179,10 @@ class SharedMemory(Memory):
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         os.ftruncate(self.door.number, size)
         super().__init__(self.door.number, size)
-        self.private = PrivateMap(self.door.number, size)
+        try:
+            self.private: PrivateMap | None = PrivateMap(self.door.number, size)
+        except OSError:
+            self.private = None
         self.word = secrets.token_bytes(_WORD_BYTES)
         self._map[:_WORD_BYTES] = self.word
         self._free = [(mmap.PAGESIZE, size)]  # sorted, and no two of them adjacent
@@ -258,22 +261,22 @@ class PeerMemory(Memory):
         process: Its id.
         door: Descriptor of the file, in that process.
         word: What the file begins with.
-        computed_with: Whether this process is to compute with what lies there.
+        private: Whether to map it privately as well.
 
     Attributes:
-        private: Of the same file, if it is.
+        private: Of the same file, if so.
 
     Raises:
         OSError: If it cannot be reached.
     """
 
-    def __init__(self, process: int, door: int, word: bytes, computed_with: bool) -> None:
+    def __init__(self, process: int, door: int, word: bytes, private: bool) -> None:
         with open(f"/proc/{process}/fd/{door}", "r+b") as file:
             if os.pread(file.fileno(), _WORD_BYTES, 0) != word:
                 raise OSError(f"process {process} is another one than was meant: in another container, say")
             size = os.fstat(file.fileno()).st_size
             super().__init__(file.fileno(), size)
-            self.private = PrivateMap(file.fileno(), size) if computed_with else None
+            self.private = PrivateMap(file.fileno(), size) if private else None
 
 
 class SharedBuffer(Buffer):

@@ -48,6 +48,7 @@ LAYERS = [
         "_channel.py",
         "_rendezvous.py",
         "_shared_collective.py",
+        "_lending.py",
         "_dispatch_modes.py",
         "_host_communicator.py",
         "_two_level.py",
