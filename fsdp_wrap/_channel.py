@@ -183,6 +183,10 @@ class Channel:
             self._board.is_read(number, rank) or peer.life.ended for rank, peer in self.peers.items()
         )
 
+    def is_read_by(self, rank: int, number: int) -> bool:
+        """Whether a peer has read, or need not read, what this rank has posted."""
+        return self._board.is_read(number, rank)
+
     def post(self, kind: Kind, tensor: torch.Tensor | None, in_place: bool = False) -> int:
         """Shows the others a contiguous tensor, or a copy of it; returns the number of the collective.
 

@@ -11,17 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_wrap._channel import LENDER, Channel, Kind, Peer, Record
+from fsdp_wrap._channel import LENDER, Channel, Kind, Record
 from fsdp_wrap._shared_collective import Collective
-from fsdp_wrap._shared_memory import HEADER, Lease, SharedBuffer
+from fsdp_wrap._shared_memory import HEADER, Lease, Memory, SharedBuffer
 
 __all__ = ["CommonGather", "Lending", "Lent"]
+
+_NOT_TAKEN, _TAKEN, _RETURNED = range(3)
 
 
 class Lending:
     """What is lent between the ranks of a channel.
 
-    The header of a piece has a word for each rank: it is written when that one has returned the piece.
+    The header of a piece has a word for each rank, which tells whether that one uses it.
 
     Args:
         channel: The way between them.
@@ -54,8 +56,8 @@ class Lending:
         lease = channel.memory.lease(nbytes)
         users = channel.memory.words(lease.begin, channel.size)
         for rank in channel.peers:
-            users[rank] = 0
-        channel.memory.note(lease.begin, Lent(users, channel.peers))
+            users[rank] = _NOT_TAKEN
+        channel.memory.note(lease.begin, Lent(channel, number, users))
         channel.announce(number, Record(Kind.COMMON_GATHER, nbytes, lease.begin))
         return lease
 
@@ -66,10 +68,11 @@ class Lending:
             RuntimeError: If it takes part in something else.
         """
         record = self._channel.read(number, Kind.COMMON_GATHER, LENDER, nbytes)
-        return Lease(record.begin, self._return)
+        self._note(record.begin, _TAKEN)
+        return Lease(record.begin, lambda begin: self._note(begin, _RETURNED))
 
-    def _return(self, begin: int) -> None:
-        self._memory.words(begin, self._channel.size)[self._channel.rank] = 1
+    def _note(self, begin: int, word: int) -> None:
+        self._memory.words(begin, self._channel.size)[self._channel.rank] = word
 
     def shared(self, lease: Lease, nbytes: int) -> torch.UntypedStorage:
         """Returns a piece so that all ranks see what is written there."""
@@ -102,25 +105,39 @@ class Lending:
         """
         channel = self._channel
         part = nbytes // channel.size
-        mine = channel.memory, channel.posted(number)
-        others = {
-            rank: (peer.memory, channel.read(number, Kind.COMMON_GATHER, rank, nbytes))
-            for rank, peer in channel.peers.items()
-        }
-        for rank, (memory, record) in {**others, channel.rank: mine}.items():
-            if rank != LENDER and record.begin:
+        for rank in range(channel.size):
+            memory: Memory = channel.memory
+            if rank == channel.rank:
+                begin = channel.posted(number).begin
+            else:
+                memory = channel.peers[rank].memory
+                begin = channel.read(number, Kind.COMMON_GATHER, rank, nbytes).begin
+            if rank == LENDER:
+                _check_same(begin, lease.begin)
+            elif begin:
                 target = self._memory.tensor(lease.begin + HEADER + rank * part, part)
-                yield target, memory.tensor(record.begin, part)
+                yield target, memory.tensor(begin, part)
+
+
+def _check_same(posted: int, announced: int) -> None:
+    if posted != announced:
+        raise RuntimeError("the first rank of the group began a gather, failed, and began it anew")
 
 
 class Lent(NamedTuple):
-    """A piece with which peers compute until they have returned it."""
+    """A piece with which all compute until they return it, or give up waiting for the gather."""
 
+    channel: Channel
+    number: int
     users: memoryview
-    peers: dict[int, Peer]
 
     def is_read(self) -> bool:
-        return all(self.users[rank] or peer.life.ended for rank, peer in self.peers.items())
+        return all(map(self._is_done, self.channel.peers))
+
+    def _is_done(self, rank: int) -> bool:
+        word = self.users[rank]
+        given_up = word == _NOT_TAKEN and self.channel.is_read_by(rank, self.number)
+        return word == _RETURNED or given_up or self.channel.peers[rank].life.ended
 
 
 class CommonGather(Collective):
