@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._full_values import handles_of
+from fsdp_wrap._gradient_blocks import GradientBlocks
 from fsdp_wrap._gradient_mark import held_by_this_rank
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import Place, clean_fqn, is_owned
@@ -65,8 +66,9 @@ class HeldGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        registries = (each for one in module.modules() for each in (one._modules, one._parameters))
-        self._registered = [*(registry.values() for registry in registries), (self,)]  # which marks the end
+        registries = [each for one in module.modules() for each in (one._modules, one._parameters)]
+        self._empty = [registry for registry in registries if not registry]
+        self._registered = [*(registry.values() for registry in registries if registry), (self,)]  # the end
         self._found = [*chain.from_iterable(self._registered)]
         self.units = list(dict.fromkeys(units_in(module).values()))
         self.handles = handles_of(self.units)
@@ -76,11 +78,13 @@ class HeldGradients:
             clean_fqn(name): param for name, param in module.named_parameters() if id(param) not in sharded
         }
         self.shares = _shares([*self.handles, None] if self._replicated else self.handles)
+        self._blocks = {share: _blocks(share.handles) for share in self.shares}
 
     @property
     def is_current(self) -> bool:
         """Whether the modules below, and what they show as parameters, are those that were found."""
-        return all(map(operator.is_, chain.from_iterable(self._registered), self._found))
+        registered = chain.from_iterable(self._registered)
+        return not any(self._empty) and all(map(operator.is_, registered, self._found))
 
     @property
     def replicated(self) -> dict[str, nn.Parameter]:
@@ -100,6 +104,11 @@ class HeldGradients:
             dtypes = {param.dtype for param in self.params() if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
+    @property
+    def unreduced(self) -> list[ParamHandle]:
+        """Those whose gradients `no_sync` has left for a later backward to reduce."""
+        return [each for each in self.handles for one in each.segments if one.gradients.accumulated]
+
     def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
         """Returns what this rank holds of a share, in as few tensors as possible, none of them empty.
 
@@ -107,14 +116,11 @@ class HeldGradients:
             share: The gradients.
             without: Those of these are passed over.
         """
-        found: list[torch.Tensor] = []
-        for handle in share.handles:
-            if handle is None:
-                strided = (_strided(param) for param in self.replicated.values())
-                found += [grad for grad in strided if grad is not None and grad.numel() > 0]
-            elif handle not in without:
-                for segment in handle.segments:
-                    found += segment.layout.gradient_blocks()
+        handles = [each for each in share.handles if each not in without] if without else share.handles
+        found = (_blocks(handles) if without else self._blocks[share]).find()
+        if None in handles:
+            strided = (_strided(param) for param in self.replicated.values())
+            found += [grad for grad in strided if grad is not None and grad.numel() > 0]
         return found
 
     def named(self, share: Share) -> list[NamedGradient]:
@@ -131,6 +137,11 @@ class HeldGradients:
             for name, param in self.replicated.items() if handle is None else ():
                 found.append(NamedGradient(numbers[name], name, param.dtype, _strided(param)))
         return found
+
+
+def _blocks(handles: Iterable[ParamHandle | None]) -> GradientBlocks:
+    segments = chain.from_iterable(each.segments for each in handles if each is not None)
+    return GradientBlocks([segment.layout for segment in segments])
 
 
 def _sources(handle: ParamHandle) -> Iterator[nn.Parameter]:
