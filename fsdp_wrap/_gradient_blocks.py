@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 
@@ -56,10 +57,11 @@ class _Lie:
 
     @classmethod
     def of(cls, held: Sequence[list[nn.Parameter]], blocks: Sequence[list[torch.Tensor]]) -> _Lie | None:
-        """Returns how they lie now; None where they do not lie so."""
+        """Returns how they lie now; None where they do not lie so, or not in the parameters' own manner."""
         for params, found in zip(held, blocks):
             kinds = {type(param.grad) for param in params}
-            if len(found) > 1 or kinds - {torch.Tensor if found else type(None)}:
+            wrapped = any(held_by_this_rank(param) is not param for param in params)
+            if wrapped or len(found) > 1 or kinds - {torch.Tensor if found else type(None)}:
                 return None
         return cls(held, [found[0] if found else None for found in blocks])
 
@@ -72,7 +74,7 @@ class _Lie:
         self._alone = [params[0].grad is block for params, block in filled]
         self._numels = [block.numel() for _, block in filled]
         grads, begins = [*map(_GRAD, self._params)], self._begins([block for _, block in filled])
-        self._offsets = [*map(operator.sub, map(_DATA_PTR, grads), begins)]
+        self._offsets = array("q", map(operator.sub, map(_DATA_PTR, grads), begins))
 
     def blocks(self) -> list[torch.Tensor] | None:
         """Returns the blocks of the gradients that there are now; None where these do not lie alike."""

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,6 +55,37 @@ class NamedGradient:
     piece: torch.Tensor | None
 
 
+class _Tree:
+    """The modules at and below one, and the parameters that they show, to notice whether any came or went.
+
+    A unit's own parameters need no look: the next forward puts them back in the place of any other.
+    """
+
+    def __init__(self, module: nn.Module, handles: Iterable[ParamHandle]) -> None:
+        layouts = [segment.layout for handle in handles for segment in handle.segments]
+        owned = {place for layout in layouts for places in layout.places for place in places}
+        watched: list[dict[str, Any]] = []
+        self._counted: list[dict[str, Any]] = []
+        for one in module.modules():
+            params = one._parameters
+            stay = all(
+                (one, name) in owned or (param is not None and is_owned(param))
+                for name, param in params.items()
+            )
+            (self._counted if stay else watched).append(params)
+            (watched if one._modules else self._counted).append(one._modules)
+        self._counts = [*map(len, self._counted)]
+        self._watched = [*(registry.values() for registry in watched), (self,)]  # which marks the end
+        self._found = [*chain.from_iterable(self._watched)]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether all are those that were found."""
+        if [*map(len, self._counted)] != self._counts:
+            return False
+        return all(map(operator.is_, chain.from_iterable(self._watched), self._found))
+
+
 class HeldGradients:
     """What was found at and below a module; it holds as long as `is_current`.
 
@@ -66,10 +98,6 @@ class HeldGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        registries = [each for one in module.modules() for each in (one._modules, one._parameters)]
-        self._empty = [registry for registry in registries if not registry]
-        self._registered = [*(registry.values() for registry in registries if registry), (self,)]  # the end
-        self._found = [*chain.from_iterable(self._registered)]
         self.units = list(dict.fromkeys(units_in(module).values()))
         self.handles = handles_of(self.units)
         self.device = next((one.communicator.device for one in self.handles), torch.device("cpu"))
@@ -79,12 +107,12 @@ class HeldGradients:
         }
         self.shares = _shares([*self.handles, None] if self._replicated else self.handles)
         self._blocks = {share: _blocks(share.handles) for share in self.shares}
+        self._tree = _Tree(module, self.handles)
 
     @property
     def is_current(self) -> bool:
         """Whether the modules below, and what they show as parameters, are those that were found."""
-        registered = chain.from_iterable(self._registered)
-        return not any(self._empty) and all(map(operator.is_, registered, self._found))
+        return self._tree.is_unchanged
 
     @property
     def replicated(self) -> dict[str, nn.Parameter]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,8 @@ __all__ = [
     "root",
     "scale",
 ]
+
+_GROUP = attrgetter("group")
 
 _ROW = 2**16
 """How many elements the host adds in a row in float32; more would lose digits: 2 % of a sum of 16 million."""
@@ -107,18 +111,21 @@ def root(powers: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Tensor]:
-    """Merges 1-D powers over the ranks that hold each share, in one all-reduce a group; in their order."""
-    found = dict(powers)
-    for group in dict.fromkeys(share.group for share in powers):
+    """Merges 1-D powers over the ranks that hold each share, in one all-reduce a group; in their order.
+
+    Shares of one group must follow each other.
+    """
+    found: list[torch.Tensor] = []
+    for group, shares in groupby(powers, key=_GROUP):
+        counted = [
+            powers[share] if math.isinf(p) or share.copies == 1 else powers[share] / share.copies
+            for share in shares
+        ]
         if group is not None:
-            parts = {share: value for share, value in powers.items() if share.group == group}
-            counted = [
-                value if math.isinf(p) or share.copies == 1 else value / share.copies
-                for share, value in parts.items()
-            ]
             reduced = _all_reduce(group, _joined(counted), p)
-            found.update(zip(parts, torch.split(reduced, [value.numel() for value in parts.values()])))
-    return list(found.values())
+            counted = [*torch.split(reduced, [value.numel() for value in counted])]
+        found += counted
+    return found
 
 
 def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Tensor:
@@ -131,9 +138,14 @@ def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Te
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def scale(kinds: Iterable[Sequence[torch.Tensor]], factor: torch.Tensor) -> None:
-    """Multiplies gradients, from `by_kind`, by a 0-d factor."""
-    if factor.is_cpu and factor.item() == 1.0:  # elsewhere, looking would wait for the device
-        return
+def scale(kinds: Iterable[list[torch.Tensor]], total: torch.Tensor, bound: float) -> None:
+    """Scales gradients, from `by_kind`, of a total norm, which is 0-d, so that it is at most `bound`."""
+    if total.is_cpu:  # elsewhere, looking would wait for the device
+        number = bound / (total.item() + 1e-6)
+        if number >= 1.0:
+            return
+        factor = torch.scalar_tensor(number, dtype=torch.float64)
+    else:
+        factor = torch.clamp(bound / (total + 1e-6), max=1.0)
     for kind in kinds:
         torch._foreach_mul_(kind, factor.to(kind[0].device, accumulation_dtype(kind[0].dtype)))

@@ -63,7 +63,7 @@ class GradientNorms(IdleGradients):
             grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
         elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
             _warn("clip_grad_norm_() found no gradients: the norm is zero")
-        scale(chain.from_iterable(grads.values()), torch.clamp(bound / (total + 1e-6), max=1.0))
+        scale(chain.from_iterable(grads.values()), total, bound)
         first = next(known.params(), total)
         return total.to(first.device, known.widest_dtype())
 
