@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Sequence
-from itertools import accumulate, chain, repeat
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from fsdp_wrap._layout import Layout
 
 __all__ = ["GradientBlocks"]
 
-_GRAD, _DATA_PTR, _NUMEL = operator.attrgetter("grad"), torch.Tensor.data_ptr, torch.Tensor.numel
+_GRAD, _BASE = operator.attrgetter("grad"), operator.attrgetter("grad._base")
+_DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 
 
 class GradientBlocks:
@@ -70,23 +71,26 @@ class _Lie:
         self._without = [*chain.from_iterable(params for params, block in zip(held, blocks) if block is None)]
         self._params = [*chain.from_iterable(params for params, _ in filled)]
         self._counts = [len(params) for params, _ in filled]
-        self._firsts = [*accumulate(self._counts, initial=0)][:-1]
-        self._alone = [params[0].grad is block for params, block in filled]
+        self._firsts = [(params[0], _GRAD if params[0].grad is block else _BASE) for params, block in filled]
         self._numels = [block.numel() for _, block in filled]
-        grads, begins = [*map(_GRAD, self._params)], self._begins([block for _, block in filled])
-        self._offsets = array("q", map(operator.sub, map(_DATA_PTR, grads), begins))
+        begins = self._begins([block for _, block in filled])
+        self._offsets = array("q", map(operator.sub, self._addresses(), begins))
 
     def blocks(self) -> list[torch.Tensor] | None:
         """Returns the blocks of the gradients that there are now; None where these do not lie alike."""
-        grads = [*map(_GRAD, self._params)]
-        if {*map(type, grads)} - {torch.Tensor} or {*map(type, map(_GRAD, self._without))} - {type(None)}:
+        try:
+            addresses = [*self._addresses()]
+        except TypeError:  # there is one gradient less
             return None
-        firsts = zip(map(grads.__getitem__, self._firsts), self._alone)
-        blocks = [grad if alone else grad._base for grad, alone in firsts]
-        if {*map(type, blocks)} - {torch.Tensor} or [*map(_NUMEL, blocks)] != self._numels:
+        blocks = [grad(param) for param, grad in self._firsts]
+        more = {*map(type, map(_GRAD, self._without))} - {type(None)}
+        if more or {*map(type, blocks)} - {torch.Tensor} or [*map(_NUMEL, blocks)] != self._numels:
             return None
-        ends = map(operator.add, self._begins(blocks), self._offsets)
-        return blocks if all(map(operator.eq, map(_DATA_PTR, grads), ends)) else None
+        return blocks if [*map(operator.add, self._begins(blocks), self._offsets)] == addresses else None
+
+    def _addresses(self) -> Iterator[int]:
+        """Where each gradient lies; one after the other, so that each is looked at once."""
+        return map(_DATA_PTR, map(_GRAD, self._params))
 
     def _begins(self, blocks: Sequence[torch.Tensor]) -> chain[int]:
         """For each gradient, the address of its block."""

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from fsdp_wrap._modules import Place, clean_fqn, is_owned
 from fsdp_wrap._unit import units_in
 
 __all__ = ["HeldGradients", "NamedGradient", "Share"]
+
+
+_GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("accumulated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +111,16 @@ class HeldGradients:
         self.shares = _shares([*self.handles, None] if self._replicated else self.handles)
         self._blocks = {share: _blocks(share.handles) for share in self.shares}
         self._tree = _Tree(module, self.handles)
+        self._generations = [*map(_GENERATION, self.handles)]
+        segments = [(handle, segment) for handle in self.handles for segment in handle.segments]
+        self._handles = [handle for handle, _ in segments]
+        self._gradients = [segment.gradients for _, segment in segments]
+        self._dtypes = {segment.layout.dtype for _, segment in segments}
 
     @property
     def is_current(self) -> bool:
-        """Whether the modules below, and what they show as parameters, are those that were found."""
-        return self._tree.is_unchanged
+        """Whether the modules below, what they show as parameters, and dtypes are those that were found."""
+        return [*map(_GENERATION, self.handles)] == self._generations and self._tree.is_unchanged
 
     @property
     def replicated(self) -> dict[str, nn.Parameter]:
@@ -126,8 +134,7 @@ class HeldGradients:
 
     def widest_dtype(self) -> torch.dtype:
         """Returns that of the parameters that need gradients: of these a rank may have none."""
-        dtypes = {segment.layout.dtype for handle in self.handles for segment in handle.segments}
-        dtypes |= {param.dtype for param in self.replicated.values()}
+        dtypes = self._dtypes | {param.dtype for param in self.replicated.values()}
         if len(dtypes) != 1:  # else asking each parameter would change nothing
             dtypes = {param.dtype for param in self.params() if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
@@ -135,7 +142,7 @@ class HeldGradients:
     @property
     def unreduced(self) -> list[ParamHandle]:
         """Those whose gradients `no_sync` has left for a later backward to reduce."""
-        return [each for each in self.handles for one in each.segments if one.gradients.accumulated]
+        return [*compress(self._handles, map(_ACCUMULATED, self._gradients))]
 
     def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
         """Returns what this rank holds of a share, in as few tensors as possible, none of them empty.

@@ -140,12 +140,13 @@ def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Te
 
 def scale(kinds: Iterable[list[torch.Tensor]], total: torch.Tensor, bound: float) -> None:
     """Scales gradients, from `by_kind`, of a total norm, which is 0-d, so that it is at most `bound`."""
+    factor: float | torch.Tensor
     if total.is_cpu:  # elsewhere, looking would wait for the device
-        number = bound / (total.item() + 1e-6)
-        if number >= 1.0:
+        factor = bound / (total.item() + 1e-6)
+        if factor >= 1.0:
             return
-        factor = torch.scalar_tensor(number, dtype=torch.float64)
     else:
         factor = torch.clamp(bound / (total + 1e-6), max=1.0)
     for kind in kinds:
-        torch._foreach_mul_(kind, factor.to(kind[0].device, accumulation_dtype(kind[0].dtype)))
+        like = torch.empty((), dtype=accumulation_dtype(kind[0].dtype), device=kind[0].device)
+        torch._foreach_mul_(kind, like.fill_(factor))
