@@ -74,8 +74,10 @@ def starts(size: int) -> dict[str, dict[str, Start]]:
     part, copy = torch.empty(full.numel() // ranks).zero_(), torch.empty_like(full)
     by_way = {"gloo": _gloo(full, part), **{way: _ours(way, full, part) for way in WAYS}}
     by_operation = {what: {way: of[what] for way, of in by_way.items()} for what in by_way["gloo"]}
-    for ways in by_operation.values():
+    for what, ways in by_operation.items():
         ways[MEMORY_COPY] = partial(copy.copy_, full)
+        if what not in OVERLAP:  # which alone may be made of messages
+            del ways[MESSAGES]
     return by_operation
 
 
@@ -107,6 +109,7 @@ def _figures(what: str, size: int, rounds: int, ways: Mapping[str, Start]) -> Ta
     alone = _medians(interleave(timed, rounds))
     table = {way: {"us": 1e6 * seconds, "GB/s": size / seconds / 1e9} for way, seconds in alone.items()}
     if what in OVERLAP and size <= MOST_OVERLAPPED:
+        del timed[MEMORY_COPY], alone[MEMORY_COPY]  # which holds its caller up
         for way, each in timed.items():
             table[way]["issue"], each.pause = statistics.median(each.issue[2:]) / alone[way], alone[way]
         for way, seconds in _medians(interleave(timed, rounds, warmup=0)).items():
@@ -148,8 +151,11 @@ def ask(settings: Settings) -> Figures:
 def _by_size(tables: Mapping[str, Table], figure: str) -> Table:
     """One figure of one operation, from its tables by size."""
     ways = next(iter(tables.values()))
-    there = {size: table for size, table in tables.items() if all(figure in row for row in table.values())}
-    return {way: {size: table[way][figure] for size, table in there.items()} for way in ways}
+    return {
+        way: {size: table[way][figure] for size, table in tables.items() if figure in table[way]}
+        for way in ways
+        if any(figure in table[way] for table in tables.values())
+    }
 
 
 QUESTION = Question(
@@ -161,7 +167,8 @@ library makes of them over gloo, and `messages` that by messages between every t
 which it does by itself for large gathers and reductions; `memory copy` copies as many bytes, on every rank.
 Sizes are those of the full tensor, and GB/s are its bytes by the time; `{MOST}`: at any size. `issue` is the
 part of the time in which the caller was held up; `sleep` the time, relative, of a collective beside which the
-caller slept as long as it takes alone: 1 if all of it runs beside the caller, 2 if nothing does. A barrier is
+caller slept as long as it takes alone: 1 if all of it runs beside the caller, 2 if nothing does, and more
+where a sleep of so short a time takes longer than that. A barrier is
 the reduction of one number for the library, which has none of its own.""",
     ask,
     chart=MOST,

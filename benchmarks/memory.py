@@ -82,19 +82,20 @@ def measure_fake(case: str, names: list[str]) -> Table:
 
 
 def ask(settings: Settings) -> Figures:
-    """Two tables a case: resident memory over gloo, and tensors on a fake group."""
+    """Two tables a case: resident memory over gloo, and tensors on a fake group; of lora the latter only."""
     names = settings.implementations([*DEFAULTS, IN_PLACE, *SHARED.values()])
-    sharding = [name for name in names if name in SHARDING]
+    # What shares memory keeps segments for the next to use: each has processes of its own.
+    alone = [[name] for name in names if name in SHARED.values()]
+    others = [name for name in names if [name] not in alone]
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):
-        # What shares memory keeps segments for the next to use: each has processes of its own.
-        alone = [[name] for name in names if name in SHARED.values()]
-        others = [name for name in names if [name] not in alone]
-        figures[f"{case}, resident"] = {
-            name: row
-            for together in (others, *alone)
-            for name, row in run_ranks(measure, settings.ranks, case, together).items()
-        }
+        if case != "lora" or "lora" in settings.cases:
+            figures[f"{case}, resident"] = {
+                name: row
+                for together in (others, *alone)
+                for name, row in run_ranks(measure, settings.ranks, case, together).items()
+            }
+        sharding = [name for name in names if name in SHARDING]
         figures[f"{case}, fake group"] = run_fake(measure_fake, FAKE_RANKS, case, sharding)
     return figures
 
@@ -111,7 +112,8 @@ so gradients count as state. Batches are small (mlp's 4 rows; for gpt and lora 1
 activations are the same for all. `resident`: the kernel's account of whole processes, buffers of gloo and all
 threads included, without what they held before, which is Python and its libraries; 2 ranks. `host` is all
 ranks together, pages that they share counted once, as seen about every 10 ms. `fake group`: the live tensors,
-exactly, at {FAKE_RANKS} ranks that send nothing.""",
+exactly, at {FAKE_RANKS} ranks that send nothing; of lora that alone. Through shared memory (`_shared`)
+buffers stay for the next step: they count as `rest`, for each rank that sees them.""",
     ask,
     chart="backward",
 )

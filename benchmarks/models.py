@@ -128,7 +128,7 @@ def transformer(blocks: int, width: int, heads: int, length: int, vocabulary: in
     """A transformer that trains all its parameters."""
     return Case(
         f"{blocks} blocks, width {width}, {length} tokens, batch {batch}",
-        rounds=9 if width > 64 else 21,
+        rounds=9 if width > 64 else 20,
         model=lambda: Transformer(blocks, width, heads, length, vocabulary),
         batch=lambda: torch.randint(vocabulary, (batch, length + 1)),
     )
@@ -158,7 +158,7 @@ def stacked(blocks: int, parameters: int) -> Case:
 TINY = transformer(2, 16, 2, 4, 16, batch=2)
 MLP = Case(
     "communication-bound: 8 linear layers of width 2048, batch 4",
-    rounds=21,
+    rounds=20,
     model=lambda: Perceptron(8, 2048),
     batch=lambda: torch.randn(4, 2048),
 )

@@ -27,15 +27,17 @@ out here, since its losses depart from those of the others, by 6 % after 22 step
 that was not found. fairscale 0.4.13 installs beside torch 2.13, but its forward needs CUDA streams
 (on a CPU: `KeyError: 'all_gather'`).
 
-Competitors train in the same processes and take turns. `/ x` is the median over rounds of the ratio to `x`
+Competitors train in the same processes and take turns. A time is the median over rounds of the slowest
+rank's, `min` and `max` are the extremes. `/ x` is the median over rounds of the ratio to `x`
 within the same round, which bears a changing load; `medians / x` is the ratio of medians. Of several forms
 of `x`, the fastest counts: in the time of a step `fsdp1` stands for the better of original and flat
-parameters.
+parameters. A form that is named above and stands in no table takes part where `--impl` names it.
 """
 GOALS = """## Goals
 
 Ratios; the smaller the better. Times are paired ratios, with those of the medians in parentheses; what
-misses its goal is bold. A goal is met where all of our implementations that it names meet it.
+misses its goal is bold. A goal is met where all of our implementations that it names, and that took part,
+meet it. Rows of shared memory and of gradients in place stand in the column of the same form without.
 """
 DURATIONS = """## Durations
 

@@ -15,7 +15,7 @@ from benchmarks.harness import (
     run_fake,
     run_ranks,
 )
-from benchmarks.implementations import OVER_GLOO, SHARDING, Trained
+from benchmarks.implementations import DEFAULTS, IMPLEMENTATIONS, SHARDING, SHARED, Trained
 from benchmarks.models import stacked
 
 FAKE_RANKS, BLOCKS, PARAMETERS = 8, 24, 12
@@ -36,11 +36,11 @@ def measure(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def ask(settings: Settings) -> Figures:
     """A table of clipping and one of the optimizer, for either group."""
-    known = {"gloo": OVER_GLOO, "fake group": SHARDING}
     figures: Figures = {}
     for group in settings.cases_of([*GROUPS]):
-        ranks = settings.ranks if group == "gloo" else FAKE_RANKS
-        names = settings.implementations(known[group])
+        ranks, known = (settings.ranks, [*IMPLEMENTATIONS]) if group == "gloo" else (FAKE_RANKS, SHARDING)
+        usual = [name for name in (*DEFAULTS, *SHARED.values()) if name in known]
+        names = settings.implementations(known if settings.impl else usual)
         found = GROUPS[group](measure, ranks, names, settings.rounds or 60)
         for what, times in found.items():
             figures[f"{what}, {group}"] = compare(times, BASELINES)
@@ -52,8 +52,9 @@ QUESTION = Question(
     "Clipping and optimizer",
     f"""\
 Milliseconds of `clip_grad_norm_` (the library's own where it has one) and of a step of AdamW(fused=True),
-for {BLOCKS * PARAMETERS} parameters in {BLOCKS} units; 2 ranks over gloo, and one of {FAKE_RANKS} on a
-group that sends nothing.""",
+for {BLOCKS * PARAMETERS} parameters in {BLOCKS} units, by the slower of 2 ranks (`gloo`; `_shared` through
+memory), and by one of {FAKE_RANKS} on a group that sends nothing. Every call scales the gradients. What
+ran just before was another's turn, so each call finds cold caches, as it does after a backward.""",
     ask,
     chart="ms",
 )

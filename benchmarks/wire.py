@@ -64,7 +64,8 @@ def ask(settings: Settings) -> Figures:
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):
         # Those that keep parameters are there for what gradients take where few parameters train.
-        usual = [*DEFAULTS, *SHARED.values(), *(KEEPING.values() if case == "lora" else ())]
+        more = {"gpt": SHARED.values(), "lora": KEEPING.values()}.get(case, ())
+        usual = [*DEFAULTS, *more]
         names = settings.implementations([*IMPLEMENTATIONS] if settings.impl else usual)
         figures[case] = run_ranks(measure, settings.ranks, case, [*dict.fromkeys(names)])
     return figures
@@ -78,8 +79,8 @@ Megabytes that a rank receives in a step of fp32 training, 2 ranks over gloo: th
 ranks' own TCP connections, so protocol and control messages count, other processes do not. `/ needed`:
 relative to two gathers of all parameters and one reduction of those that train. `reduced MB`: of gradients
 alone, which is what travels in the backward of the form that keeps parameters after the forward
-(`_grad_op`, `_keep`). The models are those of the memory benchmark, since activations do not travel; what
-travels through memory that ranks share (`_shared`) is not on the wire.""",
+(`_grad_op`, `_keep`). The models are those of the memory benchmark, since activations do not travel. What
+travels through memory that ranks share (`_shared`) is not on the wire, as gpt shows.""",
     ask,
     chart="/ needed",
 )

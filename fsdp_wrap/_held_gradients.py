@@ -6,19 +6,24 @@ import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._full_values import handles_of
+from fsdp_wrap._gradient_blocks import GradientBlocks
 from fsdp_wrap._gradient_mark import held_by_this_rank
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import Place, clean_fqn, is_owned
 from fsdp_wrap._unit import units_in
 
 __all__ = ["HeldGradients", "NamedGradient", "Share"]
+
+
+_GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("accumulated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,37 @@ class NamedGradient:
     piece: torch.Tensor | None
 
 
+class _Tree:
+    """The modules at and below one, and the parameters that they show, to notice whether any came or went.
+
+    A unit's own parameters need no look: the next forward puts them back in the place of any other.
+    """
+
+    def __init__(self, module: nn.Module, handles: Iterable[ParamHandle]) -> None:
+        layouts = [segment.layout for handle in handles for segment in handle.segments]
+        owned = {place for layout in layouts for places in layout.places for place in places}
+        watched: list[dict[str, Any]] = []
+        self._counted: list[dict[str, Any]] = []
+        for one in module.modules():
+            params = one._parameters
+            stay = all(
+                (one, name) in owned or (param is not None and is_owned(param))
+                for name, param in params.items()
+            )
+            (self._counted if stay else watched).append(params)
+            (watched if one._modules else self._counted).append(one._modules)
+        self._counts = [*map(len, self._counted)]
+        self._watched = [*(registry.values() for registry in watched), (self,)]  # which marks the end
+        self._found = [*chain.from_iterable(self._watched)]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether all are those that were found."""
+        if [*map(len, self._counted)] != self._counts:
+            return False
+        return all(map(operator.is_, chain.from_iterable(self._watched), self._found))
+
+
 class HeldGradients:
     """What was found at and below a module; it holds as long as `is_current`.
 
@@ -65,9 +101,6 @@ class HeldGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        registries = (each for one in module.modules() for each in (one._modules, one._parameters))
-        self._registered = [*(registry.values() for registry in registries), (self,)]  # which marks the end
-        self._found = [*chain.from_iterable(self._registered)]
         self.units = list(dict.fromkeys(units_in(module).values()))
         self.handles = handles_of(self.units)
         self.device = next((one.communicator.device for one in self.handles), torch.device("cpu"))
@@ -76,11 +109,18 @@ class HeldGradients:
             clean_fqn(name): param for name, param in module.named_parameters() if id(param) not in sharded
         }
         self.shares = _shares([*self.handles, None] if self._replicated else self.handles)
+        self._blocks = {share: _blocks(share.handles) for share in self.shares}
+        self._tree = _Tree(module, self.handles)
+        self._generations = [*map(_GENERATION, self.handles)]
+        segments = [(handle, segment) for handle in self.handles for segment in handle.segments]
+        self._handles = [handle for handle, _ in segments]
+        self._gradients = [segment.gradients for _, segment in segments]
+        self._dtypes = {segment.layout.dtype for _, segment in segments}
 
     @property
     def is_current(self) -> bool:
-        """Whether the modules below, and what they show as parameters, are those that were found."""
-        return all(map(operator.is_, chain.from_iterable(self._registered), self._found))
+        """Whether the modules below, what they show as parameters, and dtypes are those that were found."""
+        return [*map(_GENERATION, self.handles)] == self._generations and self._tree.is_unchanged
 
     @property
     def replicated(self) -> dict[str, nn.Parameter]:
@@ -94,11 +134,15 @@ class HeldGradients:
 
     def widest_dtype(self) -> torch.dtype:
         """Returns that of the parameters that need gradients: of these a rank may have none."""
-        dtypes = {segment.layout.dtype for handle in self.handles for segment in handle.segments}
-        dtypes |= {param.dtype for param in self.replicated.values()}
+        dtypes = self._dtypes | {param.dtype for param in self.replicated.values()}
         if len(dtypes) != 1:  # else asking each parameter would change nothing
             dtypes = {param.dtype for param in self.params() if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+    @property
+    def unreduced(self) -> list[ParamHandle]:
+        """Those whose gradients `no_sync` has left for a later backward to reduce."""
+        return [*compress(self._handles, map(_ACCUMULATED, self._gradients))]
 
     def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
         """Returns what this rank holds of a share, in as few tensors as possible, none of them empty.
@@ -107,14 +151,11 @@ class HeldGradients:
             share: The gradients.
             without: Those of these are passed over.
         """
-        found: list[torch.Tensor] = []
-        for handle in share.handles:
-            if handle is None:
-                strided = (_strided(param) for param in self.replicated.values())
-                found += [grad for grad in strided if grad is not None and grad.numel() > 0]
-            elif handle not in without:
-                for segment in handle.segments:
-                    found += segment.layout.gradient_blocks()
+        handles = [each for each in share.handles if each not in without] if without else share.handles
+        found = (_blocks(handles) if without else self._blocks[share]).find()
+        if None in handles:
+            strided = (_strided(param) for param in self.replicated.values())
+            found += [grad for grad in strided if grad is not None and grad.numel() > 0]
         return found
 
     def named(self, share: Share) -> list[NamedGradient]:
@@ -131,6 +172,11 @@ class HeldGradients:
             for name, param in self.replicated.items() if handle is None else ():
                 found.append(NamedGradient(numbers[name], name, param.dtype, _strided(param)))
         return found
+
+
+def _blocks(handles: Iterable[ParamHandle | None]) -> GradientBlocks:
+    segments = chain.from_iterable(each.segments for each in handles if each is not None)
+    return GradientBlocks([segment.layout for segment in segments])
 
 
 def _sources(handle: ParamHandle) -> Iterator[nn.Parameter]:

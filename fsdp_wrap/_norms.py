@@ -8,7 +8,9 @@ once. An infinite p needs maxima in place of sums, and no division.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from fsdp_wrap._held_gradients import NamedGradient, Share
 
 __all__ = [
     "accumulation_dtype",
+    "by_kind",
     "merged",
     "over_ranks",
     "power",
@@ -25,6 +28,8 @@ __all__ = [
     "root",
     "scale",
 ]
+
+_GROUP = attrgetter("group")
 
 _ROW = 2**16
 """How many elements the host adds in a row in float32; more would lose digits: 2 % of a sum of 16 million."""
@@ -38,24 +43,24 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _by_kind(tensors: Iterable[torch.Tensor]) -> Collection[list[torch.Tensor]]:
+def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Groups tensors for the kernels that take many at once: those of one dtype on one device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds.values()
+    return [*kinds.values()]
 
 
-def power(tensors: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+def power(kinds: Iterable[Sequence[torch.Tensor]], p: float, device: torch.device) -> torch.Tensor:
     """Returns the p-norm of all elements to the power of p, or for infinite p that norm; zero for none.
 
     Args:
-        tensors: None of them empty.
+        kinds: Tensors from `by_kind`, none of them empty.
         p: Positive.
         device: Where the result is to be: float64, 1-D, of one element.
     """
     norms = []
-    for kind in _by_kind(tensors):
+    for kind in kinds:
         # Other powers take no faster way, and their sums leave the range of float32 more easily.
         wide = accumulation_dtype(kind[0].dtype) if p in (1.0, 2.0, math.inf) else torch.float64
         of_kind = torch.stack(torch._foreach_norm(_rows(kind), p, dtype=wide)).to(device, torch.float64)
@@ -66,16 +71,19 @@ def power(tensors: Iterable[torch.Tensor], p: float, device: torch.device) -> to
 def powers_and_presence(gradients: Iterable[NamedGradient], p: float, device: torch.device) -> torch.Tensor:
     """Returns the powers of all gradients, and then for each a number that is not zero if there is one."""
     pieces = [gradient.piece for gradient in gradients]
-    powers = [power([] if piece is None or not piece.numel() else [piece], p, device) for piece in pieces]
+    powers = [power([] if piece is None or not piece.numel() else [[piece]], p, device) for piece in pieces]
     present = [piece is not None for piece in pieces]
     return torch.cat([*powers, torch.tensor(present, dtype=torch.float64, device=device)])
 
 
 def _rows(kind: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Cuts and joins tensors to what a kernel takes at once."""
-    small = [tensor for tensor in kind if tensor.numel() <= _SMALL]
-    rows = [_joined([tensor.reshape(-1) for tensor in small])] if small else []
-    rows += [tensor for tensor in kind if tensor.numel() > _SMALL]
+    small: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
+    for tensor in kind:
+        (small if tensor.numel() <= _SMALL else rows).append(tensor)
+    if small:
+        rows.append(_joined([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in small]))
     if not rows[0].is_cpu:
         return rows
     return [
@@ -92,6 +100,8 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 def merged(powers: list[torch.Tensor], p: float) -> torch.Tensor:
     """Returns the power of the norm of all, given those of parts; 1-D, of one element."""
     every = _joined(powers)
+    if every.numel() == 1:
+        return every
     return every.amax(0, keepdim=True) if math.isinf(p) else every.sum(0, keepdim=True)
 
 
@@ -101,15 +111,21 @@ def root(powers: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Tensor]:
-    """Merges 1-D powers over the ranks that hold each share, in one all-reduce a group; in their order."""
-    found = dict(powers)
-    for group in dict.fromkeys(share.group for share in powers):
+    """Merges 1-D powers over the ranks that hold each share, in one all-reduce a group; in their order.
+
+    Shares of one group must follow each other.
+    """
+    found: list[torch.Tensor] = []
+    for group, shares in groupby(powers, key=_GROUP):
+        counted = [
+            powers[share] if math.isinf(p) or share.copies == 1 else powers[share] / share.copies
+            for share in shares
+        ]
         if group is not None:
-            parts = {share: value for share, value in powers.items() if share.group == group}
-            counted = [value if math.isinf(p) else value / share.copies for share, value in parts.items()]
             reduced = _all_reduce(group, _joined(counted), p)
-            found.update(zip(parts, torch.split(reduced, [value.numel() for value in parts.values()])))
-    return list(found.values())
+            counted = [*torch.split(reduced, [value.numel() for value in counted])]
+        found += counted
+    return found
 
 
 def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Tensor:
@@ -122,9 +138,15 @@ def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Te
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies gradients by a 0-d factor."""
-    if factor.is_cpu and factor.item() == 1.0:  # elsewhere, looking would wait for the device
-        return
-    for kind in _by_kind(grads):
-        torch._foreach_mul_(kind, factor.to(kind[0].device, accumulation_dtype(kind[0].dtype)))
+def scale(kinds: Iterable[list[torch.Tensor]], total: torch.Tensor, bound: float) -> None:
+    """Scales gradients, from `by_kind`, of a total norm, which is 0-d, so that it is at most `bound`."""
+    factor: float | torch.Tensor
+    if total.is_cpu:  # elsewhere, looking would wait for the device
+        factor = bound / (total.item() + 1e-6)
+        if factor >= 1.0:
+            return
+    else:
+        factor = torch.clamp(bound / (total + 1e-6), max=1.0)
+    for kind in kinds:
+        like = torch.empty((), dtype=accumulation_dtype(kind[0].dtype), device=kind[0].device)
+        torch._foreach_mul_(kind, like.fill_(factor))

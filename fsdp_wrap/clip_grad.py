@@ -8,7 +8,16 @@ from itertools import chain
 import torch
 
 from fsdp_wrap._idle_gradients import IdleGradients
-from fsdp_wrap._norms import accumulation_dtype, merged, over_ranks, power, powers_and_presence, root, scale
+from fsdp_wrap._norms import (
+    accumulation_dtype,
+    by_kind,
+    merged,
+    over_ranks,
+    power,
+    powers_and_presence,
+    root,
+    scale,
+)
 from fsdp_wrap._unit import Unit
 
 __all__ = ["GradientNorms"]
@@ -43,19 +52,18 @@ class GradientNorms(IdleGradients):
             raise ValueError(f"max_norm must not be negative, but is {max_norm}")
         known = self.found("clip_grad_norm_()")
         _require_root(known.units[0])
-        grads = {share: known.held(share) for share in known.shares}
+        grads = {share: by_kind(known.held(share)) for share in known.shares}
         powers = {share: power(held, p, known.device) for share, held in grads.items()}
         total = root(merged(over_ranks(powers, p), p), p).squeeze(0)
-        unreduced = [handle for handle in known.handles if handle.holds_gradients]
-        if unreduced:
+        if unreduced := known.unreduced:
             _warn(
                 "gradients that no_sync() has left unreduced are not clipped; call clip_grad_norm_() after a "
                 "backward outside of no_sync()"
             )
-            grads = {share: known.held(share, without=unreduced) for share in known.shares}
+            grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
         elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
             _warn("clip_grad_norm_() found no gradients: the norm is zero")
-        scale(chain.from_iterable(grads.values()), torch.clamp(bound / (total + 1e-6), max=1.0))
+        scale(chain.from_iterable(grads.values()), total, bound)
         first = next(known.params(), total)
         return total.to(first.device, known.widest_dtype())
 

@@ -91,6 +91,7 @@ LAYERS = [
         "state_dict.py",
         "_optim_load.py",
         "optim_state_dict.py",
+        "_gradient_blocks.py",
         "_held_gradients.py",
         "_norms.py",
         "_idle_gradients.py",

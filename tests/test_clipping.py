@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 
@@ -272,6 +273,17 @@ def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy, dt
         torch.testing.assert_close(grad, expected, rtol=torch.finfo(grad.dtype).eps, atol=1e-7)
 
 
+@each_form
+@ranks(2)
+def test_a_conversion_between_calls_is_noticed(rank, world_size, use_orig_params):
+    model = FSDP(nn.Linear(8, 8), use_orig_params=use_orig_params)
+    for dtype in (SINGLE, DOUBLE, BRAIN):
+        model.to(dtype)
+        model.zero_grad()
+        model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+        assert model.clip_grad_norm_(1.0).dtype == dtype
+
+
 @ranks(2)
 def test_large_half_precision_gradients_are_clipped_precisely(rank, world_size):
     """The factor itself is too small for fp16."""
@@ -306,13 +318,24 @@ def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
                 param.grad.data = param.grad * 5
             elif way == "none" and number % 4 == 0:
                 param.grad = None
+            elif way == "longer" and number == 0:
+                param.grad = param.new_ones(param.numel() + 1)[:-1]
+        for source in layouts[-1].sources if way == "none of a layout" else ():
+            source.grad = None
 
-    for way in ("as reduced", "edited", "another tensor", "other data", "none"):
+    def reduced_anew(way: str) -> None:
         model.zero_grad()
         backward(model, rank)
         assert blocks() == [1] * len(layouts)
         exchange(way)
-        assert (blocks() == [1] * len(layouts)) == (way in ("as reduced", "edited"))
+
+    ways = ("as reduced", "edited", "another tensor", "other data", "none", "none of a layout", "longer")
+    for last, way in itertools.product(("as reduced", "none of a layout"), ways):
+        reduced_anew(last)
+        model.clip_grad_norm_(1e9, norm_type)  # which may note how these lie
+        reduced_anew(way)
+        if way != "longer":  # which a layout of one piece has in one block as well
+            assert (blocks() == [1] * len(layouts)) == (way in ("as reduced", "edited"))
         before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
         pieces = torch.cat([grad.flatten() for grad in before if grad is not None])
         expected = torch.linalg.vector_norm(torch.cat(gather_objects(pieces)), norm_type)
@@ -323,6 +346,8 @@ def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
             assert (param.grad is None) == (clipped is None)
             if clipped is not None:
                 torch.testing.assert_close(param.grad, clipped, rtol=1e-12, atol=0)
+        again = model.clip_grad_norm_(1e9, norm_type)
+        torch.testing.assert_close(again, total * (1e-3 / (total + 1e-6)), rtol=1e-12, atol=0)
 
 
 @each_form
@@ -348,10 +373,10 @@ def test_modules_that_come_and_go_are_noticed(rank, world_size, use_orig_params)
     ignored = [first.weight, first.bias, second.weight, second.bias]
 
     def total(*expected: nn.Parameter) -> None:
-        for param in (*ignored, *expected):
-            param.grad = torch.ones_like(param)
         for param in raw[0].parameters():
             param.grad = None
+        for param in (*ignored, *expected):
+            param.grad = torch.ones_like(param)
         count = sum(param.numel() for param in expected)
         assert model.clip_grad_norm_(1e9, 1.0) == count == sum(model.grad_norms(1.0).values())
 
@@ -366,6 +391,14 @@ def test_modules_that_come_and_go_are_noticed(rank, world_size, use_orig_params)
     total(first.weight, first.bias, first.more, second.weight, second.bias)
     del first.more
     total(first.weight, first.bias, second.weight, second.bias)
+    own = raw[0]  # the unit's, but not what is added to it
+    own.register_parameter("more", nn.Parameter(torch.ones(7)))
+    total(first.weight, first.bias, second.weight, second.bias, own.more)
+    own.child = nn.Linear(2, 2, bias=False)
+    total(first.weight, first.bias, second.weight, second.bias, own.more, own.child.weight)
+    del own.child
+    own.child = nn.Identity()
+    total(first.weight, first.bias, second.weight, second.bias, own.more)
     assert copy.deepcopy(model).grad_norms() == {}
 
 
