@@ -40,10 +40,12 @@ class Front(Protocol):
     Attributes:
         sources: For each original parameter, the sharded parameter that stands for it.
         holders: The sharded parameters, each once.
+        plain: Whether the modules show plain tensors, which parameters in their places would not replace.
     """
 
     sources: Sequence[nn.Parameter]
     holders: Sequence[nn.Parameter]
+    plain: bool
 
     @property
     def trains(self) -> list[bool]:
@@ -73,7 +75,7 @@ class Front(Protocol):
     def show_sharded(self) -> None: ...
 
     def hide_sharded(self) -> None:
-        """Takes away what parameters in the same places would not replace."""
+        """Takes away what is plain."""
         ...
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
@@ -95,6 +97,8 @@ class Front(Protocol):
 
 class FlatFront:
     """The `FlatParameter` alone; under the original names stand plain slices of it."""
+
+    plain = True
 
     def __init__(self, layout: _Layout) -> None:
         self._layout = layout
@@ -162,6 +166,8 @@ class SliceFront:
     Their `.data` is a slice while sharded and the full parameter while shown in full, so whoever holds
     such an object (an optimizer made meanwhile, say) holds the right one.
     """
+
+    plain = False
 
     def __init__(self, layout: _Layout, slots: Sequence[ParamSlot]) -> None:
         self._layout = layout

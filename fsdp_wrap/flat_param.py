@@ -127,7 +127,6 @@ class FlatLayout:
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._leaves: list[nn.Parameter] = []
-        self._leaf_display = Display((), ())
         self._front: Front = SliceFront(self, slots) if use_orig_params else FlatFront(self)
         self._front.hide_full()
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
@@ -191,7 +190,7 @@ class FlatLayout:
             leaf = nn.Parameter(view, requires_grad=False)
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
-        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
+        self._leaves, self._leaf_display = leaves, Display(self.places, leaves, self._front.plain)
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -207,7 +206,6 @@ class FlatLayout:
         Display(self.places, params).show()
 
     def show_leaves(self) -> None:
-        self._front.hide_sharded()
         self._leaf_display.show()
 
     def show_sharded(self) -> None:
@@ -231,7 +229,7 @@ class FlatLayout:
         self._front.show_sharded()
 
     def _follow_places(self) -> None:
-        self._leaf_display = Display(self.places, self._leaves)
+        self._leaf_display = Display(self.places, self._leaves, self._front.plain)
         self._front.follow_places()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:
