@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,8 @@ class DTensorLayout:
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
         self._cuts = cut_all(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
-        # Tensors of the wanted shapes: a view like one costs half of a view by a tuple of numbers.
-        self._folds = [torch.empty(cut.folded, device="meta") for cut in self._cuts if cut.folded is not None]
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
+        # Tensors of the wanted shapes: a view like one costs half of a view by a tuple of numbers.
         self._chunk_likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self._cuts]
         self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
         ends = (cut.offset + like.numel() for cut, like in zip(self._cuts, self._chunk_likes))
@@ -101,7 +100,8 @@ class DTensorLayout:
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
-        return [*map(torch.Tensor.view_as, self._chunks.of(part), self._chunk_likes)]
+        chunks = zip(self._chunks.of(part), self._chunk_likes)
+        return [chunk if like.ndim == 1 else chunk.view_as(like) for chunk, like in chunks]
 
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
         shard = _dtensor(self._pieces[index], self._specs[index])
@@ -171,10 +171,32 @@ class DTensorLayout:
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self._cuts[index].split(tensor)
 
-    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if len(self._folds) == len(tensors):
-            return [*map(torch.Tensor.view_as, tensors, self._folds)]
-        return [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
+    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        if all(cut.folded is not None and cut.whole == self._ranks for cut in self._cuts):
+            return self._row_packer(travelling.view(self._ranks, -1))
+        boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            views = (cut.split(tensor) for cut, tensor in zip(self._cuts, tensors))
+            torch._foreach_copy_(boxes, [view for several in views for view in several])
+            if gaps:
+                torch._foreach_zero_(gaps)
+
+        return pack
+
+    def _row_packer(self, parts: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        """Returns a packer, for parameters of which every rank has as many rows, in one call."""
+        starts = [*(cut.offset for cut in self._cuts[1:]), self._used.start]
+        gaps = [start - cut.end for cut, start in zip(self._cuts, starts)]
+        zeros, notes = parts.new_zeros(self._ranks * max(gaps)), torch.ones_like(parts[:, self._used])
+        between = [[zeros[: self._ranks * gap].view(self._ranks, gap)] if gap else [] for gap in gaps]
+        between[-1].append(notes)  # the rest of a part, which `note_used` writes
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            pieces = [each for tensor, gap in zip(tensors, between) for each in (tensor, *gap)]
+            torch._chunk_cat(pieces, 0, self._ranks, out=parts)
+
+        return pack
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         parts = travelling.view(self._ranks, -1)

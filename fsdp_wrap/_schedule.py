@@ -158,7 +158,7 @@ class Schedule:
         for unit in prefetched:  # they did not run after all
             self._traffic.reshard(unit, Phase.FORWARD)
         for unit in self._units:
-            if unit.partly_ran:
+            if unit.parts and unit.partly_ran:
                 unit.restart()
                 if unit.options.reshard_after_forward:
                     self._traffic.reshard(unit, Phase.FORWARD)
@@ -227,15 +227,17 @@ class Schedule:
             )
         if not self._backward_open:
             self._open_backward()
-        if use.unit.handle is not None and use.unit.handle.bulky:
+        unit, handle = use.unit, use.unit.handle
+        assert handle is not None  # or its outputs had not been hooked
+        if handle.bulky:
             self._make_room()
-        if use.unit.options.unshards_in_backward:
-            self._traffic.unshard(use.unit, Phase.BACKWARD)
-            assert use.unit.handle is not None
-            use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
-        opened = use.open(graph_task(), inputs)
-        if opened and use.unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_with_room(use.unit)
+        if unit.options.unshards_in_backward:
+            self._traffic.unshard(unit, Phase.BACKWARD)
+            handle.show_leaves()  # checkpointing inside of the unit computes with them again
+        if use.open(graph_task(), inputs):
+            unit.look(torch.is_grad_enabled() or unit.options.gradients_in_place)
+            if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+                self._prefetch_with_room(unit)
 
     def on_leaf_gradient(self, unit: Unit, leaf: nn.Parameter, number: int, index: int) -> None:
         """Looks after a leaf, given with its place, has its gradient of the running backward.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -162,8 +162,15 @@ class FlatLayout:
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
 
-    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors
+    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        views, gaps = self.views(travelling), self.padding(travelling)
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            torch._foreach_copy_(views, tensors)
+            if gaps:
+                torch._foreach_zero_(gaps)
+
+        return pack
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         stops = [0, *(extent.stop for extent in self.extents)]
