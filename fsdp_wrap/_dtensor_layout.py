@@ -208,7 +208,7 @@ class DTensorLayout:
         leaves = [nn.Parameter(view, requires_grad=False) for view in self.views(buffer)]
         for leaf, attributes in zip(leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
+        self._leaves, self.show_leaves = leaves, Display(self.places, leaves).show
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -221,12 +221,6 @@ class DTensorLayout:
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
         Display(self.places, params).show()
-
-    def show_leaves(self) -> None:
-        self._leaf_display.show()
-
-    def show_sharded(self) -> None:
-        self._display.show()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self.show(params)
@@ -323,7 +317,7 @@ class DTensorLayout:
             self._pieces[index].copy_(value)
             self._show_in(param, index)
         self.sources = found
-        self._display = Display(self.places, found)
+        self.show_sharded = Display(self.places, found).show
         return True
 
     def copied(self, memo: dict[int, Any]) -> DTensorLayout:
@@ -341,8 +335,8 @@ class DTensorLayout:
 
     def _follow_places(self) -> None:
         self._first_places = [next(iter(places)) for places in self.places]
-        self._leaf_display = Display(self.places, self._leaves)
-        self._display = Display(self.places, self.sources)
+        self.show_leaves = Display(self.places, self._leaves).show
+        self.show_sharded = Display(self.places, self.sources).show
 
 
 def _dtensor(piece: torch.Tensor, spec: DTensorSpec) -> DTensor:

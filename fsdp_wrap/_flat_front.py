@@ -47,11 +47,6 @@ class Front(Protocol):
     holders: Sequence[nn.Parameter]
     plain: bool
 
-    @property
-    def trains(self) -> list[bool]:
-        """For each original parameter, whether that needs a gradient."""
-        ...
-
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cuts something of the shard's size into one piece per holder."""
         ...
@@ -107,10 +102,6 @@ class FlatFront:
         self._pieces = layout.pieces(layout.flat_param.data)
         self.follow_places()
 
-    @property
-    def trains(self) -> list[bool]:
-        return [self._layout.flat_param.requires_grad] * len(self.sources)
-
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         return shard
 
@@ -140,16 +131,11 @@ class FlatFront:
         return [] if grad is None else [grad]
 
     def follow_places(self) -> None:
-        self._display = Display(self._layout.places, self._pieces)
+        display = Display(self._layout.places, self._pieces)
+        self.show_sharded, self.hide_sharded = display.show, display.hide
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         _add_gradient(self._layout.flat_param, reduced, any(used))
-
-    def show_sharded(self) -> None:
-        self._display.show()
-
-    def hide_sharded(self) -> None:
-        self._display.hide()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self._layout.register_flat_param(None)
@@ -184,10 +170,6 @@ class SliceFront:
         self._held = [
             (index, int(piece.storage_offset()) - first) for index, piece in pieces if piece.numel()
         ]
-
-    @property
-    def trains(self) -> list[bool]:
-        return [*map(_REQUIRES_GRAD, self.sources)]
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         memory = _memory(self.sources)
@@ -247,15 +229,12 @@ class SliceFront:
         return [grad for grad, _ in held if grad is not None]
 
     def follow_places(self) -> None:
-        self._display = Display(self._layout.places, self.sources)
+        self.show_sharded = Display(self._layout.places, self.sources).show
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         pieces = self._layout.pieces(reduced)
         for index, _ in self._held:  # an empty slice has nothing to update
             _add_gradient(self.sources[index], pieces[index], used[index])
-
-    def show_sharded(self) -> None:
-        self._display.show()
 
     def hide_sharded(self) -> None:
         """Nothing: parameters take the places of parameters."""
@@ -290,7 +269,6 @@ def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list
 
 
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:

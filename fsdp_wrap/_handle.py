@@ -181,9 +181,10 @@ class ParamHandle:
         if self._kept is not None:
             self._gathering = self._kept.gather(self.segments)
         else:
+            gathered = []
             for segment in self.segments:
                 segment.gathered.allocate()
-            gathered = [segment.gathered_data for segment in self.segments]
+                gathered.append(segment.gathered_data)
             self._gathering = self.transport.all_gather(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._events import EventKind, Phase, emit
+from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._refusals import ParametrizationGuard, refuse_graph, refuse_parameter_views
@@ -131,7 +131,7 @@ class Schedule:
         unit = use.unit
         if unit.handle is None:
             return
-        tensors = list(iter_tensors(output))
+        tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
         refuse_parameter_views(unit, unit.handle, tensors)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in with_grad:
@@ -277,7 +277,8 @@ class Schedule:
             self._keeps_graph = True
             return
         unit.end_backward()
-        emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
+        if observers:
+            emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         self._end_unsharded_backward(unit, Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -316,7 +317,7 @@ class Schedule:
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not self._keeps_graph:
-            if unit.end_backward():
+            if unit.end_backward() and observers:
                 emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
             self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
         else:

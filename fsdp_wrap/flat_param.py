@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in the buffer: matrix kernels round differently on less aligned weights."""
@@ -147,7 +150,7 @@ class FlatLayout:
 
     @property
     def trains(self) -> list[bool]:
-        return self._front.trains
+        return [*map(_REQUIRES_GRAD, self._front.sources)]
 
     @property
     def fqns(self) -> Sequence[str]:
@@ -197,7 +200,7 @@ class FlatLayout:
             leaf = nn.Parameter(view, requires_grad=False)
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
-        self._leaves, self._leaf_display = leaves, Display(self.places, leaves, self._front.plain)
+        self._leaves, self.show_leaves = leaves, Display(self.places, leaves, self._front.plain).show
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -211,9 +214,6 @@ class FlatLayout:
     def show(self, params: Sequence[nn.Parameter]) -> None:
         self._front.hide_sharded()
         Display(self.places, params).show()
-
-    def show_leaves(self) -> None:
-        self._leaf_display.show()
 
     def show_sharded(self) -> None:
         self._front.show_sharded()
@@ -236,7 +236,7 @@ class FlatLayout:
         self._front.show_sharded()
 
     def _follow_places(self) -> None:
-        self._leaf_display = Display(self.places, self._leaves, self._front.plain)
+        self.show_leaves = Display(self.places, self._leaves, self._front.plain).show
         self._front.follow_places()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:

@@ -536,7 +536,7 @@ def test_events_cost_nothing_when_nobody_listens(rank, world_size):
     assert seen > 0
     _run(model, rank)
     assert len(events) == seen
-    assert _events._observers == []
+    assert _events.observers == []
 
 
 @ranks(2)
