@@ -24,6 +24,9 @@ from fsdp_wrap.flat_param import Allocator
 __all__ = ["DTensorLayout"]
 
 _ALIGNMENT_BYTES = 16
+# The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
+_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
+_dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _REQUIRES_GRAD = operator.attrgetter("_local_tensor"), operator.attrgetter("requires_grad")
 
 
@@ -172,13 +175,18 @@ class DTensorLayout:
         return self._cuts[index].split(tensor)
 
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        if all(cut.folded is not None and cut.whole == self._ranks for cut in self._cuts):
+        # Tensors of the wanted shapes, as above.
+        folds = [torch.empty(cut.folded, device="meta") for cut in self._cuts if cut.folded is not None]
+        if len(folds) == len(self._cuts) and all(cut.whole == self._ranks for cut in self._cuts):
             return self._row_packer(travelling.view(self._ranks, -1))
         boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            views = (cut.split(tensor) for cut, tensor in zip(self._cuts, tensors))
-            torch._foreach_copy_(boxes, [view for several in views for view in several])
+            if len(folds) == len(tensors):
+                views = [*map(torch.Tensor.view_as, tensors, folds)]
+            else:
+                views = [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
+            torch._foreach_copy_(boxes, views)
             if gaps:
                 torch._foreach_zero_(gaps)
 
@@ -229,7 +237,7 @@ class DTensorLayout:
         self.show_sharded()
 
     def shown(self) -> list[nn.Parameter | None]:
-        return [module._parameters.get(name) for module, name in self._first_places]
+        return [shown.get(name) for shown, name in self._first_places]
 
     def add_place(self, index: int, place: Place) -> None:
         self.places[index].add(*place)
@@ -334,14 +342,10 @@ class DTensorLayout:
         self.show_sharded()
 
     def _follow_places(self) -> None:
-        self._first_places = [next(iter(places)) for places in self.places]
+        firsts = [next(iter(places)) for places in self.places]
+        self._first_places = [(module._parameters, name) for module, name in firsts]
         self.show_leaves = Display(self.places, self._leaves).show
         self.show_sharded = Display(self.places, self.sources).show
-
-
-def _dtensor(piece: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
-    return DTensor.__new__(DTensor, piece, spec, requires_grad=False)
 
 
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:

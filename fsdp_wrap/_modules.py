@@ -70,7 +70,7 @@ class ParamPlaces:
 
 
 class Display:
-    """Tensors with the places that are to show them, prepared once: showing updates dicts of the modules.
+    """Tensors with the places that are to show them, prepared once: showing only writes to dicts of modules.
 
     A tensor that is no parameter is shown as the attribute alone; in `_parameters` its name keeps its place.
     With `covers` parameters are attributes as well, in the place of tensors that are none.
@@ -83,33 +83,30 @@ class Display:
     def __init__(
         self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], covers: bool = False
     ) -> None:
-        params: dict[nn.Module, dict[str, Any]] = {}
-        plain: dict[nn.Module, dict[str, Any]] = {}
+        self._told: list[tuple[nn.Module, str, Any]] = []
+        self._params: list[tuple[dict[str, Any], str, Any]] = []
+        self._plain: list[tuple[dict[str, Any], str, Any]] = []
         for several, tensor in zip(places, tensors):
             param = tensor if isinstance(tensor, nn.Parameter) else None
             for module, name in several:
-                params.setdefault(module, {})[name] = param
+                self._params.append((module._parameters, name, param))
                 if covers or param is None:
-                    plain.setdefault(module, {})[name] = tensor
-        # RNNs have their own, to update a second list of their weights.
-        self._told = [one for one in params.items() if type(one[0]).__setattr__ is not nn.Module.__setattr__]
-        self._plain = [(module.__dict__, shown) for module, shown in plain.items()]
-        self._updates: list[tuple[dict[str, Any], dict[str, Any]]] = [*self._plain]
-        self._updates += [(module._parameters, shown) for module, shown in params.items()]
+                    self._plain.append((module.__dict__, name, tensor))
+                if type(module).__setattr__ is not nn.Module.__setattr__:
+                    self._told.append((module, name, param))  # RNNs update a second list of their weights
 
     def show(self) -> None:
         """Shows the tensors."""
-        for module, shown in self._told:
-            for name, param in shown.items():
-                setattr(module, name, param)
-        for names, tensors in self._updates:
-            names.update(tensors)
+        for module, name, param in self._told:
+            setattr(module, name, param)
+        for shown in (self._params, self._plain):
+            for names, name, tensor in shown:
+                names[name] = tensor
 
     def hide(self) -> None:
         """Takes away what parameters shown in the same places would not replace: attributes."""
-        for names, tensors in self._plain:
-            for name in tensors:
-                names.pop(name, None)
+        for names, name, _ in self._plain:
+            names.pop(name, None)
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ class Schedule:
             self._traffic.unshard(unit, Phase.BACKWARD)
             handle.show_leaves()  # checkpointing inside of the unit computes with them again
         if use.open(graph_task(), inputs):
-            unit.look(torch.is_grad_enabled() or unit.options.gradients_in_place)
+            unit.look(_looks_after_each(unit))
             if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_with_room(unit)
 
@@ -245,17 +245,15 @@ class Schedule:
         Raises:
             RuntimeError: If the gradient has a graph of its own.
         """
-        makes_graph = torch.is_grad_enabled()  # create_graph
-        if makes_graph:
+        if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
         if not self._backward_open:
             self._open_backward()
             unit.arrivals.begin_with(leaf)
-        in_place = unit.options.gradients_in_place
-        if in_place and self._takes_in_place(unit):
+        if unit.options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
             unit.handle.segments[number].take_in_place(index)
-        all_came = unit.look(makes_graph or in_place)
+        all_came = unit.look(_looks_after_each(unit))
         if (self._traffic.reducing or self._prefetching_later) and unit.arrivals.crowded:
             self._make_room()
         if all_came and not unit.awaits_inputs:
@@ -267,9 +265,11 @@ class Schedule:
     def _on_input_gradient(self, use: Use) -> None:
         """Runs when the gradient of one of a use's watched inputs is done."""
         unit = use.unit
-        if use.task != graph_task() or not use.input_done():
+        if use.task != graph_task() or not use.input_done() or not unit.close(use):
             return
-        if unit.close(use) and not unit.gradients_to_come():
+        if unit.gradients_to_come():
+            unit.look(_looks_after_each(unit))
+        else:
             self._unit_backward_over(unit)
 
     def _unit_backward_over(self, unit: Unit) -> None:
@@ -417,7 +417,8 @@ class Schedule:
         """Takes what gradients a unit has off its leaves, to be reduced or kept."""
         if unit.handle is None or not unit.handle.holds_gradients:
             return
-        self._make_room()  # one is in flight at most
+        if self._traffic.reducing or self._prefetching_later:
+            self._make_room()  # one is in flight at most
         if self._reduces(unit):
             self._traffic.reduce(unit, phase)
         else:
@@ -465,6 +466,11 @@ def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, ParametrizationList):
             module.register_forward_pre_hook(ParametrizationGuard(unit))
+
+
+def _looks_after_each(unit: Unit) -> bool:
+    """Whether each gradient of a leaf has to be looked at: for its graph, or to be moved."""
+    return torch.is_grad_enabled() or unit.options.gradients_in_place
 
 
 def _look_after(unit: Unit, number: int, index: int) -> Callable[[nn.Parameter], None]:

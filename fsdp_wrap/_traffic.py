@@ -90,7 +90,8 @@ class Traffic:
         if handle is None or unit.running > (phase is Phase.FORWARD):
             return
         if handle.reshard(within):
-            unit.hold(False)
+            if unit.held:
+                unit.hold(False)
             if observers:
                 emit(EventKind.RESHARD, unit.fqn, phase, handle.unsharded_nbytes)
 

@@ -214,7 +214,7 @@ class Unit:
             every: Whether to look again after each that follows, not only where the schedule may have to act.
         """
         self._backward = _Backward.RUNNING
-        return self.arrivals.look(every)
+        return self.arrivals.look(every, last=not self._open_uses)
 
     def gradients_to_come(self) -> bool:
         """Whether the running backward will reach a leaf whose gradient has not arrived."""
