@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -446,6 +447,37 @@ def test_unused_parameters_and_heads(rank, world_size, use_orig_params):
         for name, param in plain.named_parameters():
             expected = torch.zeros_like(param) if param.grad is None else param.grad
             torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+
+
+class _InTwoThreads(nn.Module):
+    """Part of it runs in a thread whose autograd nodes count as early ones: their backward runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(lambda: self.far * 2).result()
+        return x * self.near + late
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_leaf_whose_gradient_comes_after_those_of_the_inputs(rank, world_size, use_orig_params):
+    plain, model = twins(
+        lambda: nn.Sequential(nn.Linear(8, 8), _InTwoThreads()),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear, _InTwoThreads}),
+        use_orig_params=use_orig_params,
+    )
+    with record_events() as events:
+        model(torch.ones(2, 8)).square().sum().backward()
+    plain(torch.ones(2, 8)).square().sum().backward()
+    over = [(each.unit, each.phase) for each in events if each.kind is EventKind.POST_BACKWARD]
+    assert over == [("0", Phase.BACKWARD), ("1", Phase.BACKWARD)]
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad)
 
 
 class _Switch(nn.Module):
