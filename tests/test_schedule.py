@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import BackwardPrefetch, EventKind, Phase, ShardingStrategy, record_events
+from fsdp_wrap import (
+    BackwardPrefetch,
+    Event,
+    EventKind,
+    Phase,
+    ShardingStrategy,
+    observe_events,
+    record_events,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import (
@@ -447,6 +455,47 @@ def test_unused_parameters_and_heads(rank, world_size, use_orig_params):
         for name, param in plain.named_parameters():
             expected = torch.zeros_like(param) if param.grad is None else param.grad
             torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+
+
+class _Telling(nn.Module):
+    """Notes when its backward begins to compute."""
+
+    def __init__(self, layers: int, told: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+        self.told = told
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        x.register_hook(lambda _: self.told.append("begins"))
+        return x * 1
+
+
+@pytest.mark.parametrize(
+    "layers, frozen, expected",
+    [
+        # What the running unit needs comes first where gradients still travel while its own come.
+        (4, False, "unshard 2 begins begins unshard 1 begins unshard 0 begins"),
+        (1, False, "unshard 2 begins unshard 1 begins unshard 0 begins begins"),
+        (4, True, "unshard 2 begins begins unshard 1 unshard 0 begins begins"),
+    ],
+    ids=["many gradients", "one gradient", "one unit frozen"],
+)
+@ranks(2)
+def test_prefetch_waits_for_memory_of_gradients(rank, world_size, layers, frozen, expected):
+    told: list[str] = []
+    net = nn.Sequential(*(_Telling(layers, told) for _ in range(4)))
+    net[1].requires_grad_(not frozen)
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({_Telling}))
+    loss = model(torch.ones(2, 8, requires_grad=True)).square().sum()
+
+    def note(event: Event) -> None:
+        if event.kind is EventKind.UNSHARD and event.unit != "3":
+            told.append(f"unshard {event.unit}")
+
+    with observe_events(note):
+        loss.backward()
+    assert " ".join(told) == expected
 
 
 class _InTwoThreads(nn.Module):
