@@ -40,7 +40,7 @@ class Front(Protocol):
     Attributes:
         sources: For each original parameter, the sharded parameter that stands for it.
         holders: The sharded parameters, each once.
-        plain: Whether the modules show plain tensors, which parameters in their places would not replace.
+        plain: Whether the modules show plain tensors.
     """
 
     sources: Sequence[nn.Parameter]
@@ -68,10 +68,6 @@ class Front(Protocol):
         ...
 
     def show_sharded(self) -> None: ...
-
-    def hide_sharded(self) -> None:
-        """Takes away what is plain."""
-        ...
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
 
@@ -131,8 +127,7 @@ class FlatFront:
         return [] if grad is None else [grad]
 
     def follow_places(self) -> None:
-        display = Display(self._layout.places, self._pieces)
-        self.show_sharded, self.hide_sharded = display.show, display.hide
+        self.show_sharded = Display(self._layout.places, self._pieces).show
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         _add_gradient(self._layout.flat_param, reduced, any(used))
@@ -235,9 +230,6 @@ class SliceFront:
         pieces = self._layout.pieces(reduced)
         for index, _ in self._held:  # an empty slice has nothing to update
             _add_gradient(self.sources[index], pieces[index], used[index])
-
-    def hide_sharded(self) -> None:
-        """Nothing: parameters take the places of parameters."""
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         if copies:

@@ -73,25 +73,28 @@ class Display:
     """Tensors with the places that are to show them, prepared once: showing only writes to dicts of modules.
 
     A tensor that is no parameter is shown as the attribute alone; in `_parameters` its name keeps its place.
-    With `covers` parameters are attributes as well, in the place of tensors that are none.
 
     Args:
         places: For each tensor, all that are to show it.
         tensors: What to show.
+        uncovers: Whether parameters are shown where plain tensors were: attributes, which would hide them.
     """
 
     def __init__(
-        self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], covers: bool = False
+        self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
     ) -> None:
         self._told: list[tuple[nn.Module, str, Any]] = []
         self._params: list[tuple[dict[str, Any], str, Any]] = []
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        self._covers: list[tuple[dict[str, Any], str]] = []
         for several, tensor in zip(places, tensors):
             param = tensor if isinstance(tensor, nn.Parameter) else None
             for module, name in several:
                 self._params.append((module._parameters, name, param))
-                if covers or param is None:
+                if param is None:
                     self._plain.append((module.__dict__, name, tensor))
+                elif uncovers:
+                    self._covers.append((module.__dict__, name))
                 if type(module).__setattr__ is not nn.Module.__setattr__:
                     self._told.append((module, name, param))  # RNNs update a second list of their weights
 
@@ -99,14 +102,11 @@ class Display:
         """Shows the tensors."""
         for module, name, param in self._told:
             setattr(module, name, param)
+        for names, name in self._covers:
+            names.pop(name, None)
         for shown in (self._params, self._plain):
             for names, name, tensor in shown:
                 names[name] = tensor
-
-    def hide(self) -> None:
-        """Takes away what parameters shown in the same places would not replace: attributes."""
-        for names, name, _ in self._plain:
-            names.pop(name, None)
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,7 @@ class FlatLayout:
         self.flat_param.data.copy_(own.data)
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
-        self._front.hide_sharded()
-        Display(self.places, params).show()
+        Display(self.places, params, self._front.plain).show()
 
     def show_sharded(self) -> None:
         self._front.show_sharded()
