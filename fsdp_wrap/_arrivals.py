@@ -13,16 +13,19 @@ class Arrivals:
     """Which of a unit's leaves still lack their gradient in the running backward.
 
     The leaves' hooks note each gradient here, and let the schedule look where it may have to do something:
-    after the first, at a quarter of the bytes, and after the last. It holds no leaf, since leaves hold it.
+    after the first, unless it has looked before, at a quarter of the bytes, and after the last, unless more
+    than leaves are awaited. It holds no leaf, since leaves hold it.
 
     Attributes:
         missing: A weight for each leaf without its gradient, by id.
+        crowded: Whether a quarter had come when the schedule looked last.
     """
 
     def __init__(self) -> None:
         self._weights: dict[int, int] = {}
         self.missing: dict[int, int] = {}
         self._total = self._to_come = self._quarter_came = self._next_look = 0
+        self.crowded = False
 
     def expect(self, leaves: Iterable[nn.Parameter]) -> None:
         """Expects the gradients of these leaves in each backward that follows."""
@@ -34,6 +37,7 @@ class Arrivals:
         """Expects all gradients anew."""
         self.missing = self._weights.copy()
         self._to_come = self._next_look = self._total
+        self.crowded = False
 
     def hook(
         self, leaf: nn.Parameter, look: Callable[[nn.Parameter], None]
@@ -55,18 +59,18 @@ class Arrivals:
         self.begin()
         self._to_come -= self.missing.pop(id(leaf), 0)
 
-    @property
-    def crowded(self) -> bool:
-        """Whether a quarter has come."""
-        return self._to_come <= self._quarter_came
-
-    def look(self, every: bool) -> bool:
+    def look(self, every: bool, last: bool) -> bool:
         """Decides after which gradient to look next; returns whether all have come.
 
         Args:
             every: Whether to look after each that follows.
+            last: Whether to look after the last.
         """
-        self._next_look = self._to_come if every else 0 if self.crowded else self._quarter_came
+        self.crowded = self._to_come <= self._quarter_came
+        after_quarter = 0 if last else -1
+        self._next_look = (
+            self._to_come if every else after_quarter if self.crowded else self._quarter_came
+        )
         return not self.missing
 
     def end(self) -> None:

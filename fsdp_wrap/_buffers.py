@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -44,8 +44,11 @@ class Buffers(Protocol):
         """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
         ...
 
-    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of one tensor for each original parameter, one after the other."""
+    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        """Returns what writes one tensor for each original parameter into a buffer that travels.
+
+        Zeros are written to its `padding`.
+        """
         ...
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -226,12 +227,13 @@ class GroupCommunicator(Communicator):
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         def start(async_op: bool) -> list[Any]:
             fill()
-            return [self._gather(as_transport(tensor), async_op) for tensor in full]
+            return [self._gather(tensor, async_op) for tensor in full]
 
         return self._issue(self._gather_lane, start)
 
     def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
-        return all_gather_single(full, self.own_part(full), group=self._group, async_op=async_op)
+        full = as_transport(full)
+        return all_gather_single(full, self.own_part(full), self._group, async_op)
 
     def all_gather_parts(
         self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
@@ -261,7 +263,7 @@ class GroupCommunicator(Communicator):
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
         # Where this is a copy, it belongs to the stream that is current here.
         summed = full if full.dtype == shard.dtype else full.to(shard.dtype)
-        return reduce_scatter_single(shard, summed, group=self._group, async_op=async_op)
+        return reduce_scatter_single(shard, summed, self._group, async_op)
 
     def all_reduce(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -272,7 +274,7 @@ class GroupCommunicator(Communicator):
         return self._issue(self._reduce_lane, start)
 
     def _issue(self, lane: Lane, start: Callable[[bool], list[Any]], limited: bool = True) -> Pending:
-        return self._watch.issue(lambda: lane.issue(start), limited)
+        return self._watch.issue(partial(lane.issue, start), limited)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group=self._group, group_src=0)
@@ -323,7 +325,7 @@ class ExchangeCommunicator(GroupCommunicator):
     def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
         if full.nbytes < self._least:
             return super()._gather(full, async_op)
-        return exchange_gather(self._group, self.rank, self._by_rank(full), self._lives)
+        return exchange_gather(self._group, self.rank, self._by_rank(as_transport(full)), self._lives)
 
     def _limits_reduction(self, full: list[torch.Tensor]) -> bool:
         return all(tensor.nbytes >= self._least for tensor in full)
@@ -341,7 +343,9 @@ class ExchangeCommunicator(GroupCommunicator):
         return self.positions.lives(dist.get_global_rank(self._group, rank))
 
 
+_TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+
 def as_transport(tensor: torch.Tensor) -> torch.Tensor:
     # Backends know few dtypes; gathering moves bytes, so any dtype may travel as bytes.
-    known = tensor.dtype.is_floating_point and tensor.element_size() > 1
-    return tensor if known else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in _TRANSPORTED else tensor.view(torch.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from fsdp_wrap.flat_param import Allocator
 __all__ = ["DTensorLayout"]
 
 _ALIGNMENT_BYTES = 16
+# The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
+_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
+_dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _REQUIRES_GRAD = operator.attrgetter("_local_tensor"), operator.attrgetter("requires_grad")
 
 
@@ -59,9 +62,8 @@ class DTensorLayout:
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self._mesh, self._rank, self._ranks = mesh, allocator.rank, allocator.size
         self._cuts = cut_all(slots, dims, allocator.size, max(1, _ALIGNMENT_BYTES // first.element_size()))
-        # Tensors of the wanted shapes: a view like one costs half of a view by a tuple of numbers.
-        self._folds = [torch.empty(cut.folded, device="meta") for cut in self._cuts if cut.folded is not None]
         self._used = slice(self._cuts[-1].end, self._cuts[-1].end + len(self._cuts))
+        # Tensors of the wanted shapes: a view like one costs half of a view by a tuple of numbers.
         self._chunk_likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self._cuts]
         self.shard_numel, self.noted_numel = self._used.stop, len(self._cuts)
         ends = (cut.offset + like.numel() for cut, like in zip(self._cuts, self._chunk_likes))
@@ -101,7 +103,8 @@ class DTensorLayout:
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
-        return [*map(torch.Tensor.view_as, self._chunks.of(part), self._chunk_likes)]
+        chunks = zip(self._chunks.of(part), self._chunk_likes)
+        return [chunk if like.ndim == 1 else chunk.view_as(like) for chunk, like in chunks]
 
     def _parameter(self, index: int, like: nn.Parameter) -> nn.Parameter:
         shard = _dtensor(self._pieces[index], self._specs[index])
@@ -171,10 +174,37 @@ class DTensorLayout:
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self._cuts[index].split(tensor)
 
-    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if len(self._folds) == len(tensors):
-            return [*map(torch.Tensor.view_as, tensors, self._folds)]
-        return [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
+    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        # Tensors of the wanted shapes, as above.
+        folds = [torch.empty(cut.folded, device="meta") for cut in self._cuts if cut.folded is not None]
+        if len(folds) == len(self._cuts) and all(cut.whole == self._ranks for cut in self._cuts):
+            return self._row_packer(travelling.view(self._ranks, -1))
+        boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            if len(folds) == len(tensors):
+                views = [*map(torch.Tensor.view_as, tensors, folds)]
+            else:
+                views = [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
+            torch._foreach_copy_(boxes, views)
+            if gaps:
+                torch._foreach_zero_(gaps)
+
+        return pack
+
+    def _row_packer(self, parts: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        """Returns a packer, for parameters of which every rank has as many rows, in one call."""
+        starts = [*(cut.offset for cut in self._cuts[1:]), self._used.start]
+        gaps = [start - cut.end for cut, start in zip(self._cuts, starts)]
+        zeros, notes = parts.new_zeros(self._ranks * max(gaps)), torch.ones_like(parts[:, self._used])
+        between = [[zeros[: self._ranks * gap].view(self._ranks, gap)] if gap else [] for gap in gaps]
+        between[-1].append(notes)  # the rest of a part, which `note_used` writes
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            pieces = [each for tensor, gap in zip(tensors, between) for each in (tensor, *gap)]
+            torch._chunk_cat(pieces, 0, self._ranks, out=parts)
+
+        return pack
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         parts = travelling.view(self._ranks, -1)
@@ -186,7 +216,7 @@ class DTensorLayout:
         leaves = [nn.Parameter(view, requires_grad=False) for view in self.views(buffer)]
         for leaf, attributes in zip(leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
+        self._leaves, self.show_leaves = leaves, Display(self.places, leaves).show
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -200,12 +230,6 @@ class DTensorLayout:
     def show(self, params: Sequence[nn.Parameter]) -> None:
         Display(self.places, params).show()
 
-    def show_leaves(self) -> None:
-        self._leaf_display.show()
-
-    def show_sharded(self) -> None:
-        self._display.show()
-
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self.show(params)
 
@@ -213,7 +237,7 @@ class DTensorLayout:
         self.show_sharded()
 
     def shown(self) -> list[nn.Parameter | None]:
-        return [module._parameters.get(name) for module, name in self._first_places]
+        return [shown.get(name) for shown, name in self._first_places]
 
     def add_place(self, index: int, place: Place) -> None:
         self.places[index].add(*place)
@@ -301,7 +325,7 @@ class DTensorLayout:
             self._pieces[index].copy_(value)
             self._show_in(param, index)
         self.sources = found
-        self._display = Display(self.places, found)
+        self.show_sharded = Display(self.places, found).show
         return True
 
     def copied(self, memo: dict[int, Any]) -> DTensorLayout:
@@ -318,14 +342,10 @@ class DTensorLayout:
         self.show_sharded()
 
     def _follow_places(self) -> None:
-        self._first_places = [next(iter(places)) for places in self.places]
-        self._leaf_display = Display(self.places, self._leaves)
-        self._display = Display(self.places, self.sources)
-
-
-def _dtensor(piece: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
-    return DTensor.__new__(DTensor, piece, spec, requires_grad=False)
+        firsts = [next(iter(places)) for places in self.places]
+        self._first_places = [(module._parameters, name) for module, name in firsts]
+        self.show_leaves = Display(self.places, self._leaves).show
+        self.show_sharded = Display(self.places, self.sources).show
 
 
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Typed events of the runtime and the observers that listen to them.
 
-Nothing is built or called while nobody listens: `emit` returns after one truth test.
+Nothing is built or called while nobody listens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-__all__ = ["Event", "EventKind", "Phase", "emit", "observe_events", "record_events"]
+__all__ = ["Event", "EventKind", "Phase", "emit", "observe_events", "observers", "record_events"]
 
 
 class EventKind(Enum):
@@ -76,26 +76,25 @@ class Travelling(Protocol):
         ...
 
 
-_observers: list[Callable[[Event], None]] = []
+observers: list[Callable[[Event], None]] = []
+"""Who listens; while it is empty, callers need not call `emit`."""
 
 
 def emit(kind: EventKind, unit: str, phase: Phase, nbytes: int = 0, by: Travelling | None = None) -> None:
     """Tells every observer, in the thread in which it happened."""
-    if not _observers:
-        return
     event = Event(kind, unit, phase, nbytes, "" if by is None else by.way)
-    for observer in tuple(_observers):
+    for observer in tuple(observers):
         observer(event)
 
 
 @contextmanager
 def observe_events(observer: Callable[[Event], None]) -> Iterator[None]:
     """Calls `observer` with every event while the context is open."""
-    _observers.append(observer)
+    observers.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        observers.remove(observer)
 
 
 @contextmanager

@@ -40,15 +40,12 @@ class Front(Protocol):
     Attributes:
         sources: For each original parameter, the sharded parameter that stands for it.
         holders: The sharded parameters, each once.
+        plain: Whether the modules show plain tensors.
     """
 
     sources: Sequence[nn.Parameter]
     holders: Sequence[nn.Parameter]
-
-    @property
-    def trains(self) -> list[bool]:
-        """For each original parameter, whether that needs a gradient."""
-        ...
+    plain: bool
 
     def cut(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cuts something of the shard's size into one piece per holder."""
@@ -72,10 +69,6 @@ class Front(Protocol):
 
     def show_sharded(self) -> None: ...
 
-    def hide_sharded(self) -> None:
-        """Takes away what parameters in the same places would not replace."""
-        ...
-
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None: ...
 
     def hide_full(self) -> None: ...
@@ -96,16 +89,14 @@ class Front(Protocol):
 class FlatFront:
     """The `FlatParameter` alone; under the original names stand plain slices of it."""
 
+    plain = True
+
     def __init__(self, layout: _Layout) -> None:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [layout.flat_param] * len(layout.places)
         self.holders: Sequence[nn.Parameter] = [layout.flat_param]
         self._pieces = layout.pieces(layout.flat_param.data)
         self.follow_places()
-
-    @property
-    def trains(self) -> list[bool]:
-        return [self._layout.flat_param.requires_grad] * len(self.sources)
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         return shard
@@ -136,16 +127,10 @@ class FlatFront:
         return [] if grad is None else [grad]
 
     def follow_places(self) -> None:
-        self._display = Display(self._layout.places, self._pieces)
+        self.show_sharded = Display(self._layout.places, self._pieces).show
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         _add_gradient(self._layout.flat_param, reduced, any(used))
-
-    def show_sharded(self) -> None:
-        self._display.show()
-
-    def hide_sharded(self) -> None:
-        self._display.hide()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         self._layout.register_flat_param(None)
@@ -163,6 +148,8 @@ class SliceFront:
     such an object (an optimizer made meanwhile, say) holds the right one.
     """
 
+    plain = False
+
     def __init__(self, layout: _Layout, slots: Sequence[ParamSlot]) -> None:
         self._layout = layout
         self.sources: Sequence[nn.Parameter] = [slot.param for slot in slots]
@@ -178,10 +165,6 @@ class SliceFront:
         self._held = [
             (index, int(piece.storage_offset()) - first) for index, piece in pieces if piece.numel()
         ]
-
-    @property
-    def trains(self) -> list[bool]:
-        return [*map(_REQUIRES_GRAD, self.sources)]
 
     def replaced(self, shard: torch.Tensor) -> torch.Tensor:
         memory = _memory(self.sources)
@@ -241,18 +224,12 @@ class SliceFront:
         return [grad for grad, _ in held if grad is not None]
 
     def follow_places(self) -> None:
-        self._display = Display(self._layout.places, self.sources)
+        self.show_sharded = Display(self._layout.places, self.sources).show
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         pieces = self._layout.pieces(reduced)
         for index, _ in self._held:  # an empty slice has nothing to update
             _add_gradient(self.sources[index], pieces[index], used[index])
-
-    def show_sharded(self) -> None:
-        self._display.show()
-
-    def hide_sharded(self) -> None:
-        """Nothing: parameters take the places of parameters."""
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         if copies:
@@ -284,7 +261,6 @@ def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list
 
 
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:

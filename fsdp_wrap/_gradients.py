@@ -11,7 +11,8 @@ last one. What this rank accumulated must not decide: ranks reduce buffers of on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from operator import attrgetter
 
 import torch
@@ -131,14 +132,15 @@ class Gradients:
 
     def _move_all(self) -> None:
         grads = [*map(_GRAD, self._leaves)]
-        if any(self._filled) or {*map(type, grads)} != {torch.Tensor} or {*map(_LAYOUT, grads)} != _STRIDED:
+        plain = {*map(type, grads)} == {torch.Tensor} and {*map(_LAYOUT, grads)} == _STRIDED
+        if not plain or self._scale != 1.0 or any(self._filled):
             self._move(range(len(self._leaves)))
             return
         for leaf in self._leaves:  # all have their first gradient
             leaf.grad = None
         self._filled = [True] * len(grads)
-        self._place.allocate()
-        _copy_scaled(self._place.boxes, self._layout.split_all(grads), self._scale)
+        self._place.buffer.allocate()
+        self._place.pack(grads)
 
     def _move(self, indices: Iterable[int]) -> None:
         leaves, filled, place, split = self._leaves, self._filled, self._place, self._layout.split
@@ -171,8 +173,8 @@ class Gradients:
             self._place = self._sums if self._unreduced else self._own
         self._move_all()
         place, filled = self._place, self._filled
-        place.allocate()
         if False in filled:
+            place.allocate()
             for index, parts in enumerate(place.parts):
                 for part in () if filled[index] else parts:
                     part.zero_()
@@ -257,9 +259,17 @@ class _Place:
         self.buffer = buffer
         self.tensor = buffer.tensor.data  # an alias: leaves' version counters do not move
         self.parts = layout.parts(self.tensor)
-        self.boxes = [box for boxes in self.parts for box in boxes]
         self.notes = layout.notes(self.tensor)
-        self._padding = layout.padding(self.tensor)
+        self._layout = layout
+
+    @cached_property
+    def pack(self) -> Callable[[list[torch.Tensor]], object]:
+        """Writes one gradient for each leaf."""
+        return self._layout.packer(self.tensor)
+
+    @cached_property
+    def _padding(self) -> list[torch.Tensor]:
+        return self._layout.padding(self.tensor)
 
     def allocate(self) -> None:
         if not self.buffer.allocated:
@@ -270,8 +280,7 @@ class _Place:
 
 def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
     if scale == 1.0:
-        if targets:
-            torch._foreach_copy_(targets, grads)
+        torch._foreach_copy_(targets, grads)
         return
     for target, grad in zip(targets, grads):
         if torch.promote_types(grad.dtype, target.dtype) == grad.dtype:

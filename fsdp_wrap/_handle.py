@@ -73,6 +73,8 @@ class ParamHandle:
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
         transport: How parameters and gradients travel in training.
         without_values: Names, within the unit, of the parameters that are on the meta device still.
+        trainable: Whether any parameter of the unit needs a gradient now.
+        bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
     """
 
     def __init__(
@@ -120,11 +122,8 @@ class ParamHandle:
     def _note_contents(self) -> None:
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
         self.without_values = [fqn for segment in self.segments for fqn in segment.layout.without_values]
-
-    @property
-    def trainable(self) -> bool:
-        """Whether any parameter of the unit needs a gradient now."""
-        return any(segment.trainable for segment in self.segments)
+        self.trainable = any(segment.trainable for segment in self.segments)
+        self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
@@ -158,11 +157,6 @@ class ParamHandle:
             if gradients.on_leaves or (gradients.collected and self._reduction is None):
                 return True
         return False
-
-    @property
-    def bulky(self) -> bool:
-        """Whether the first gradient that arrives may take as much memory as all that would follow."""
-        return any(segment.trainable and segment.gradients.bulky for segment in self.segments)
 
     @property
     def lends(self) -> bool:
@@ -219,7 +213,8 @@ class ParamHandle:
         self._gathering = _NOTHING
         if self._kept is None:
             for segment in self.segments:
-                segment.arrange()
+                if segment.gathered is not segment.full:
+                    segment.arrange()
         self._kept = None
         self.state = HandleState.UNSHARDED
         return True
@@ -355,6 +350,8 @@ class ParamHandle:
         changed = False
         for segment in self.segments:
             changed = segment.follow_requires_grad() or changed
+        if changed:
+            self._note_contents()
         return changed
 
     @property
@@ -393,16 +390,18 @@ class ParamHandle:
                 for the next reduction of which it is part.
             counts_unused: Whether parameters that no rank used get gradients of zeros.
         """
-        # Whether a segment takes part must not depend on which of its leaves this rank used.
-        segments = [each for each in self.segments if each.trainable or each.gradients.collected]
-        full, shards = [], []
-        for segment in segments:
-            full.append(segment.gradients.complete(counts_unused))
-            shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
+        segments, full, shards, nbytes = [], [], [], 0
+        for segment in self.segments:
+            # Whether it takes part must not depend on which of its leaves this rank used.
+            if segment.trainable or segment.gradients.collected:
+                segments.append(segment)
+                full.append(segment.gradients.complete(counts_unused))
+                shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
+                nbytes += full[-1].nbytes
         reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
         replicas = self._summing if over_replicas else None
         self._reduction = Reduction(segments, shards, reduce_scatter(shards, full), replicas)
-        return sum(tensor.nbytes for tensor in full)
+        return nbytes
 
     def finish_reduction(self) -> None:
         """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,8 +48,7 @@ def clean_fqn(name: str) -> str:
     return name
 
 
-Place = tuple[nn.Module, str]
-"""A module and the name under which it shows a parameter."""
+Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
 class ParamPlaces:
@@ -66,48 +66,47 @@ class ParamPlaces:
 
     def shown(self) -> nn.Parameter | None:
         """What the first place shows now: a parameter that the user put there, perhaps."""
-        module, name = self._places[0]
-        return module._parameters.get(name)
+        return self._places[0][0]._parameters.get(self._places[0][1])
 
 
 class Display:
-    """Tensors with the places that are to show them, prepared once: showing costs one update a module.
+    """Tensors with the places that are to show them, prepared once: showing only writes to dicts of modules.
 
-    A tensor that is no parameter is shown as the attribute alone. Its name stays in `_parameters`, with the
-    value None, which keeps the order of names.
+    A tensor that is no parameter is shown as the attribute alone; in `_parameters` its name keeps its place.
 
     Args:
         places: For each tensor, all that are to show it.
         tensors: What to show.
+        uncovers: Whether parameters are shown where plain tensors were: attributes, which would hide them.
     """
 
-    def __init__(self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor]) -> None:
-        self._params: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
-        self._plain: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    def __init__(
+        self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
+    ) -> None:
+        self._told: list[tuple[nn.Module, str, Any]] = []
+        self._params: list[tuple[dict[str, Any], str, Any]] = []
+        self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        self._covers: list[tuple[dict[str, Any], str]] = []
         for several, tensor in zip(places, tensors):
+            param = tensor if isinstance(tensor, nn.Parameter) else None
             for module, name in several:
-                param = tensor if isinstance(tensor, nn.Parameter) else None
-                self._params.setdefault(module, {})[name] = param
+                self._params.append((module._parameters, name, param))
                 if param is None:
-                    self._plain.setdefault(module, {})[name] = tensor
-        usual = nn.Module.__setattr__  # RNNs have their own, to update a second list of their weights
-        self._told = [module for module in self._params if type(module).__setattr__ is not usual]
+                    self._plain.append((module.__dict__, name, tensor))
+                elif uncovers:
+                    self._covers.append((module.__dict__, name))
+                if type(module).__setattr__ is not nn.Module.__setattr__:
+                    self._told.append((module, name, param))  # RNNs update a second list of their weights
 
     def show(self) -> None:
         """Shows the tensors."""
-        for module, params in self._params.items():
-            module._parameters.update(params)
-        for module in self._told:
-            for name, param in self._params[module].items():
-                setattr(module, name, param)
-        for module, tensors in self._plain.items():
-            module.__dict__.update(tensors)
-
-    def hide(self) -> None:
-        """Takes away what parameters shown in the same places would not replace: attributes."""
-        for module, tensors in self._plain.items():
-            for name in tensors:
-                module.__dict__.pop(name, None)
+        for module, name, param in self._told:
+            setattr(module, name, param)
+        for names, name in self._covers:
+            names.pop(name, None)
+        for shown in (self._params, self._plain):
+            for names, name, tensor in shown:
+                names[name] = tensor
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,7 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
     Yields:
         (name relative to `module`, module), each module once, parents before children.
     """
-    stack: list[tuple[str, nn.Module]] = [("", module)]
-    seen: set[nn.Module] = set()
+    stack, seen = [("", module)], set[nn.Module]()
     while stack:
         prefix, current = stack.pop()
         if current in seen:
@@ -242,9 +240,8 @@ def mark_owned(param: nn.Parameter) -> None:
 def mark_managed(module: nn.Module) -> None:
     """Notes that a module is part of a unit, in attributes that transformers and torch's compiler read.
 
-    The compiler then takes parameters as inputs of its graphs, not as constants or static addresses: leaves
-    have memory only while their unit is unsharded. It asks whether modules compute with original parameters,
-    as leaves are whatever the optimizer sees.
+    The compiler then takes parameters as inputs of its graphs, not as constants or static addresses: leaves,
+    which are original parameters to it, have memory only while their unit is unsharded.
     """
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True

@@ -20,33 +20,33 @@ _GATHER, _REDUCE = (
 )
 
 
+_TO_GATHER, _TO_GATHER_LATER = AllgatherOptions(), AllgatherOptions()
+_TO_REDUCE, _TO_REDUCE_LATER = ReduceScatterOptions(), ReduceScatterOptions()
+_TO_GATHER.asyncOp = _TO_REDUCE.asyncOp = False
+_TO_GATHER_LATER.asyncOp = _TO_REDUCE_LATER.asyncOp = True
+
+
 def all_gather_single(
     full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Fills a tensor from all ranks; returns the work if that is asynchronous."""
-    return _call(getattr(group, _GATHER), full, own, AllgatherOptions(), async_op)
+    if async_op:
+        return getattr(group, _GATHER)(full, own, _TO_GATHER_LATER)
+    return _wait(getattr(group, _GATHER)(full, own, _TO_GATHER))
 
 
 def reduce_scatter_single(
     shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Sums a tensor over all ranks, of which each gets a part; returns the work if that is asynchronous."""
-    return _call(getattr(group, _REDUCE), shard, full, ReduceScatterOptions(), async_op)
+    if async_op:
+        return getattr(group, _REDUCE)(shard, full, _TO_REDUCE_LATER)
+    return _wait(getattr(group, _REDUCE)(shard, full, _TO_REDUCE))
 
 
-def _call(
-    collective: Any,
-    target: torch.Tensor,
-    source: torch.Tensor,
-    options: AllgatherOptions | ReduceScatterOptions,
-    async_op: bool,
-) -> Any:
-    options.asyncOp = async_op
-    work = collective(target, source, options)
-    if async_op or work is None:
-        return work
-    work.wait()
-    return None
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:

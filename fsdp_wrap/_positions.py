@@ -284,12 +284,16 @@ class GroupPositions:
         self.issued = 0
         self.trees = 0
 
+    @property
+    def world(self) -> GroupPositions:
+        """The positions of all ranks of the job."""
+        return self._world
+
     def enter(self, note: Note, phase: Phase, iteration: int) -> None:
-        """Notes which unit this rank enters."""
-        world = self._world
-        if world._searches:
-            world._search()
-        world._own.write(_ENTERED, 1, note, phase, iteration)
+        """Notes which unit this rank, of all of the job, enters."""
+        if self._searches:
+            self._search()
+        self._own.write(_ENTERED, 1, note, phase, iteration)
 
     def issue(self, note: Note, phase: Phase, iteration: int) -> int:
         """Notes a collective that this rank is about to issue; returns its number.
@@ -301,7 +305,8 @@ class GroupPositions:
             self._search()
         self.issued = number = self.issued + 1
         self._own.write(_slot(number), number, note, phase, iteration)
-        self.compare(number)
+        if self._peers:
+            self.compare(number)
         return number
 
     def compare(self, number: int, all_came: bool = False) -> None:
@@ -314,8 +319,6 @@ class GroupPositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        if not self._peers:
-            return
         begin = _slot(number)
         end = begin + _COMPARED
         own = self._own.memory[begin:end]
@@ -345,6 +348,8 @@ class GroupPositions:
         Raises:
             RuntimeError: If one has issued another one.
         """
+        if not self._peers:
+            return True
         self.compare(number)
         slot = _slot(number)
         return all(peer.number(slot) >= number for peer in self._peers.values())
@@ -457,12 +462,12 @@ class UnitPositions:
         self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits)
         self.reduction_in_copy = CollectivePositions(f"reduces {name} in a copy", tree, gathering, waits)
         self._note = Note(name)
-        self._group = next(iter(reducing), None)
+        self._world = next((group.world for group in reducing), None)
 
     def enter(self, phase: Phase, iteration: int) -> None:
         """Notes that this rank enters the unit."""
-        if self._group is not None:
-            self._group.enter(self._note, phase, iteration)
+        if self._world is not None:
+            self._world.enter(self._note, phase, iteration)
 
     def gathered(self) -> None:
         """Checks, once a gather was waited for, that every peer has issued the same.
@@ -515,7 +520,8 @@ class CollectivePositions:
         """
         issued, self.issued = self.issued, []
         for group, number in issued:
-            group.compare(number, all_came=self._waits)
+            if group._peers:
+                group.compare(number, all_came=self._waits)
 
     def _make_note(self, group: GroupPositions) -> Note:
         number = self._tree.number_in(group)

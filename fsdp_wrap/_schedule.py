@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._events import EventKind, Phase, emit
+from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._refusals import ParametrizationGuard, refuse_graph, refuse_parameter_views
@@ -131,7 +131,7 @@ class Schedule:
         unit = use.unit
         if unit.handle is None:
             return
-        tensors = list(iter_tensors(output))
+        tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
         refuse_parameter_views(unit, unit.handle, tensors)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in with_grad:
@@ -158,7 +158,7 @@ class Schedule:
         for unit in prefetched:  # they did not run after all
             self._traffic.reshard(unit, Phase.FORWARD)
         for unit in self._units:
-            if unit.partly_ran:
+            if unit.parts and unit.partly_ran:
                 unit.restart()
                 if unit.options.reshard_after_forward:
                     self._traffic.reshard(unit, Phase.FORWARD)
@@ -227,15 +227,17 @@ class Schedule:
             )
         if not self._backward_open:
             self._open_backward()
-        if use.unit.handle is not None and use.unit.handle.bulky:
+        unit, handle = use.unit, use.unit.handle
+        assert handle is not None  # or its outputs had not been hooked
+        if handle.bulky:
             self._make_room()
-        if use.unit.options.unshards_in_backward:
-            self._traffic.unshard(use.unit, Phase.BACKWARD)
-            assert use.unit.handle is not None
-            use.unit.handle.show_leaves()  # checkpointing inside of the unit computes with them again
-        opened = use.open(graph_task(), inputs)
-        if opened and use.unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_with_room(use.unit)
+        if unit.options.unshards_in_backward:
+            self._traffic.unshard(unit, Phase.BACKWARD)
+            handle.show_leaves()  # checkpointing inside of the unit computes with them again
+        if use.open(graph_task(), inputs):
+            unit.look(_looks_after_each(unit))
+            if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+                self._prefetch_with_room(unit)
 
     def on_leaf_gradient(self, unit: Unit, leaf: nn.Parameter, number: int, index: int) -> None:
         """Looks after a leaf, given with its place, has its gradient of the running backward.
@@ -243,17 +245,15 @@ class Schedule:
         Raises:
             RuntimeError: If the gradient has a graph of its own.
         """
-        makes_graph = torch.is_grad_enabled()  # create_graph
-        if makes_graph:
+        if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
         if not self._backward_open:
             self._open_backward()
             unit.arrivals.begin_with(leaf)
-        in_place = unit.options.gradients_in_place
-        if in_place and self._takes_in_place(unit):
+        if unit.options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
             unit.handle.segments[number].take_in_place(index)
-        all_came = unit.look(makes_graph or in_place)
+        all_came = unit.look(_looks_after_each(unit))
         if (self._traffic.reducing or self._prefetching_later) and unit.arrivals.crowded:
             self._make_room()
         if all_came and not unit.awaits_inputs:
@@ -265,9 +265,11 @@ class Schedule:
     def _on_input_gradient(self, use: Use) -> None:
         """Runs when the gradient of one of a use's watched inputs is done."""
         unit = use.unit
-        if use.task != graph_task() or not use.input_done():
+        if use.task != graph_task() or not use.input_done() or not unit.close(use):
             return
-        if unit.close(use) and not unit.gradients_to_come():
+        if unit.gradients_to_come():
+            unit.look(_looks_after_each(unit))
+        else:
             self._unit_backward_over(unit)
 
     def _unit_backward_over(self, unit: Unit) -> None:
@@ -275,7 +277,8 @@ class Schedule:
             self._keeps_graph = True
             return
         unit.end_backward()
-        emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
+        if observers:
+            emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         self._end_unsharded_backward(unit, Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -314,7 +317,7 @@ class Schedule:
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not self._keeps_graph:
-            if unit.end_backward():
+            if unit.end_backward() and observers:
                 emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
             self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
         else:
@@ -414,7 +417,8 @@ class Schedule:
         """Takes what gradients a unit has off its leaves, to be reduced or kept."""
         if unit.handle is None or not unit.handle.holds_gradients:
             return
-        self._make_room()  # one is in flight at most
+        if self._traffic.reducing or self._prefetching_later:
+            self._make_room()  # one is in flight at most
         if self._reduces(unit):
             self._traffic.reduce(unit, phase)
         else:
@@ -462,6 +466,11 @@ def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, ParametrizationList):
             module.register_forward_pre_hook(ParametrizationGuard(unit))
+
+
+def _looks_after_each(unit: Unit) -> bool:
+    """Whether each gradient of a leaf has to be looked at: for its graph, or to be moved."""
+    return torch.is_grad_enabled() or unit.options.gradients_in_place
 
 
 def _look_after(unit: Unit, number: int, index: int) -> Callable[[nn.Parameter], None]:

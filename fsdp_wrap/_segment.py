@@ -59,11 +59,10 @@ class Segment:
         return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}"
 
     def arrange(self) -> None:
-        """Fills the unsharded buffer with what was gathered, if it is not the same."""
-        if self.gathered is not self.full:
-            self.full.allocate()
-            torch._foreach_copy_(*self._copies)
-            self.gathered.free()
+        """Fills the unsharded buffer with what was gathered into another."""
+        self.full.allocate()
+        torch._foreach_copy_(*self._copies)
+        self.gathered.free()
 
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.

@@ -218,12 +218,12 @@ class StateDictMethods(nn.Module):
 
     def _drop_stale_load(self) -> None:
         """Ends a load of a plain module above that failed half-way."""
-        self._finish_load(keep=False)
+        if self._loading is not None:
+            self._finish_load(keep=False)
 
     def _finish_load(self, keep: bool) -> None:
-        loading = self._loading
+        loading, self._loading = self._loading, None
         if loading is not None:
-            self._loading = None
             loading.end(keep)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

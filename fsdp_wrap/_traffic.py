@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._events import EventKind, Phase, emit
+from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._positions import Tree, UnitPositions
 from fsdp_wrap._unit import Unit
@@ -73,7 +73,8 @@ class Traffic:
         gather = positions.gather_kept if handle.keeps_parts else positions.gather
         gather.issue(phase, self._iteration)
         handle.unshard(lasting=phase is Phase.IDLE or not unit.options.reshards_after_backward)
-        emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes, handle.communicator)
+        if observers:
+            emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes, handle.communicator)
         return True
 
     def reshard(self, unit: Unit, phase: Phase, within: Communicator | None = None) -> None:
@@ -89,8 +90,10 @@ class Traffic:
         if handle is None or unit.running > (phase is Phase.FORWARD):
             return
         if handle.reshard(within):
-            unit.hold(False)
-            emit(EventKind.RESHARD, unit.fqn, phase, handle.unsharded_nbytes)
+            if unit.held:
+                unit.hold(False)
+            if observers:
+                emit(EventKind.RESHARD, unit.fqn, phase, handle.unsharded_nbytes)
 
     # gradients
 
@@ -101,7 +104,8 @@ class Traffic:
         reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
         reduction.issue(phase, self._iteration)
         nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
-        emit(EventKind.REDUCE, unit.fqn, phase, nbytes, unit.handle.communicator)
+        if observers:
+            emit(EventKind.REDUCE, unit.fqn, phase, nbytes, unit.handle.communicator)
         self.reducing = unit
 
     def finish_reduction(self) -> None:

@@ -35,9 +35,12 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return fn(value)
     if isinstance(value, _ATOMS):
         return value
-    old = _children(value)
-    new = [map_tensors(fn, child) for child in old]
-    return value if all(map(operator.is_, old, new)) else _rebuild(value, new)
+    plain = type(value) is tuple
+    old = value if plain else _children(value)
+    new = [fn(child) if isinstance(child, torch.Tensor) else map_tensors(fn, child) for child in old]
+    if all(map(operator.is_, old, new)):
+        return value
+    return tuple(new) if plain else _rebuild(value, new)
 
 
 def _children(value: Any) -> list[Any]:

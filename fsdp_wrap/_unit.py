@@ -208,13 +208,13 @@ class Unit:
             self.handle.forget_zeroed()
 
     def look(self, every: bool) -> bool:
-        """Begins or goes on with its backward after a gradient of a leaf; returns whether all have come.
+        """Begins or goes on with its backward; returns whether the gradients of all leaves have come.
 
         Args:
-            every: Whether to look again after each that follows.
+            every: Whether to look again after each that follows, not only where the schedule may have to act.
         """
         self._backward = _Backward.RUNNING
-        return self.arrivals.look(every)
+        return self.arrivals.look(every, last=not self._open_uses)
 
     def gradients_to_come(self) -> bool:
         """Whether the running backward will reach a leaf whose gradient has not arrived."""

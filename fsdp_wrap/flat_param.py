@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
 
 __all__ = ["FlatLayout", "FlatParameter"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in the buffer: matrix kernels round differently on less aligned weights."""
@@ -127,7 +130,6 @@ class FlatLayout:
         self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._leaves: list[nn.Parameter] = []
-        self._leaf_display = Display((), ())
         self._front: Front = SliceFront(self, slots) if use_orig_params else FlatFront(self)
         self._front.hide_full()
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
@@ -148,7 +150,7 @@ class FlatLayout:
 
     @property
     def trains(self) -> list[bool]:
-        return self._front.trains
+        return [*map(_REQUIRES_GRAD, self._front.sources)]
 
     @property
     def fqns(self) -> Sequence[str]:
@@ -163,8 +165,15 @@ class FlatLayout:
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
 
-    def split_all(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors
+    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        views, gaps = self.views(travelling), self.padding(travelling)
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            torch._foreach_copy_(views, tensors)
+            if gaps:
+                torch._foreach_zero_(gaps)
+
+        return pack
 
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         stops = [0, *(extent.stop for extent in self.extents)]
@@ -191,7 +200,7 @@ class FlatLayout:
             leaf = nn.Parameter(view, requires_grad=False)
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
-        self._leaves, self._leaf_display = leaves, Display(self.places, leaves)
+        self._leaves, self.show_leaves = leaves, Display(self.places, leaves, self._front.plain).show
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -203,12 +212,7 @@ class FlatLayout:
         self.flat_param.data.copy_(own.data)
 
     def show(self, params: Sequence[nn.Parameter]) -> None:
-        self._front.hide_sharded()
-        Display(self.places, params).show()
-
-    def show_leaves(self) -> None:
-        self._front.hide_sharded()
-        self._leaf_display.show()
+        Display(self.places, params, self._front.plain).show()
 
     def show_sharded(self) -> None:
         self._front.show_sharded()
@@ -231,7 +235,7 @@ class FlatLayout:
         self._front.show_sharded()
 
     def _follow_places(self) -> None:
-        self._leaf_display = Display(self.places, self._leaves)
+        self.show_leaves = Display(self.places, self._leaves, self._front.plain).show
         self._front.follow_places()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:

@@ -20,15 +20,20 @@ from torch import nn
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import _positions
-from fsdp_wrap._channel import Channel, Kind
+from fsdp_wrap._channel import Channel, Kind, Record
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 RANKS, LIMIT = 3, 30.0
 SOON = 5.0
 """Seconds from the first kill within which survivors must end, far less than the group's limit."""
 
-PHASES = {"post": Channel.post, "arrived": Channel.arrived, "read": Channel.read, "release": Channel.release}
-COLLECTIVES = ("ALL_GATHER", "REDUCE_SCATTER", "ALL_REDUCE")
+PHASES = {
+    "post": Channel.post_record,
+    "arrived": Channel.arrived,
+    "read": Channel.read,
+    "release": Channel.release,
+}
+COLLECTIVES = ("COMMON_GATHER", "REDUCE_SCATTER", "ALL_REDUCE")
 """In the last of these all ranks wait for all: it is the barrier of a step."""
 
 FIRST = [(rank, phase) for rank in range(RANKS) for phase in (*COLLECTIVES, "between steps")]
@@ -158,12 +163,12 @@ def die_in(phase: str, calls: int, kind: Kind | None = None) -> None:
     left = [calls]
 
     def deadly(*args, **kwargs):
-        left[0] -= kind is None or any(each is kind for each in args)
+        left[0] -= kind is None or any(isinstance(each, Record) and each.kind is kind for each in args)
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         return PHASES[phase](*args, **kwargs)
 
-    setattr(Channel, phase, deadly)
+    setattr(Channel, PHASES[phase].__name__, deadly)
 
 
 def train(last: int, endless: bool, trained: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
+from fronts import each_front, full_grads, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -348,3 +349,29 @@ def test_training_and_trainability_reach_every_module(rank, world_size, use_orig
     assert held and all(param.grad is not None and param.grad.shape == param.shape for param in held)
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
+
+
+class _Swaps(nn.Module):
+    """Computes with other tensors in the place of a submodule's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert [*dict(self.linear.named_parameters())] == ["weight", "bias"]
+        swapped = torch.func.functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
+        return swapped + self.linear(x)
+
+
+@each_front
+@ranks(2)
+def test_functional_call_in_a_forward(rank, world_size, front):
+    plain, model = twins(front, _Swaps, torch.float64)
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(2, 8)
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)

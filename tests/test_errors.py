@@ -702,6 +702,27 @@ def test_backward_with_a_graph_of_its_own(rank, world_size, use_orig_params, wra
     assert_trains_like(plain, model)
 
 
+class OneGraph(nn.Module):
+    """The gradient that comes first, of few bytes, has a graph with `create_graph`; the other has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = (self.large * 1).sum(0)
+        return x * self.small + large
+
+
+@each_form
+@ranks(2)
+def test_one_gradient_with_a_graph_of_its_own(rank, world_size, use_orig_params):
+    model = FSDP(OneGraph(), use_orig_params=use_orig_params)
+    loss = model(torch.ones(2, 8, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
 def fail(grad: torch.Tensor) -> None:
     raise ZeroDivisionError("in the backward")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch import nn
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import each_front, shard
+from fronts import each_front, full_grads, shard, twins
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
+from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, loss_of, tokens, train
 
@@ -153,3 +157,32 @@ def test_steps_do_not_accumulate_memory(rank, world_size, front):
     train(model, optimizer, rank, range(6))
     gc.collect()
     assert live_bytes() == before
+
+
+@each_front
+@pytest.mark.parametrize("last", [6, 5], ids=["even", "uneven"])
+@ranks(2, 3)
+def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front, last):
+    make = lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, last))  # noqa: E731
+    plain, model = twins(front, make, torch.float64)
+    for unit in units_in(model).values():
+        for segment in unit.handle.segments:
+            buffer = segment.gradients._own.buffer
+            buffer.allocate = partial(_allocate_spoiled, buffer, buffer.allocate)
+    for _ in range(2):
+        for module in (plain, model):
+            module.zero_grad()
+            module(torch.full((2, 6), 0.5, dtype=torch.float64)).square().sum().backward()
+        found = full_grads(model)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+        if front != "composable":
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+            torch.testing.assert_close(model.clip_grad_norm_(1e9), expected, rtol=1e-12, atol=0.0)
+
+
+def _allocate_spoiled(buffer: Buffer, allocate: Callable[[], None]) -> None:
+    there = buffer.allocated
+    allocate()
+    if not there:
+        buffer.tensor.data.fill_(float("nan"))

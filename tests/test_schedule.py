@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import BackwardPrefetch, EventKind, Phase, ShardingStrategy, record_events
+from fsdp_wrap import (
+    BackwardPrefetch,
+    Event,
+    EventKind,
+    Phase,
+    ShardingStrategy,
+    observe_events,
+    record_events,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import (
@@ -448,6 +457,78 @@ def test_unused_parameters_and_heads(rank, world_size, use_orig_params):
             torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
 
 
+class _Telling(nn.Module):
+    """Notes when its backward begins to compute."""
+
+    def __init__(self, layers: int, told: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+        self.told = told
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        x.register_hook(lambda _: self.told.append("begins"))
+        return x * 1
+
+
+@pytest.mark.parametrize(
+    "layers, frozen, expected",
+    [
+        # What the running unit needs comes first where gradients still travel while its own come.
+        (4, False, "unshard 2 begins begins unshard 1 begins unshard 0 begins"),
+        (1, False, "unshard 2 begins unshard 1 begins unshard 0 begins begins"),
+        (4, True, "unshard 2 begins begins unshard 1 unshard 0 begins begins"),
+    ],
+    ids=["many gradients", "one gradient", "one unit frozen"],
+)
+@ranks(2)
+def test_prefetch_waits_for_memory_of_gradients(rank, world_size, layers, frozen, expected):
+    told: list[str] = []
+    net = nn.Sequential(*(_Telling(layers, told) for _ in range(4)))
+    net[1].requires_grad_(not frozen)
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({_Telling}))
+    loss = model(torch.ones(2, 8, requires_grad=True)).square().sum()
+
+    def note(event: Event) -> None:
+        if event.kind is EventKind.UNSHARD and event.unit != "3":
+            told.append(f"unshard {event.unit}")
+
+    with observe_events(note):
+        loss.backward()
+    assert " ".join(told) == expected
+
+
+class _InTwoThreads(nn.Module):
+    """Part of it runs in a thread whose autograd nodes count as early ones: their backward runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(lambda: self.far * 2).result()
+        return x * self.near + late
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_leaf_whose_gradient_comes_after_those_of_the_inputs(rank, world_size, use_orig_params):
+    plain, model = twins(
+        lambda: nn.Sequential(nn.Linear(8, 8), _InTwoThreads()),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear, _InTwoThreads}),
+        use_orig_params=use_orig_params,
+    )
+    plain(torch.ones(2, 8)).square().sum().backward()  # which this thread counts as well
+    with record_events() as events:
+        model(torch.ones(2, 8)).square().sum().backward()
+    over = [(each.unit, each.phase) for each in events if each.kind is EventKind.POST_BACKWARD]
+    assert over == [("0", Phase.BACKWARD), ("1", Phase.BACKWARD)]
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad)
+
+
 class _Switch(nn.Module):
     """Uses one of two layers; a third is never used."""
 
@@ -536,7 +617,7 @@ def test_events_cost_nothing_when_nobody_listens(rank, world_size):
     assert seen > 0
     _run(model, rank)
     assert len(events) == seen
-    assert _events._observers == []
+    assert _events.observers == []
 
 
 @ranks(2)
