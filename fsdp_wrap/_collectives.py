@@ -10,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fsdp_wrap._objects import (
     reduce_scatter_single,
 )
 from fsdp_wrap._positions import GroupPositions, positions_of
-from fsdp_wrap._resizable import Buffer, allocated
+from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._watch import Watch
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "SoloCommunicator",
     "as_transport",
 ]
+
+_DATA = attrgetter("data")
 
 
 class Communicator(ABC):
@@ -98,7 +101,9 @@ class Communicator(ABC):
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         """Allocates buffers and fills them from all ranks, after `fill` has written this rank's own parts."""
-        return self.all_gather(allocated(buffers), fill)
+        for buffer in buffers:
+            buffer.allocate()
+        return self.all_gather([*map(_DATA, buffers)], fill)
 
     @abstractmethod
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:

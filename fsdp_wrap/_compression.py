@@ -16,7 +16,7 @@ from fsdp_wrap._device import Pending
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._quantize import CODECS, Codec, ExactTail
-from fsdp_wrap._resizable import Buffer, allocated
+from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
 
@@ -121,7 +121,9 @@ class CompressedTransport:
         communicator, codec = self._communicator, self._gathers
         if codec is None:
             return communicator.gather_into(buffers, fill)
-        full = allocated(buffers)
+        for buffer in buffers:
+            buffer.allocate()
+        full = [buffer.data for buffer in buffers]
         sent = [self._room(codec, numbers) for numbers in full]
         encodings = [(numbers, room) for numbers, room in zip(full, sent) if room is not numbers]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -30,6 +31,7 @@ ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 
 
 _NOTHING = Finished()
+_GATHERED = attrgetter("gathered")
 
 
 class Transport(Protocol):
@@ -182,7 +184,7 @@ class ParamHandle:
         if self._kept is not None:
             self._gathering = self._kept.gather(self.segments)
         else:
-            gathered = [segment.gathered for segment in self.segments]
+            gathered = [*map(_GATHERED, self.segments)]
             self._gathering = self.transport.gather_into(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True

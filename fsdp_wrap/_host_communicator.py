@@ -63,9 +63,10 @@ class HostCommunicator(GroupCommunicator):
         common = [buffer for buffer in buffers if isinstance(buffer, SharedBuffer)]
         if len(common) < len(buffers) or not self._lending.possible:
             return super().gather_into(buffers, fill)
+        # Of other tensors, since telling writes to them, and others write to what is lent.
+        self._tell_of_gathers(torch.empty_like(buffer.data) for buffer in buffers)
         first = self._channel.next_number
         leases = [self._lease(buffer, number) for number, buffer in enumerate(common, first)]
-        self._tell_of_gathers([buffer.data for buffer in buffers])
         fill()
         gather = partial(CommonGather, self._channel, self._lending)
         return self._issue_each([partial(gather, *each) for each in zip(common, leases)])
@@ -84,7 +85,7 @@ class HostCommunicator(GroupCommunicator):
         fill()
         return self._post_each(Kind.ALL_GATHER, map(self._gathering, full))
 
-    def _tell_of_gathers(self, full: list[torch.Tensor]) -> None:
+    def _tell_of_gathers(self, full: Iterable[torch.Tensor]) -> None:
         if (listening := self._listening()) is not None:
             for tensor in full:
                 listening._allgather_base(tensor, self.own_part(tensor))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-__all__ = ["Buffer", "ResidentBuffer", "allocated"]
+__all__ = ["Buffer", "ResidentBuffer"]
 
 
 class Buffer:
@@ -80,10 +78,3 @@ class ResidentBuffer(Buffer):
 
     def free(self) -> None:
         return None
-
-
-def allocated(buffers: Sequence[Buffer]) -> list[torch.Tensor]:
-    """Allocates buffers; returns the aliases to write through."""
-    for buffer in buffers:
-        buffer.allocate()
-    return [buffer.data for buffer in buffers]
