@@ -28,6 +28,7 @@ _ALIGNMENT_BYTES = 16
 _dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
 _dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _REQUIRES_GRAD = operator.attrgetter("_local_tensor"), operator.attrgetter("requires_grad")
+_DTYPE = operator.attrgetter("dtype")
 
 
 class DTensorLayout:
@@ -177,8 +178,6 @@ class DTensorLayout:
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         # Tensors of the wanted shapes, as above.
         folds = [torch.empty(cut.folded, device="meta") for cut in self._cuts if cut.folded is not None]
-        if len(folds) == len(self._cuts) and all(cut.whole == self._ranks for cut in self._cuts):
-            return self._row_packer(travelling.view(self._ranks, -1))
         boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
 
         def pack(tensors: list[torch.Tensor]) -> None:
@@ -190,17 +189,30 @@ class DTensorLayout:
             if gaps:
                 torch._foreach_zero_(gaps)
 
+        if len(folds) == len(self._cuts) and all(cut.whole == self._ranks for cut in self._cuts):
+            return self._row_packer(travelling.view(self._ranks, -1), pack)
         return pack
 
-    def _row_packer(self, parts: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        """Returns a packer, for parameters of which every rank has as many rows, in one call."""
+    def _row_packer(
+        self, parts: torch.Tensor, otherwise: Callable[[list[torch.Tensor]], object]
+    ) -> Callable[[list[torch.Tensor]], object]:
+        """Returns a packer, for parameters of which every rank has as many rows, in one call.
+
+        Args:
+            parts: Of each rank, of the buffer that travels.
+            otherwise: Packs tensors of another dtype.
+        """
         starts = [*(cut.offset for cut in self._cuts[1:]), self._used.start]
         gaps = [start - cut.end for cut, start in zip(self._cuts, starts)]
         zeros, notes = parts.new_zeros(self._ranks * max(gaps)), torch.ones_like(parts[:, self._used])
         between = [[zeros[: self._ranks * gap].view(self._ranks, gap)] if gap else [] for gap in gaps]
         between[-1].append(notes)  # the rest of a part, which `note_used` writes
+        alike = {parts.dtype}
 
         def pack(tensors: list[torch.Tensor]) -> None:
+            if {*map(_DTYPE, tensors)} != alike:
+                otherwise(tensors)
+                return
             pieces = [each for tensor, gap in zip(tensors, between) for each in (tensor, *gap)]
             torch._chunk_cat(pieces, 0, self._ranks, out=parts)
 

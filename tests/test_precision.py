@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_wrap import (
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import full_grads
@@ -674,3 +681,24 @@ def test_state_dicts_of_every_kind_hold_and_take_full_precision(rank, world_size
     assert model.module.scale.dtype == BF16
     loaded = model.state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in original.items())
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["even", "uneven"])
+@ranks(2)
+def test_gradients_of_one_dtype_are_reduced_in_any_other(rank, world_size, whole):
+    """However rows divide: of the composable form, where those that divide evenly take a way of their own."""
+    for param_dtype in (None, BF16, FP16):
+        for reduce_dtype in (None, BF16, FP16, FP32, FP64):
+            model, reference = (nn.Sequential(nn.Linear(8, 6 - (not whole)), nn.Tanh()) for _ in range(2))
+            reference.load_state_dict(model.state_dict())
+            dist.broadcast(reference[0].weight.data, 0)
+            model.load_state_dict(reference.state_dict())
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+            batch = _batch(0, 0)
+            model(batch).float().sum().backward()
+            reference(batch).sum().backward()
+            tolerance = 1e-6 if {param_dtype, reduce_dtype} <= {None, FP32, FP64} else 0.03
+            for param, plain in zip(model.parameters(), reference.parameters()):
+                assert param.grad.dtype == torch.float32
+                found = param.grad.full_tensor()
+                torch.testing.assert_close(found, plain.grad, rtol=tolerance, atol=tolerance)
