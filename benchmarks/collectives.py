@@ -19,6 +19,7 @@ import torch.distributed as dist
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, interleave, run_ranks
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._groups import ranks_in
+from fsdp_wrap._shared_memory import SharedBuffer
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = {"tiny": KB} | {f"{n} KB": n * KB for n in (4, 64)} | {f"{n} MB": n * MB for n in (1, 16, 64, 256)}
@@ -50,12 +51,20 @@ def _gloo(full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
 def _ours(way: str, full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
     """The same by a communicator, whose broadcast blocks, on a buffer that it has allocated."""
     by = _communicator(way)
-    buffer = by.buffer(full.numel(), full.dtype)
+    gathered, buffer = (by.buffer(full.numel(), full.dtype) for _ in range(2))
+    own = by.own_part(gathered.data)
+    gathered.free()
     buffer.free()
     buffer.allocate()  # from the memory that training has its buffers from
     full = buffer.tensor.zero_()
+
+    def gather() -> Any:
+        if isinstance(gathered, SharedBuffer):  # resharded before it is gathered anew, which takes no time
+            gathered.free()
+        return by.gather_into([gathered], lambda: own.copy_(part))
+
     return {
-        "all-gather": lambda: by.all_gather([buffer.tensor], lambda: None),
+        "all-gather": gather,
         "reduce-scatter": lambda: by.reduce_scatter([part], [full]),
         "all-reduce": lambda: by.all_reduce([full]),
         "broadcast": lambda: by.broadcast(full),
@@ -165,6 +174,7 @@ QUESTION = Question(
 2 ranks of one host. `gloo` are its own collectives as torch.distributed calls them, `fsdp_wrap` what the
 library makes of them over gloo, and `messages` that by messages between every two ranks whatever the size,
 which it does by itself for large gathers and reductions; `memory copy` copies as many bytes, on every rank.
+A gather of the library's fills a buffer as in training, through shared memory one for all ranks.
 Sizes are those of the full tensor, and GB/s are its bytes by the time; `{MOST}`: at any size. `issue` is the
 part of the time in which the caller was held up; `sleep` the time, relative, of a collective beside which the
 caller slept as long as it takes alone: 1 if all of it runs beside the caller, 2 if nothing does, and more

@@ -56,7 +56,7 @@ def ask(settings: Settings) -> Figures:
         ("4 blocks", "64 blocks", "/ ddp", "blocks: / ddp"),
         ("16 blocks", "16 blocks on 4 ranks", "/ ddp", "ranks: / ddp"),
         (smallest, largest, "us", "fake ranks: us"),
-        (smallest, largest, "above gradients", "fake ranks: memory"),
+        (smallest, largest, "backward", "fake ranks: memory"),
     ):
         if first in figures and last in figures:
             for name, row in growth.items():
@@ -72,7 +72,7 @@ QUESTION = Question(
 The model `small` of 4, {FEW} and 64 blocks at 2 ranks, and of {FEW} at 4 ranks, over gloo: the time of a
 step of ours and of DDP. On a group of 2 and of 1,024 ranks that sends nothing, with FSDP1 and FSDP2 beside:
 host time per unit of 12 parameters, and memory as above, of {FEW} blocks. `growth`: how much more a column of
-a table above is at the largest size than at the smallest; 1.00 would be perfect.""",
+a table above (of memory `backward`) is at the largest size than at the smallest; 1.00 would be perfect.""",
     ask,
     chart="/ ddp",
 )
