@@ -143,8 +143,8 @@ class Lent(NamedTuple):
 class CommonGather(Collective):
     """A gather into a piece of memory with which all ranks compute, issued when this one's part is written.
 
-    Who issues it before the lender has written its part elsewhere. Each rank copies such parts to the piece:
-    the same bytes, so it does not matter that others may do so as well, or compute already.
+    A rank that is ahead of the lender has written its part to memory of its own. Each rank copies such parts
+    to the piece: the same bytes, so it does not matter that others may do so as well, or compute already.
 
     Args:
         channel: The way to the other ranks.

@@ -40,13 +40,12 @@ __all__ = [
 HEADER = mmap.PAGESIZE
 """Bytes before those of a buffer's piece, where its users leave word."""
 
-
 _KEPT = 1 << 30
 """Up to so many bytes stay when nobody uses them; pages beyond go back to the host."""
 
 _WORD_BYTES = 16
 
-_NO_RESERVE = 0x4000  # MAP_NORESERVE: without it, strict hosts would count all of the map as used
+_NO_RESERVE = 0x4000  # MAP_NORESERVE: else the kernel may count all of the map as used
 _OF_FILE = 0x20  # in the highest byte of an entry of a page map: not a copy of the process's own
 _THERE = 0xC0  # likewise: in memory, or swapped out
 
@@ -157,7 +156,7 @@ class Lease:
 
 
 def _drop(lease: Lease) -> None:
-    """Ends the use of a lease that was held until now."""
+    """Does nothing: a finalizer that waits to call it holds the lease until then."""
 
 
 class SharedMemory(Memory):
