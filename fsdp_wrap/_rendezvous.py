@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fsdp_wrap._channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._shared_memory import PeerMemory, own_memory
 from fsdp_wrap._signals import Life, require_futex
+from fsdp_wrap._torch_private import default_store
 
 __all__ = ["Exchange", "Hosts", "can_share", "find_hosts", "open_channel"]
 
@@ -124,7 +125,7 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, value: Any) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         name = f"fsdp_wrap/exchange/{group.group_name}"
         turn = self._store.add(f"{name}/{rank}", 1)  # the store may have seen another group of the name
         self._keys = [f"{name}/{other}/{turn}" for other in range(size)]

@@ -16,6 +16,7 @@ from fsdp_wrap._flat_front import FlatFront, Front, SliceFront
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
+from fsdp_wrap._torch_private import foreach_copy_, foreach_zero_, make_subclass
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -42,7 +43,7 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True  # by which clients know sharded parameters
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
-        self: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self: FlatParameter = make_subclass(cls, data, requires_grad)
         self._fqns = tuple(extent.fqn for extent in extents)
         self._shapes = tuple(extent.shape for extent in extents)
         self._numels = tuple(extent.shape.numel() for extent in extents)
@@ -169,9 +170,9 @@ class FlatLayout:
         views, gaps = self.views(travelling), self.padding(travelling)
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            torch._foreach_copy_(views, tensors)
+            foreach_copy_(views, tensors)
             if gaps:
-                torch._foreach_zero_(gaps)
+                foreach_zero_(gaps)
 
         return pack
 

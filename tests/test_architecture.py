@@ -22,6 +22,7 @@ PACKAGE = Path(fsdp_wrap.__file__).parent
 
 LAYERS = [
     [
+        "_torch_private.py",
         "api.py",
         "_wrap_plan.py",
         "wrap.py",

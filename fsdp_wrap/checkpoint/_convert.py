@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from fsdp_wrap._safetensors import write_safetensors
+from fsdp_wrap._torch_private import load_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import nested, refuse_damaged
 from fsdp_wrap.checkpoint._manifest import read_metadata
@@ -144,7 +144,7 @@ def _read(folder: Path, metadata: Metadata, key: str) -> Any:
     if isinstance(entry, TensorStorageMetadata):
         state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with errors_of_all_ranks(_ALONE, f"reading {key} in {folder}"):
-        _load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=_PlainValues())
+        load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=_PlainValues())
     return state[key]
 
 

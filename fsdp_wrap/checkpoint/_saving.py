@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from fsdp_wrap._torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
@@ -68,7 +68,7 @@ class Save:
         try:
             writer = CheckedWriter(folder, step, team.size, self.progress and team.is_first)
             with errors_of_all_ranks(team, doing):
-                _save_state_dict(state, writer, team.group, no_dist=team.group is None)
+                save_state_dict(state, writer, team.group, no_dist=team.group is None)
         except BaseException:
             if team.is_first:
                 shutil.rmtree(folder, ignore_errors=True)
