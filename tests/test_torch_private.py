@@ -17,8 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = pytest.mark.core
-
 PACKAGE = Path(__file__).parents[1] / "fsdp_wrap"
 PRIVATE = PACKAGE / "_torch_private.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
