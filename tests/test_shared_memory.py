@@ -31,6 +31,9 @@ from fsdp_wrap._shared_memory import HEADER, SharedBuffer, SharedMemory, own_mem
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")
+lends = pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="with torch 2.11 ranks lend nothing and copy"
+)
 ALLOWED = mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="1")  # also where all other tests run over gloo
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
@@ -304,6 +307,7 @@ def test_without_private_maps_each_rank_has_a_copy(rank, world_size):
     assert torch.equal(torch.stack(losses), torch.stack(trained(DistributedDataParallel)))
 
 
+@lends
 @ranks(2)
 def test_a_gather_that_was_begun_anew_is_refused(rank, world_size):
     """Who has written to the piece that was announced first cannot compute with the second."""
@@ -372,6 +376,7 @@ def by_fully_shard(net, shared):
     return net
 
 
+@lends
 @ranks(2, 3)
 def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, world_size):
     communicator = sharing()
@@ -444,6 +449,7 @@ def test_different_collectives_are_refused(rank, world_size):
     assert all(what in str(caught.value) for what in ("ALL_GATHER of", "ALL_REDUCE of"))
 
 
+@lends
 @ranks(2)
 def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
     """What a fork frees, allocates and gives up is not its parent's."""
