@@ -81,6 +81,7 @@ LAYERS = [
         "_init.py",
         "_full_values.py",
         "_originals.py",
+        "_optim_params.py",
         "_streaming.py",
         "full_params.py",
         "full_stream.py",
