@@ -41,6 +41,7 @@ LAYERS = [
         "_watch.py",
         "_resizable.py",
         "_objects.py",
+        "_connections.py",
         "_exchange.py",
         "_collectives.py",
         "_shared_memory.py",
