@@ -39,8 +39,7 @@ def put_in(
             undo.callback(_Kept(optimizer).put_back)
         team.together(lambda: _load_each(optimizers, cut))
         if any(team.gather(_may_refuse(subject.model))):  # what modules only copy cannot fail any more
-            kept = staged(subject.model_state())
-            undo.callback(subject.load_model, kept, False)
+            undo.callback(_KeptTensors(subject.model_state()).put_back)
         team.together(lambda: subject.load_model(model, strict))
         undo.pop_all()
 
@@ -70,6 +69,20 @@ class _Kept:
         for group, before in zip(self._optimizer.param_groups, self._groups):
             group.clear()
             group.update(before)
+
+
+class _KeptTensors:
+    """A copy, in host memory, of a model's tensors."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self._copies = staged(self._tensors)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Writes it into the model, past what modules do when they load."""
+        for name, tensor in self._tensors.items():
+            tensor.detach().copy_(self._copies[name])
 
 
 def _may_refuse(model: nn.Module) -> bool:
