@@ -101,3 +101,29 @@ def test_a_parameter_that_no_rank_uses_calls_no_hook(rank, world_size, front):
     model(torch.ones(4)).backward()
     holds = front == "flat" or any(param is inner(model).used for param in held(model))
     assert len(seen) == holds and all(param is not getattr(inner(model), "idle", None) for param in seen)
+
+
+@each_front
+@ranks(2)
+def test_an_optimizer_made_before_sharding(rank, world_size, front):
+    """It would train nothing, save where the Parameter objects stay."""
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = shard(front, model, WRAPPINGS["block"]())
+    before = {name: value.clone() for name, value in full_state(wrapped).items()}
+    loss_of(wrapped, tokens(rank, 0)).backward()
+    if front == "orig":
+        optimizer.step()
+        assert not all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
+        return
+    with pytest.raises(RuntimeError, match=rf"SGD was made before .* '.+' .*rank {rank}.* after sharding"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
+    inside = torch.optim.AdamW(
+        [{"params": wrapped.parameters()}, {"params": [optimizer.param_groups[0]["params"][-1]]}]
+    )
+    with pytest.raises(RuntimeError, match=r"AdamW was made before"):
+        inside.step()
+    torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
+    assert not all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
