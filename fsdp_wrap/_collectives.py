@@ -49,7 +49,10 @@ class Communicator(ABC):
         size: How many ranks it has.
         device: Where the buffers live.
         positions: Where the ranks of the group stand; None without a group.
+        keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
     """
+
+    keeps_notes = True
 
     def __init__(
         self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None

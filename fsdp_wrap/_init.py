@@ -39,6 +39,7 @@ from fsdp_wrap._modules import (
     own_modules,
 )
 from fsdp_wrap._precision import BufferCasts
+from fsdp_wrap._refusals import refuse_earlier_optimizers
 from fsdp_wrap._schedule import guard_parametrizations
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import MixedPrecision
@@ -231,6 +232,7 @@ def assemble_unit(
     for each in modules:
         mark_managed(each)
     _note_owners(unit, segments)
+    refuse_earlier_optimizers(unit, segments)
     return unit
 
 
