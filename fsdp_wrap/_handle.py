@@ -5,7 +5,7 @@ SHARDED --unshard--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Reshar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
 from typing import Protocol
@@ -17,12 +17,11 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._in_flight import KeptParameters, Reduction
 from fsdp_wrap._layout import Layout
-from fsdp_wrap._precision import SegmentDtypes
+from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
 from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
-from fsdp_wrap.api import MixedPrecision
 
 __all__ = ["HandleState", "ParamHandle", "ReduceScatter", "Transport"]
 
@@ -31,7 +30,7 @@ ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 
 
 _NOTHING = Finished()
-_GATHERED = attrgetter("gathered")
+_GATHERED, _FOLLOW_REPLACED = attrgetter("gathered"), Segment.follow_replaced
 
 
 class Transport(Protocol):
@@ -67,7 +66,7 @@ class ParamHandle:
         layouts: One per segment.
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
-        policy: Dtypes of computation and communication.
+        policies: Dtypes of computation and communication, of each layout.
 
     Attributes:
         state: What is in memory.
@@ -84,14 +83,15 @@ class ParamHandle:
         layouts: Sequence[Layout],
         communicator: Communicator,
         replicas: Communicator,
-        policy: MixedPrecision,
+        policies: Sequence[SegmentPolicy],
     ) -> None:
         self.communicator = communicator
         self.replicas = replicas
         self.transport: Transport = communicator
-        self._policy = policy
+        self._policies = policies
+        self._trained = [True in layout.trains for layout in layouts]
         self._contributors: float = communicator.size * replicas.size
-        self.segments = [self._segment(layout) for layout in layouts]
+        self.segments = [*map(self._segment, layouts, self._dtypes_of(layouts))]
         self._note_contents()
         self.state = HandleState.SHARDED
         self.generation = 0
@@ -107,7 +107,7 @@ class ParamHandle:
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
-        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policy)
+        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies)
         handle.travel_by(self.transport)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
@@ -117,8 +117,10 @@ class ParamHandle:
         """Lets parameters and gradients travel another way from now on; what users are shown does not."""
         self.transport = transport
 
-    def _segment(self, layout: Layout) -> Segment:
-        dtypes = SegmentDtypes.of(layout.dtype, self._policy)
+    def _dtypes_of(self, layouts: Iterable[Layout]) -> list[SegmentDtypes]:
+        return segment_dtypes([*zip((each.dtype for each in layouts), self._policies, self._trained)])
+
+    def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
         return Segment(layout, dtypes, self.communicator, self._contributors)
 
     def _note_contents(self) -> None:
@@ -262,23 +264,20 @@ class ParamHandle:
             ValueError: If they do not fit.
         """
         assert self.state is HandleState.SHARDED
-        for index, segment in enumerate(self.segments):
-            layout, before = segment.layout, segment.layout.dtype
-            if segment.gradients.accumulated and any(
-                param.dtype != before for param in (layout.flat_param, *layout.sources)
-            ):
-                raise RuntimeError(
-                    f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
-                    "gradients left by no_sync wait for a backward; convert before or after the accumulation"
-                )
-            if not layout.follow_replaced():
-                continue
-            if layout.dtype == before:
-                segment.follow_resident()
-            else:
-                self.segments[index] = self._segment(layout)
+        moved = [*map(_FOLLOW_REPLACED, self.segments)]
+        if True in moved:
+            self._remake(moved)
+
+    def _remake(self, moved: Sequence[bool]) -> None:
+        """Makes segments of other dtypes anew, and lets others follow their layouts that have moved."""
+        wanted = self._dtypes_of(segment.layout for segment in self.segments)
+        for index, (segment, dtypes) in enumerate(zip(self.segments, wanted)):
+            if dtypes != segment.dtypes:
+                self.segments[index] = self._segment(segment.layout, dtypes)
                 self.generation += 1
-            self._note_contents()
+            elif moved[index]:
+                segment.follow_resident()
+        self._note_contents()
 
     @property
     def flat_param(self) -> nn.Parameter:

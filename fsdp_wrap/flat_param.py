@@ -246,7 +246,7 @@ class FlatLayout:
         self._marks.take_away()
         self._front.add(reduced.to(self.flat_param.device), used)
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
         for param in self._front.holders:
             param.grad_dtype = None
 
