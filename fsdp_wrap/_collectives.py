@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,14 @@ __all__ = [
 ]
 
 _DATA = attrgetter("data")
+
+
+class Transport(Protocol):
+    """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them."""
+
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending: ...
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending: ...
 
 
 class Communicator(ABC):

@@ -103,6 +103,11 @@ class Gradients:
         # Multiplying by a number would make such a tensor each time.
         self._factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
 
+    @property
+    def partial(self) -> bool:
+        """Whether something is kept that was summed over this copy's ranks only."""
+        return self._partial is not None
+
     # from the leaves into the reduce buffer
 
     def take_in(self, buffer: Buffer, index: int) -> None:

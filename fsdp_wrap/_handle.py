@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._collectives import Communicator, Transport
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._in_flight import KeptParameters, Reduction
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
-from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
 
-__all__ = ["HandleState", "ParamHandle", "ReduceScatter", "Transport"]
+__all__ = ["HandleState", "ParamHandle", "ReduceScatter"]
 
 ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 """Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
@@ -31,14 +29,6 @@ ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 
 _NOTHING = Finished()
 _GATHERED, _FOLLOW_REPLACED = attrgetter("gathered"), Segment.follow_replaced
-
-
-class Transport(Protocol):
-    """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them."""
-
-    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending: ...
-
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending: ...
 
 
 class HandleState(Enum):
@@ -66,7 +56,7 @@ class ParamHandle:
         layouts: One per segment.
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
-        policies: Dtypes of computation and communication, of each layout.
+        policies: Dtypes of each layout.
 
     Attributes:
         state: What is in memory.
@@ -88,7 +78,7 @@ class ParamHandle:
         self.communicator = communicator
         self.replicas = replicas
         self.transport: Transport = communicator
-        self._policies = policies
+        self._policies, self._keeps_storage = policies, False
         self._trained = [True in layout.trains for layout in layouts]
         self._contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes_of(layouts))]
@@ -109,6 +99,7 @@ class ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies)
         handle.travel_by(self.transport)
+        handle.keep_storage(self._keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
         return handle
@@ -121,7 +112,9 @@ class ParamHandle:
         return segment_dtypes([*zip((each.dtype for each in layouts), self._policies, self._trained)])
 
     def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
-        return Segment(layout, dtypes, self.communicator, self._contributors)
+        segment = Segment(layout, dtypes, self.communicator, self._contributors)
+        segment.keep_memory(self._keeps_storage)
+        return segment
 
     def _note_contents(self) -> None:
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
@@ -234,13 +227,21 @@ class ParamHandle:
         self._kept = None
         if self.state is not HandleState.UNSHARDED:
             return False
-        if within is not None:
+        if within is not None and not self._keeps_storage:  # which a gather from there may exchange
             self._kept = KeptParameters(self.segments, within)
         self.show_sharded()
         for segment in self.segments:
             segment.free()
         self.state = HandleState.SHARDED
         return True
+
+    def keep_storage(self, keep: bool) -> None:
+        """Decides whether the unsharded buffers stay where they are while the unit is sharded."""
+        self._keeps_storage = keep
+        for segment in self.segments:
+            segment.keep_memory(keep)
+            if self.state is HandleState.SHARDED:
+                segment.free()
 
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""

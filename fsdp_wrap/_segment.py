@@ -50,6 +50,7 @@ class Segment:
             for leaf in self.leaves:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
+        self._keeps_memory = False
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
@@ -72,7 +73,7 @@ class Segment:
 
         Gradients that took the parameters' place stay until they are reduced.
         """
-        if self.gradients.lie_in(self.full):
+        if self._keeps_memory or self.gradients.lie_in(self.full):
             return
         if self.full.resizable:
             self.full.free()
@@ -112,6 +113,10 @@ class Segment:
             self.full = self.gathered = ResidentBuffer(self.layout.resident)
             self._alias_full()
 
+    def keep_memory(self, keep: bool) -> None:
+        """Decides whether `free` leaves the unsharded buffer where it is."""
+        self._keeps_memory = keep
+
     def _alias_full(self) -> None:
         self.own_data = self._communicator.own_part(self.gathered.data)
         pairs = same_elements(self.layout, self.gathered.data, self.full.data)
@@ -137,6 +142,6 @@ class Segment:
         """
         param, reduce = self.dtypes.param, self.dtypes.reduce
         fits = self.layout.in_place and torch.promote_types(param, reduce) == reduce
-        fits = fits and self.dtypes.arriving is not None
+        fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
         if fits and self.full.temporary and self.full.resizable:
             self.gradients.take_in(self.full, index)

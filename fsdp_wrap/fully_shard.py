@@ -14,7 +14,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._fsdp_module import FSDPModule, UnshardHandle, run_as_unit
+from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, run_as_unit
 from fsdp_wrap._groups import default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, check_param, refuse_taken
 from fsdp_wrap._layout import Layout
@@ -25,7 +25,7 @@ from fsdp_wrap._precision import InputCasts, SegmentPolicy
 from fsdp_wrap._unit import UnitOptions
 from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard"]
 
 _Placements = Callable[[nn.Parameter], Shard | None]
 

@@ -73,6 +73,7 @@ LAYERS = [
         "_unit.py",
         "_traffic.py",
         "_refusals.py",
+        "_finalization.py",
         "_schedule.py",
         "_forward.py",
     ],
