@@ -76,6 +76,7 @@ class DTensorLayout:
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
+        self._grad_dtype: torch.dtype | None = None
         self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
         for cut, slot, piece in zip(self._cuts, slots, self._pieces):
             piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
@@ -102,6 +103,13 @@ class DTensorLayout:
             )
             for cut, placement in zip(self._cuts, shard_on)
         ]
+        self._grad_specs = [*map(self._grad_spec, self._specs)]
+
+    def _grad_spec(self, spec: DTensorSpec) -> DTensorSpec:
+        if self._grad_dtype is None or self._grad_dtype == self.dtype:
+            return spec
+        assert spec.tensor_meta is not None
+        return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=self._grad_dtype))
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
@@ -118,6 +126,8 @@ class DTensorLayout:
         param._local_tensor = self._pieces[index]  # type: ignore[attr-defined]  # not another alias of it
         param.__dict__.update(self._attributes[index])  # conversions exchange them
         mark_owned(param)
+        if self._grad_dtype is not None:  # conversions forget it
+            _set_grad_dtype(param, self._grad_dtype)
 
     # what there is
 
@@ -282,7 +292,7 @@ class DTensorLayout:
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         own = reduced.to(self._shard.device)
-        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._specs, used):
+        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._grad_specs, used):
             if not by_any or not param.requires_grad:
                 continue
             if param.grad is None:
@@ -292,9 +302,11 @@ class DTensorLayout:
         if any(map(HOOKS_OF, self.sources)):
             run_gradient_hooks(self.sources, used)
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
+        self._grad_dtype = dtype
+        self._grad_specs = [*map(self._grad_spec, self._specs)]
         for param in self.sources:
-            param.grad_dtype = None
+            _set_grad_dtype(param, dtype)
 
     def mark_unsynced(self) -> None:
         self._marks.put(self.sources)
@@ -314,7 +326,9 @@ class DTensorLayout:
             if piece is None or not has_grad:
                 param.grad = None
             elif param.grad is None:
-                param.grad = _dtensor(piece.to(self._shard.device, copy=True), self._specs[index])
+                dtype = self._grad_dtype or piece.dtype
+                own_piece = piece.to(self._shard.device, dtype, copy=True)
+                param.grad = _dtensor(own_piece, self._grad_specs[index])
             elif not torch.equal(held_by_this_rank(param.grad), piece.to(self._shard)):
                 held_by_this_rank(param.grad).copy_(piece)
 
@@ -364,6 +378,13 @@ class DTensorLayout:
         self._first_places = [(module._parameters, name) for module, name in firsts]
         self.show_leaves = Display(self.places, self._leaves).show
         self.show_sharded = Display(self.places, self.sources).show
+
+
+def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype)
 
 
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:

@@ -165,6 +165,16 @@ class Unit:
         wanted = self.held or not self.options.reshards_after_backward
         return wanted and self.handle is not None and self.handle.is_current
 
+    def keeps_parameters(self, use: Use, has_grad_outputs: bool, as_root: bool) -> bool:
+        """Whether its full parameters stay for the backward of a use, after the forward."""
+        if not torch.is_grad_enabled():
+            return False
+        if not has_grad_outputs:  # gradients may enter through something that no hook can see
+            return use.watched > 0 or (self.handle is not None and self.handle.trainable)
+        if as_root and self.options.keeps_as_root:
+            return self.module.training
+        return not self.options.reshard_after_forward
+
     def ran(self, part: nn.Module | None) -> bool:
         """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
         if not self.parts:

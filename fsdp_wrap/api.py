@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
@@ -119,21 +119,35 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
             the parameters' own.
-        reduce_dtype: Of gradients while they are accumulated and reduced; None for `param_dtype`.
+        reduce_dtype: Of gradients while they are accumulated and reduced. None means what it does in the
+            torch that is installed: before 2.15 `param_dtype`, from 2.15 on the `grad_dtype` of each
+            parameter, which is the parameter's own dtype if it was not set before `fully_shard`.
         output_dtype: Of what forward returns; None leaves it as it is.
         cast_forward_inputs: Cast the inputs to `param_dtype`.
+        param_dtype_override_fn: Called once for each parameter of the unit. It returns the parameter's own
+            dtype to leave it in that, or None (or `param_dtype`) for `param_dtype`; the same on all ranks.
 
     Raises:
         ValueError: If a dtype is not a floating-point one of 16 bits or more.
+        TypeError: If `param_dtype_override_fn` cannot be called.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(
+                "MixedPrecisionPolicy(param_dtype_override_fn=...) takes a function of a parameter or None, "
+                f"not {override!r}"
+            )
 
 
 @dataclass

@@ -253,7 +253,7 @@ class FlatLayout:
         if any(map(HOOKS_OF, self._front.holders)):
             run_gradient_hooks(self.sources, used)
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
         for param in self._front.holders:
             param.grad_dtype = None
 

@@ -14,18 +14,18 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._fsdp_module import FSDPModule, UnshardHandle, run_as_unit
+from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, run_as_unit
 from fsdp_wrap._groups import default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, check_param, refuse_taken
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
 from fsdp_wrap._mesh import ranks_of
 from fsdp_wrap._modules import Ignored, ParamSlot, collect_slots
-from fsdp_wrap._precision import InputCasts
+from fsdp_wrap._precision import InputCasts, SegmentPolicy
 from fsdp_wrap._unit import UnitOptions
-from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard"]
 
 _Placements = Callable[[nn.Parameter], Shard | None]
 
@@ -70,7 +70,7 @@ def fully_shard(
     Raises:
         TypeError: If an argument is of the wrong type, or a parameter of a class that sharding would lose.
         ValueError: If there is no process group, this rank is not in the mesh, a module is in a unit already
-            or has no forward, or a parameter cannot be cut.
+            or has no forward, a parameter cannot be cut, or an override of its dtype is none that is allowed.
 
     The API is that of `torch.distributed.fsdp.fully_shard`.
     """
@@ -84,6 +84,7 @@ def fully_shard(
     ignored = Ignored(params=frozenset(ignored_params or ()))
     slots = collect_slots(owner, ignored)
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
+    policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, mp_policy) for slot in slots}
     options = UnitOptions(
         reshard_after_forward=reshard_after_forward is not False,
         keeps_as_root=not reshard_after_forward,
@@ -106,7 +107,7 @@ def fully_shard(
     spec = UnitSpec(
         mesh=ranks,
         device=device,
-        policy=MixedPrecision(mp_policy.param_dtype, mp_policy.reduce_dtype),
+        policy_of=policies.__getitem__,
         options=options,
         ignored=ignored,
         parts=() if alone else tuple(parts),

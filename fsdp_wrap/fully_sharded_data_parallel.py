@@ -21,7 +21,7 @@ from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, re
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
-from fsdp_wrap._precision import FullPrecision, InputCasts
+from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
@@ -169,12 +169,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         }
         mesh = _resolve_options(**options)
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
+        wanted = SegmentPolicy.of(policy)
         spec = FlatSpec(
             mesh=mesh,
             device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh.groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
-            policy=policy,
+            policy_of=lambda _: wanted,
+            buffer_dtype=policy.buffer_dtype,
             values=values,
             options=_unit_options(module, **options),
             ignored=ignored,
