@@ -68,7 +68,9 @@ class Arrivals:
         """
         self.crowded = self._to_come <= self._quarter_came
         after_quarter = 0 if last else -1
-        self._next_look = self._to_come if every else after_quarter if self.crowded else self._quarter_came
+        self._next_look = (
+            self._to_come if every else after_quarter if self.crowded else self._quarter_came
+        )
         return not self.missing
 
     def end(self) -> None:

@@ -179,7 +179,9 @@ class Channel:
 
     def is_read(self, number: int) -> bool:
         """Whether all peers have read, or need not read, what this rank has posted; dead ones do not."""
-        return all(self._board.is_read(number, rank) or peer.life.ended for rank, peer in self.peers.items())
+        return all(
+            self._board.is_read(number, rank) or peer.life.ended for rank, peer in self.peers.items()
+        )
 
     def is_read_by(self, rank: int, number: int) -> bool:
         """Whether a peer has read, or need not read, what this rank has posted."""

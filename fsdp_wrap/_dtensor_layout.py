@@ -364,7 +364,9 @@ def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) 
     return found is source and held_by_this_rank(found) is piece
 
 
-def _check_replaced(cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int) -> None:
+def _check_replaced(
+    cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
+) -> None:
     fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
     same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta
     if not fits or not same_kind or param._local_tensor.shape[cut.dim] != cut.rows(rank):  # type: ignore[attr-defined]
