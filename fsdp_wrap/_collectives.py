@@ -294,7 +294,8 @@ class GroupCommunicator(Communicator):
         return self._watch.issue(partial(lane.issue, start), limited)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        with self._watch.failures_told():
+            dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         def start(async_op: bool) -> list[Any]:
@@ -314,10 +315,12 @@ class GroupCommunicator(Communicator):
         return None if full is None else list(as_transport(full).chunk(self.size))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return all_gather_object(value, self._group)
+        with self._watch.failures_told():
+            return all_gather_object(value, self._group)
 
     def broadcast_object(self, value: Any) -> Any:
-        return broadcast_object(value, self._group)
+        with self._watch.failures_told():
+            return broadcast_object(value, self._group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         def start(async_op: bool) -> Any:

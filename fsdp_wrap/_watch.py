@@ -11,7 +11,8 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -19,9 +20,9 @@ import torch.distributed as dist
 
 from fsdp_wrap._device import Issued, Pending
 from fsdp_wrap._groups import time_limit
-from fsdp_wrap._positions import GroupPositions
+from fsdp_wrap._positions import GroupPositions, positions_of
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "deaths_told"]
 
 _FIRST_LOOK = timedelta(seconds=0.25)  # beside such a wait, looking costs nothing
 _LATER_LOOKS = timedelta(seconds=1.0)
@@ -62,6 +63,14 @@ class Watch:
         except RuntimeError as error:
             raise self.failure(error) from error
         return _LimitedWait(issued, self) if limited else _UnlimitedWait(issued, self)
+
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Raises, for a collective that fails while the host waits for it, what `failure` returns."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failure(error) from error
 
     def failure(self, error: RuntimeError) -> RuntimeError:
         """Returns what to raise for a failed collective.
@@ -111,6 +120,27 @@ class Watch:
 
     def _limit(self) -> float:
         return time_limit(self._group(), self._device).total_seconds()
+
+
+@contextmanager
+def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Names the ranks that have died, where that is why what is done inside fails.
+
+    Args:
+        group: Of the ranks that communicate; None for the default group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        group = group or (dist.group.WORLD if dist.is_available() else None)
+        if group is None:
+            raise
+        watch = Watch(group, torch.device("cpu"), positions_of(group))
+        time.sleep(_BURIAL)
+        watch.positions.table()  # which looks for the ranks
+        if not watch.dead():
+            raise
+        raise watch.failure(error) from error
 
 
 class _Looks:

@@ -25,6 +25,7 @@ from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_params import refuse_shared
 from fsdp_wrap._originals import Originals
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._watch import deaths_told
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -59,7 +60,8 @@ def get_model_state_dict(
             `ignore_frozen_params` without parameters that need no gradient.
     """
     if not FSDP.fsdp_modules(model):
-        return torch_get_model_state_dict(model, submodules=submodules, options=options)
+        with deaths_told():
+            return torch_get_model_state_dict(model, submodules=submodules, options=options)
     options = _checked(options)
     with _kind(model, options):
         state: dict[str, Any] = model.state_dict()
@@ -89,7 +91,8 @@ def get_optimizer_state_dict(
     """
     optimizers = _checked_optimizers(model, optimizers)
     if not FSDP.fsdp_modules(model):
-        return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+        with deaths_told():
+            return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     options = _checked(options)
     with _kind(model, options):
         parts = [FSDP.optim_state_dict(model, optimizer) for optimizer in optimizers]
@@ -135,7 +138,8 @@ def set_model_state_dict(
         Missing and unexpected keys.
     """
     if not FSDP.fsdp_modules(model):
-        return torch_set_model_state_dict(model, model_state_dict, options=options)
+        with deaths_told():
+            return torch_set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
     if options.broadcast_from_rank0:
         model_state_dict = _from_first_rank(model, model_state_dict)
@@ -166,7 +170,8 @@ def set_optimizer_state_dict(
     """
     optimizers = _checked_optimizers(model, optimizers)
     if not FSDP.fsdp_modules(model):
-        torch_set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        with deaths_told():
+            torch_set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
     options = _checked(options)
     if optim_state_dict and "state" not in optim_state_dict and "param_groups" not in optim_state_dict:
