@@ -81,6 +81,7 @@ class Communicator(ABC):
 
     def require_group(self) -> None:
         """Raises a RuntimeError if the process group was destroyed."""
+        return None
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
