@@ -181,8 +181,8 @@ class Channel:
             return True
         if not all(peer.board.is_read(oldest, self.rank) for peer in self.peers.values()):
             raise RuntimeError(
-                f"{_POSTS} collectives of a group were issued since one that rank {self._members[self.rank]} has not "
-                "waited for: wait for some before issuing more"
+                f"{_POSTS} collectives of a group were issued since one that rank "
+                f"{self._members[self.rank]} has not waited for: wait for some before issuing more"
             )
         return self.is_read(oldest)
 

@@ -149,7 +149,7 @@ class Exchange:
         silent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
         for rank in filter(self._has_ended, silent):
             if not self._store.check([self._keys[rank]]):  # nor has it just before its end
-                raise RuntimeError(f"rank {self._members[rank]} has ended before it came to one of this group")
+                raise RuntimeError(f"rank {self._members[rank]} has ended")
 
     def values(self) -> list[Any]:
         """Returns what each rank has told, by rank, once it was waited for."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing.util
 import os
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bed import ranks, run_isolated
 from fronts import each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import fully_shard
+from fsdp_wrap import ShardingStrategy, fully_shard
 
 DESTROYED = "^the process group of this wrapped module was destroyed; wrap it anew$"
 
@@ -126,24 +128,65 @@ def test_a_model_of_a_destroyed_group_is_refused(rank, world_size, front, mesh):
 
 # Ranks that end early.
 
-LIMIT = 60.0
+LIMIT = 40.0
 
 
-def end_early(rank: int, world_size: int, folder: str, front: str, when: str) -> None:
-    """The last rank ends by an exception; the first one has not begun then, and the others wait."""
+def end_early(rank: int, world_size: int, folder: str, front: str, shared: str, when: str) -> None:
+    """The last rank ends, as by an exception, while others have not begun their first forward."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
     group = dist.new_group(timeout=timedelta(seconds=LIMIT))
+    model = None if when == "before wrapping" and rank == world_size - 1 else on_group(front, group)
+    dist.barrier()
     if rank == world_size - 1:
-        model = on_group(front, group) if when == "after wrapping" else None
-        time.sleep(0.5)
-        del model
-        raise SystemExit("as an exception would")
-    if rank == 0:
-        time.sleep(1.0)
-    model = on_group(front, group)
+        multiprocessing.util._exit_function()
+        os._exit(1)
+    time.sleep(rank / 2)
+    assert model is not None
     begin = time.monotonic()
-    try:
+    with pytest.raises(RuntimeError) as caught:
         step(model)
-    except RuntimeError as error:
-        report = {"error": str(error), "took": time.monotonic() - begin}
-        (Path(folder) / f"{rank}").write_text(json.dumps(report))
+    report = {"error": str(caught.value), "took": time.monotonic() - begin}
+    (Path(folder) / f"{rank}").write_text(json.dumps(report))
     os._exit(0)
+
+
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
+@pytest.mark.parametrize(("front", "shared"), [("flat", "0"), ("orig", "1"), ("composable", "1")])
+def test_a_rank_that_ends_before_the_first_forward_is_named_at_once(front, shared, when, tmp_path):
+    run_isolated(end_early, str(tmp_path), front, shared, when, world_size=3)
+    for rank in range(2):
+        report = json.loads((tmp_path / f"{rank}").read_text())
+        headline, _, table = report["error"].partition("Where the ranks stand:")
+        assert "rank 2 has ended" in headline or "cannot complete without rank 2" in headline
+        assert f"rank {rank}" not in headline
+        assert "rank 2 (dead): in no unit yet" in table or when == "before wrapping"
+        assert report["took"] < LIMIT / 2
+
+
+def end_in_hybrid(rank: int, world_size: int, folder: str, front: str, shared: str) -> None:
+    """The last rank is killed in its second step."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
+    mesh = init_device_mesh("cpu", (2, 2))
+    if front == "composable":
+        model: nn.Module = fully_shard(net(), mesh=mesh)
+    else:
+        hybrid = ShardingStrategy.HYBRID_SHARD
+        model = FSDP(net(), device_mesh=mesh, sharding_strategy=hybrid, use_orig_params=front == "orig")
+    step(model)
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        step(model)
+    (Path(folder) / f"{rank}").write_text(str(caught.value))
+    time.sleep(1 if rank else 0)  # so that others have nobody else to tell of
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("front", "shared"), [("flat", "0"), ("orig", "1"), ("composable", "1")])
+def test_a_killed_rank_of_a_hybrid_mesh_is_named_as_all_ranks_count(front, shared, tmp_path):
+    """Rank 3 is the second of both its groups."""
+    run_isolated(end_in_hybrid, str(tmp_path), front, shared, world_size=4)
+    headline = (tmp_path / "2").read_text().partition("Where the ranks stand:")[0]
+    assert "rank 3 has ended" in headline or "cannot complete without rank 3" in headline
+    assert "rank 1" not in headline
