@@ -232,6 +232,13 @@ class FSDPModule(nn.Module):
         """Returns a second module of the same values, on the same process groups; no communication."""
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a module that fully_shard has sharded ({_unit_of(self).name}) cannot be pickled, being tied to "
+            "its process group; save its state dict by torch.distributed.checkpoint or fsdp_wrap.checkpoint "
+            "instead (copy.deepcopy makes a second module)"
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.nn.Module`, with `DTensor`s."""
         self.reshard()

@@ -38,6 +38,7 @@ from fsdp_wrap._modules import (
     mark_owned,
     own_modules,
 )
+from fsdp_wrap._param_checks import check_buffers, check_param
 from fsdp_wrap._precision import BufferCasts, SegmentPolicy
 from fsdp_wrap._refusals import refuse_earlier_optimizers
 from fsdp_wrap._schedule import guard_parametrizations
@@ -51,7 +52,6 @@ __all__ = [
     "assemble_unit",
     "build_unit",
     "check_module",
-    "check_param",
     "refuse_taken",
     "register_copy",
     "resolve_ignored",
@@ -168,6 +168,7 @@ def check_module(
     try:
         for slot in slots:
             check_param(slot)
+        check_buffers(module, ignored)
         check_materializable(module, slots, ignored, values)
     except (TypeError, ValueError) as found:
         error = found
@@ -341,26 +342,6 @@ def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:
     """Returns the tied parameters that units below have left and no unit has taken yet."""
     left = (param for unit in units_in(module).values() for param in unit.left)
     return frozenset(param for param in left if not is_owned(param))
-
-
-def check_param(slot: ParamSlot) -> None:
-    """Refuses a parameter that leaves could not stand for.
-
-    Raises:
-        TypeError: If its class may behave differently from a plain parameter.
-        ValueError: If it has gradient hooks.
-    """
-    param = slot.param
-    if type(param) is not nn.Parameter:
-        raise TypeError(
-            f"parameter '{slot.fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
-            "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
-        )
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
-            "with another tensor; remove them before wrapping"
-        )
 
 
 def _segments(

@@ -101,6 +101,33 @@ class MixedPrecision:
         _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
 
 
+def check_kind(name: str, value: object, kind: type, optional: bool = True) -> None:
+    """Refuses an argument of another type, also of one that has the same name in another package.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    found, path = type(value), f"{kind.__module__}.{kind.__qualname__}"
+    if found.__name__ == kind.__name__:
+        raise TypeError(
+            f"{name} must be a {path}, not a {found.__module__}.{found.__qualname__}, which is another class "
+            f"of that name: import {kind.__name__} from fsdp_wrap (given: {value!r})"
+        )
+    raise TypeError(f"{name} must be a {kind.__name__}{' or None' if optional else ''}, not {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuses what is neither a bool nor None: a string, say, is true whatever it says.
+
+    Raises:
+        TypeError: If it is so.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} must be True, False or None (the default), not {value!r}")
+
+
 def _check_dtypes(policy: object, *names: str) -> None:
     for name in names:
         dtype = getattr(policy, name)

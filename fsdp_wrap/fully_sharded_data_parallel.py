@@ -41,6 +41,8 @@ from fsdp_wrap.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    check_flag,
+    check_kind,
 )
 from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.comm_hooks import register_comm_hook
@@ -180,7 +182,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             values=values,
             options=_unit_options(module, **options),
             ignored=ignored,
-            shared_memory=shared_memory,
+            shared_memory=shared_memory is not False,
         )
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": spec.device})
@@ -500,15 +502,17 @@ def _resolve_options(
     backward_prefetch: Any = None,
     mixed_precision: Any = None,
     param_init_fn: Any = None,
+    shared_memory: Any = None,
     **others: Any,
 ) -> ShardMesh:
     """Checks what does not depend on the module, and finds the ranks."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(f"param_init_fn must be a function of a module or None, not {param_init_fn!r}")
-    _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
-    _check_type("cpu_offload", cpu_offload, CPUOffload)
-    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
-    _check_type("mixed_precision", mixed_precision, MixedPrecision)
+    check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
+    check_kind("cpu_offload", cpu_offload, CPUOffload)
+    check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
+    check_kind("mixed_precision", mixed_precision, MixedPrecision)
+    check_flag("shared_memory", shared_memory)
     if mixed_precision is not None:
         mixed_precision.check()
     return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
@@ -529,11 +533,6 @@ def _unit_options(
         forward_prefetch=bool(forward_prefetch),
         casts=InputCasts.of(mixed_precision, module),
     )
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
 
 
 def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -34,6 +34,7 @@ from fsdp_wrap.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    check_kind,
 )
 from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse_hidden, summon
 
@@ -74,8 +75,7 @@ def resolve_settings(
         TypeError: If an argument is of another type than the kind of state dict wants.
         ValueError: If `_use_dtensor` is set.
     """
-    if not isinstance(kind, StateDictType):
-        raise TypeError(f"state_dict_type must be a StateDictType, not {kind!r}")
+    check_kind("state_dict_type", kind, StateDictType, optional=False)
     config_type, optim_type = _CONFIGS[kind]
     config = config_type() if config is None else config
     optim_config = optim_type() if optim_config is None else optim_config
@@ -84,6 +84,7 @@ def resolve_settings(
         ("optim_state_dict_config", optim_config, optim_type),
     ):
         if type(given) is not wanted:
+            check_kind(name, given, wanted)  # of the same name elsewhere?
             raise TypeError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
         if getattr(given, "_use_dtensor", False):
             raise ValueError(

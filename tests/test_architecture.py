@@ -90,6 +90,7 @@ LAYERS = [
     ],
     [
         "_materialize.py",
+        "_param_checks.py",
         "_init.py",
         "_full_values.py",
         "_originals.py",
