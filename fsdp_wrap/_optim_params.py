@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._originals import Originals
-from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._schedule import require_idle
 from fsdp_wrap._unit import units_in
 
 __all__ = ["GivenGroup", "given_groups", "originals_of", "params_by_key", "refuse_shared"]
@@ -130,8 +130,7 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
     """
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
-    for unit in units_in(model).values():
-        schedule_of(unit).require_idle(doing)
+    require_idle(units_in(model).values(), doing)
     names = Originals(model)
     if optim is not None:
         _refuse_repeated(names, (param for group in optim.param_groups for param in group["params"]))

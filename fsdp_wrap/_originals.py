@@ -17,6 +17,7 @@ from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import Place, clean_fqn
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._walks import walk
 
 __all__ = [
     "Original",
@@ -149,7 +150,7 @@ class Originals:
 def _walk(module: nn.Module) -> Iterator[Original]:
     owned, sources = _owned(module)
     seen: set[object] = set()
-    for prefix, child in module.named_modules():
+    for prefix, child in walk(module):
         for name, param in child._parameters.items():
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
             owner = owned.get((child, name))
@@ -190,7 +191,7 @@ def _owned(
 def names_of_places(module: nn.Module) -> dict[Place, list[str]]:
     """Returns the clean names under which every place in a module shows a parameter."""
     names: dict[Place, list[str]] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
+    for prefix, child in walk(module, all_names=True):
         for name in child._parameters:
             full = clean_fqn(f"{prefix}.{name}" if prefix else name)
             names.setdefault((child, name), []).append(full)

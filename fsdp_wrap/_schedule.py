@@ -27,7 +27,7 @@ from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
 
-__all__ = ["Schedule", "schedule_of"]
+__all__ = ["Schedule", "require_idle", "schedule_of"]
 
 
 class Schedule:
@@ -473,6 +473,16 @@ def schedule_of(unit: Unit) -> Schedule:
     """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
     schedule = unit.schedule
     return schedule if isinstance(schedule, Schedule) else Schedule(unit)
+
+
+def require_idle(units: Iterable[Unit], doing: str) -> None:
+    """Refuses what must not happen in the middle of a forward or backward of any of the units.
+
+    Raises:
+        RuntimeError: As `Schedule.require_idle`.
+    """
+    for schedule in dict.fromkeys(map(schedule_of, units)):
+        schedule.require_idle(doing)
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,9 +16,10 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap._precision import BufferCasts, InputCasts
+from fsdp_wrap._walks import walk
 from fsdp_wrap.api import BackwardPrefetch
 
-__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "units_in"]
+__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "iter_units", "units_in"]
 
 
 @dataclass(frozen=True)
@@ -324,10 +325,17 @@ def _will_run(nodes: Iterable[Node]) -> int:
         return 0
 
 
+def iter_units(module: nn.Module) -> Iterator[Unit]:
+    """Yields the units at and below `module`, parents before children, as far as they are asked for."""
+    for _, child in walk(module):
+        if UNIT_ATTR in child.__dict__:
+            yield child.__dict__[UNIT_ATTR]
+
+
 def units_in(module: nn.Module) -> dict[str, Unit]:
     """Returns the units at and below `module` by name, parents before children."""
     return {
         clean_fqn(name): child.__dict__[UNIT_ATTR]
-        for name, child in module.named_modules()
+        for name, child in walk(module)
         if UNIT_ATTR in child.__dict__
     }

@@ -22,7 +22,7 @@ from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
-from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._schedule import require_idle, schedule_of
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
@@ -408,9 +408,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
 
         A wrapper and what it wraps then go by one name.
         """
-        named = super().named_modules(*args, **kwargs)
-        clean = _clean_names.get() or is_summoned(self._unit)
-        return ((clean_fqn(name) if clean else name, module) for name, module in named)
+        named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        if not (_clean_names.get() or is_summoned(self._unit)):
+            return named  # one generator less for each level of nesting
+        return ((clean_fqn(name), module) for name, module in named)
 
     def _cleaned_if_summoned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         clean = _clean_names.get() or any(is_summoned(unit) for unit in units_in(self).values())
@@ -419,8 +420,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Applies `fn` to every submodule and self with full parameters shown; edits are kept."""
         units = list(units_in(self).values())
-        for unit in units:
-            schedule_of(unit).require_idle("apply()")
+        require_idle(units, "apply()")
         with full_units(units, writeback=True):  # those that are shown already stay
             super().apply(fn)
         return self

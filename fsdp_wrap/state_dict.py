@@ -19,10 +19,12 @@ from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._load_parts import copies_values
-from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
+from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn, own_modules
 from fsdp_wrap._originals import indexed_names, names_in, names_of_places
 from fsdp_wrap._streaming import stream
-from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._taking import Taking
+from fsdp_wrap._unit import Unit, iter_units
+from fsdp_wrap._walks import walk
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -41,7 +43,6 @@ from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse
 __all__ = [
     "FullLoad",
     "ShardedLoad",
-    "add_wrapped_metadata",
     "add_wrapped_prefix",
     "begin_load",
     "clean_keys",
@@ -99,15 +100,15 @@ def resolve_settings(
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
     rank0_only = getattr(config, "rank0_only", False)
-    return not rank0_only or is_first_rank(handles_of(units_in(module).values()))
+    return not rank0_only or is_first_rank(unit.handle for unit in iter_units(module) if unit.handle)
 
 
 def take_state_dict(
     unit: Unit,
     settings: StateDictSettings,
+    call: Taking,
     *,
     wanted: bool,
-    destination: Any,
     prefix: str,
     keep_vars: bool,
 ) -> Any:
@@ -116,13 +117,12 @@ def take_state_dict(
     Args:
         unit: The wrapper's unit.
         settings: Which kind of state dict.
+        call: To whose result it adds.
         wanted: Whether this rank keeps it; otherwise its tensors have no memory.
-        destination: As in `torch.nn.Module.state_dict`.
-        prefix: As there.
+        prefix: As in `torch.nn.Module.state_dict`.
         keep_vars: As there.
     """
-    module = unit.module._modules[WRAPPED_ATTR]
-    assert module is not None
+    module = _wrapped(unit)
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     if kind is not StateDictType.FULL_STATE_DICT and is_summoned(unit):
         raise RuntimeError(
@@ -130,13 +130,12 @@ def take_state_dict(
             f"before taking a state dict of type {kind.name}"
         )
     with original_buffers([unit]):
-        live = [*module.buffers(), *module.parameters()]
+        if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
+            call.note_aliased(module, offload)
         with _replaced(unit, settings, wanted):
-            destination = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-    if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
-        _separate(destination, prefix, live, offload)
+            destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, module, destination, prefix, offload)
+        _make_local(unit, call, destination, prefix, offload)
     return destination
 
 
@@ -205,13 +204,10 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(
-    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, offload: bool
-) -> None:
-    names = names_of_places(module)
+def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
     for handle in handles_of((*unit.lenders, unit)):
-        for name in (name for segment in handle.segments for name in names_in(segment.layout, names)):
-            state_dict.pop(prefix + name, None)
+        for name in (name for segment in handle.segments for name in names_in(segment.layout, call.names)):
+            state_dict.pop(name, None)
     for handle in handles_of([unit]):
         for segment in handle.segments:
             shard = _shard_copy(segment.layout, offload)
@@ -221,6 +217,12 @@ def _make_local(
 def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> IntervalTensor:
     """Returns a shard as what it is of the flat buffer: other ranks' are not taken for copies of it."""
     return IntervalTensor(torch.Size([layout.numel]), handle.communicator.rank * layout.shard_numel, shard)
+
+
+def _wrapped(unit: Unit) -> nn.Module:
+    module = unit.module._modules[WRAPPED_ATTR]
+    assert module is not None
+    return module
 
 
 # loading
@@ -279,7 +281,7 @@ def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | Sha
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     if kind is StateDictType.FULL_STATE_DICT:
-        plain = not in_full and not is_summoned(unit) and all(map(copies_values, unit.module.modules()))
+        plain = not in_full and not is_summoned(unit) and all(map(copies_values, _shown_in(unit)))
         return ShardedLoad(unit) if plain else FullLoad(unit)
     if is_summoned(unit):
         raise RuntimeError(
@@ -289,15 +291,32 @@ def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | Sha
     return ShardedLoad(unit)
 
 
-def expand_local(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> list[str]:
-    """Replaces, in place, flat shards of the units in `module` by the pieces that they consist of.
+def _shown_in(unit: Unit) -> Iterable[nn.Module]:
+    """Returns the modules that may see a unit's parameters while they load."""
+    own = {each for _, each in own_modules(_wrapped(unit))}
+    segments = [segment for handle in handles_of([*unit.lenders, unit]) for segment in handle.segments]
+    places = (place for segment in segments for each in segment.layout.places for place in each)
+    below = (unit.module,) if all(module in own for module, _ in places) else unit.module.modules()
+    return (*own, *below)
+
+
+def expand_local(
+    module: nn.Module, units: Mapping[str, Unit], state_dict: dict[str, Any], prefix: str = ""
+) -> list[str]:
+    """Replaces, in place, flat shards by the pieces that they consist of.
+
+    Args:
+        module: The module that is loaded.
+        units: Those of its units that are concerned, by name.
+        state_dict: Of it.
+        prefix: Of its names.
 
     Returns:
         What is wrong with shards that do not fit; those stay.
     """
     problems: list[str] = []
     names: dict[Place, list[str]] = {}
-    for fqn, unit in units_in(module).items():
+    for fqn, unit in units.items():
         for handle, layout in ((h, segment.layout) for h in handles_of([unit]) for segment in h.segments):
             key = f"{prefix}{fqn}.{layout.name}" if fqn else prefix + layout.name
             if key not in state_dict:
@@ -331,15 +350,15 @@ def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tup
     )
 
 
-def unshard_values(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replaces, in place, torch's own kinds of sharded tensors for a unit's parameters by full ones."""
-    if not any(is_sharded(value) for value in state_dict.values()):
-        return
-    names = names_of_places(module)
-    for handle in handles_of((*unit.lenders, unit)):
-        for name in (name for segment in handle.segments for name in names_in(segment.layout, names)):
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = unsharded(state_dict[prefix + name])
+def unshard_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replaces, in place, torch's own kinds of sharded tensors by full ones, where a unit's modules load."""
+    segments = (segment for handle in handles_of((*unit.lenders, unit)) for segment in handle.segments)
+    places = {place for segment in segments for each in segment.layout.places for place in each}
+    for name, child in own_modules(_wrapped(unit), all_names=True):
+        for own in child._parameters if places else ():
+            key = prefix + clean_fqn(f"{name}.{own}" if name else own)
+            if (child, own) in places and is_sharded(state_dict.get(key)):
+                state_dict[key] = unsharded(state_dict[key])
 
 
 # names
@@ -353,32 +372,19 @@ def add_wrapped_prefix(state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
 
 
-def add_wrapped_metadata(metadata: dict[str, Any], prefix: str) -> None:
-    """Adds versions under the names of the wrapped module, which a plain module above looks for."""
-    for key in [key for key in metadata if f"{key}.".startswith(prefix)]:
-        metadata.setdefault(f"{prefix}{WRAPPED_ATTR}.{key[len(prefix) :]}".rstrip("."), metadata[key])
-
-
 def with_wrapped_metadata(module: nn.Module, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Returns a copy whose module versions stand under the names that `module` has now."""
     copied: OrderedDict[str, Any] = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", {})
-    names = [name for name, _ in module.named_modules()]
+    names = [name for name, _ in walk(module, all_names=True)]
     copied._metadata = {name: metadata.get(clean_fqn(name), {}) for name in names}  # type: ignore[attr-defined]
     return copied
 
 
-def _separate(
-    state_dict: dict[str, Any], prefix: str, aliased: Iterable[torch.Tensor], to_host: bool
-) -> None:
-    """Replaces, in place, values below `prefix` that share memory with tensors of the model by copies."""
-    shared = {tensor.untyped_storage()._cdata for tensor in aliased}
-    for key, value in state_dict.items():
-        below = key.startswith(prefix) and isinstance(value, torch.Tensor)
-        if below and not value.is_meta and value.untyped_storage()._cdata in shared:
-            state_dict[key] = offloaded(value, to_host)
-
-
 def clean_keys(keys: list[str]) -> None:
-    """Removes wrapper prefixes from a list of names, in place."""
-    keys[:] = [clean_fqn(key) for key in keys]
+    """Removes wrapper prefixes, in place, from names that were added to a list since it was clean."""
+    for index in range(len(keys) - 1, -1, -1):
+        clean = clean_fqn(keys[index])
+        if clean == keys[index]:  # a wrapper further down has cleaned this and all before
+            return
+        keys[index] = clean
