@@ -22,6 +22,7 @@ from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._finalization import BackwardEnd
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._refusals import ParametrizationGuard, refuse_graph, refuse_parameter_views
+from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._traffic import Traffic
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
@@ -295,7 +296,7 @@ class Schedule:
         self._order_check.begin_backward()
         for unit in self._units:
             unit.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
     def _end_backward(self) -> None:

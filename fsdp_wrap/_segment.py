@@ -12,6 +12,7 @@ from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._resizable import ResidentBuffer
+from fsdp_wrap._torch_private import foreach_copy_
 
 __all__ = ["Segment"]
 
@@ -65,7 +66,7 @@ class Segment:
     def arrange(self) -> None:
         """Fills the unsharded buffer with what was gathered into another."""
         self.full.allocate()
-        torch._foreach_copy_(*self._copies)
+        foreach_copy_(*self._copies)
         self.gathered.free()
 
     def free(self) -> None:
