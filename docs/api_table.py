@@ -32,7 +32,6 @@ MODULES = ["", "fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scale
 COMMUNICATOR = "one file chooses how to communicate (`_communicators.py`), as a whole"
 ONE_IN_FLIGHT = "one reduction is in flight at most, on a queue of its own beside the gathers'"
 PUBLIC_HERE = "public here only"
-NOT_YET = "not here yet"
 NESTED_DTENSORS = "parameters that are `DTensor`s already (tensor parallelism) are refused by name"
 
 REASONS = {
@@ -47,12 +46,6 @@ REASONS = {
     "FSDPModule.set_symm_mem_for_comm": COMMUNICATOR,
     "UnshardHandle": "`unshard` alone makes one",
     "share_comm_ctx": "all units of a process share the queues of communication of their device anyway",
-    # Of torch 2.15, to come:
-    "FSDPModule.finalize_backward": NOT_YET,
-    "FSDPModule.set_keep_unsharded_storage": NOT_YET,
-    "FSDPModule.set_manual_backward_finalization": NOT_YET,
-    "GradientReductionHandle": NOT_YET,
-    "MixedPrecisionPolicy(param_dtype_override_fn)": NOT_YET,
 }
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed for some version."""
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_wrap._torch_private import make_wrapper_subclass, pin_memory_operator, pytree, to_copy_operator
+from fsdp_wrap._watch import deaths_told
 
 __all__ = ["Box", "IntervalTensor", "assemble", "boxes_of"]
 
@@ -311,4 +312,5 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(data: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+    with deaths_told(group):
+        dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)

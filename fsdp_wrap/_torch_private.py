@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
@@ -35,8 +36,10 @@ __all__ = [
     "PURPOSES",
     "ReduceScatterOptions",
     "ShardedTensor",
+    "StorageInfo",
     "StorageWriterTransforms",
     "TensorMeta",
+    "all_groups",
     "chunk_cat",
     "current_dispatch_mode",
     "default_device_of",
@@ -46,6 +49,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "get_layout",
     "graph_task",
     "load_state_dict",
     "make_subclass",
@@ -68,6 +72,7 @@ PURPOSES = {
     "torch.Tensor._make_subclass": "makes `FlatParameter`s",
     "torch.Tensor._make_wrapper_subclass": "makes `IntervalTensor`s, which have no memory of their own",
     "torch.Tensor._version": "whether a gradient was written since we last saw it",
+    "torch.Tensor._has_grad_dtype_override": "whether a user has set `grad_dtype`; from 2.15 on",
     "torch.Tensor._base": "whether a parameter is a view of another tensor",
     "torch.Tensor._backward_hooks": "refuses parameters with hooks that would never be called",
     "torch.Tensor._post_accumulate_grad_hooks": "refuses parameters with hooks that would never be called",
@@ -109,6 +114,8 @@ PURPOSES = {
     "torch.distributed.ProcessGroup._get_backend": "how long a group's collectives may take",
     "torch.distributed.ProcessGroup._register_backend": "makes the group that counting modes see",
     "torch.distributed.ProcessGroup._set_default_backend": "makes the group that counting modes see",
+    "torch.distributed.distributed_c10d._world": "whether a group was destroyed",
+    "torch.distributed.device_mesh.DeviceMesh._pg_registry": "kept meshes must not keep groups alive",
     "torch.distributed.distributed_c10d._get_default_store": "what ranks tell each other at first",
     "torch.distributed.distributed_c10d._get_pg_default_device": "where pickled objects travel from",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes `DTensor`s of shards without communication",
@@ -118,6 +125,9 @@ PURPOSES = {
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "loads in a group of our choice",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "is admitted when metadata are unpickled",
+    "torch.serialization._get_layout": "is admitted when metadata are unpickled",
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
     "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": (
         "lets torch's functions for state dicts find our wrapper, in `compat`"
@@ -142,6 +152,9 @@ to_copy_operator = torch.ops.aten._to_copy.default
 pin_memory_operator = torch.ops.aten._pin_memory.default
 default_device_of = dist.distributed_c10d._get_pg_default_device
 default_store = dist.distributed_c10d._get_default_store
+all_groups = dist.distributed_c10d._world
+"""All process groups of this process that were not destroyed."""
+get_layout = torch.serialization._get_layout
 
 
 def trace_rules() -> Any:

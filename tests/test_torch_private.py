@@ -24,14 +24,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 OF_CLIENTS = {"_clients.py"}
 """Touches private names of other libraries only."""
 
-NOT_TORCHS = {"_fields", "_make"}
-"""Of named tuples."""
+NOT_TORCHS = {"_fields", "_make", "_replace", "_core"}
+"""Of named tuples and numpy."""
 
 INSTANCES = {"torch.nn.Module": nn.Module()}
 """What stands for a class whose instances alone have the name."""
 
 
-SINCE = {"torch.UntypedStorage._swap_data_ptr_": (2, 13)}
+SINCE = {
+    "torch.UntypedStorage._swap_data_ptr_": (2, 13),
+    "torch.Tensor._has_grad_dtype_override": (2, 15),
+}
 """Versions from which on a name must be there; before, the package does without."""
 
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
