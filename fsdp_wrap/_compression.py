@@ -105,11 +105,15 @@ class CompressedTransport:
         communicator: Moves the bytes.
         gathers: How parameters travel; None: as they are.
         reductions: The same of gradients.
+
+    Attributes:
+        keeps_notes: Whether what layouts note in a reduction arrives.
     """
 
     def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
         self._communicator = communicator
         self._gathers, self._reductions = gathers, reductions
+        self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
 
     @property
     def reduces(self) -> bool:

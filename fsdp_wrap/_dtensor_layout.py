@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up
+from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
@@ -277,10 +278,20 @@ class DTensorLayout:
         else:
             notes.copy_(torch.tensor(used, dtype=notes.dtype), non_blocking=True)
 
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        self.note_used(shard[self._used], used)
+
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        # Looking at a number waits for the device: only where this rank does not know by itself.
+        notes = shard[self._used]
+        return [
+            mine or (param.requires_grad and notes[index].item() != 0)
+            for index, (param, mine) in enumerate(zip(self.sources, used))
+        ]
+
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         own = reduced.to(self._shard.device)
-        used = used if all(used) else self._used_by_any(own, used)
         for param, piece, spec, by_any in zip(self.sources, self._held(own), self._grad_specs, used):
             if not by_any or not param.requires_grad:
                 continue
@@ -288,13 +299,8 @@ class DTensorLayout:
                 param.grad = _dtensor(piece, spec)
             else:
                 held_by_this_rank(param.grad).add_(piece)
-
-    def _used_by_any(self, own: torch.Tensor, used: Sequence[bool]) -> list[bool]:
-        # Looking at a number waits for the device: only where this rank does not know by itself.
-        return [
-            mine or (param.requires_grad and own[self._used][index].item() != 0)
-            for index, (param, mine) in enumerate(zip(self.sources, used))
-        ]
+        if any(map(HOOKS_OF, self.sources)):
+            run_gradient_hooks(self.sources, used)
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         self._grad_dtype = dtype
@@ -385,9 +391,7 @@ def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) 
     return found is source and held_by_this_rank(found) is piece
 
 
-def _check_replaced(
-    cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
-) -> None:
+def _check_replaced(cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int) -> None:
     fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
     same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta
     if not fits or not same_kind or param._local_tensor.shape[cut.dim] != cut.rows(rank):  # type: ignore[attr-defined]

@@ -28,6 +28,9 @@ __all__ = ["Gradients"]
 
 _GRAD, _LAYOUT, _STRIDED = attrgetter("grad"), attrgetter("layout"), {torch.strided}
 
+_NOTHING = -0.0
+"""Stands where this rank has no gradient: a sum is -0.0 only if all that is summed is."""
+
 _FEW_RANKS = 16
 """Up to so many, dividing before a sum costs at most four of fp16's small exponents."""
 
@@ -76,6 +79,11 @@ class Gradients:
     def collected(self) -> bool:
         """Whether there is anything in the reduce buffer."""
         return self._place.buffer.allocated
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """For each leaf, whether the reduce buffer holds a gradient of it."""
+        return self._filled
 
     @property
     def on_leaves(self) -> bool:
@@ -194,9 +202,10 @@ class Gradients:
         place, filled = self._place, self._filled
         if False in filled:
             place.allocate()
+            nothing = 0.0 if counts_unused else _NOTHING
             for index, parts in enumerate(place.parts):
                 for part in () if filled[index] else parts:
-                    part.zero_()
+                    part.fill_(nothing)
                 filled[index] = filled[index] or counts_unused
         self._layout.note_used(place.notes, filled)
         return place.tensor
@@ -217,12 +226,15 @@ class Gradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
+        used: Sequence[bool] = self._filled
+        if False in used:  # else there is nothing to ask
+            used = self._layout.used_by_any(shard, used)
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self._factor is not None:
             reduced.mul_(self._factor)
-        self._layout.add_reduced(reduced, self._filled)
         self._unreduced = False
         self.drop()
+        self._layout.add_reduced(reduced, used)
 
     # what was not
 

@@ -5,27 +5,24 @@ SHARDED --unshard--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Reshar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
 
 import torch
 from torch import nn
 
-from fsdp_wrap._collectives import Communicator, Transport
+from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
-from fsdp_wrap._in_flight import KeptParameters, Reduction
+from fsdp_wrap._in_flight import KeptParameters, NotedReduction, Reduction
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
+from fsdp_wrap._transport import ReduceScatter, Transport
 
-__all__ = ["HandleState", "ParamHandle", "ReduceScatter"]
-
-ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
-"""Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
-
+__all__ = ["HandleState", "ParamHandle"]
 
 _NOTHING = Finished()
 _GATHERED, _FOLLOW_REPLACED = attrgetter("gathered"), Segment.follow_replaced
@@ -401,8 +398,11 @@ class ParamHandle:
                 shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
                 nbytes += full[-1].nbytes
         reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
-        replicas = self._summing if over_replicas else None
-        self._reduction = Reduction(segments, shards, reduce_scatter(shards, full), replicas)
+        pending = reduce_scatter(shards, full)
+        if self._reduce_scatter is not None or not self.transport.keeps_notes:
+            ranks = self.communicator if self.communicator.size > 1 else self.replicas
+            pending = NotedReduction(segments, shards, pending, ranks)
+        self._reduction = Reduction(segments, shards, pending, self._summing if over_replicas else None)
         return nbytes
 
     def finish_reduction(self) -> None:

@@ -40,6 +40,7 @@ from fsdp_wrap._modules import (
 )
 from fsdp_wrap._param_checks import check_buffers, check_param
 from fsdp_wrap._precision import BufferCasts, SegmentPolicy
+from fsdp_wrap._refusals import refuse_earlier_optimizers
 from fsdp_wrap._schedule import guard_parametrizations
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.flat_param import FlatLayout
@@ -234,6 +235,7 @@ def assemble_unit(
     for each in modules:
         mark_managed(each)
     _note_owners(unit, segments.values())
+    refuse_earlier_optimizers(unit, segments.values())
     return unit
 
 

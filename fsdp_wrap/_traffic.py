@@ -25,13 +25,20 @@ class Traffic:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        tree = Tree()
+        tree, units = Tree(), list(units)
         self._positions = {unit: _positions_of(unit, tree) for unit in units}
+        self._communicators = {one for unit in units for one in _communicators_of(unit)}
         self.iteration = 0
         self.reducing: Unit | None = None
 
     def begin_iteration(self) -> int:
-        """Counts the outermost forwards; returns the number of the new one."""
+        """Counts the outermost forwards; returns the number of the new one.
+
+        Raises:
+            RuntimeError: If a process group was destroyed: a mesh may keep it alive.
+        """
+        for communicator in self._communicators:
+            communicator.require_group()
         self.iteration += 1
         return self.iteration
 
@@ -135,8 +142,12 @@ def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:
     )
 
 
+def _communicators_of(unit: Unit) -> list[Communicator]:
+    return [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+
+
 def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
-    communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+    communicators = _communicators_of(unit)
     within = unit.options.reshards_within
     return UnitPositions(
         unit.name,

@@ -130,6 +130,11 @@ class Unit:
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
         return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
 
+    def name_of(self, param: str) -> str:
+        """Returns the name below the root of a parameter that is given by its name within the unit."""
+        prefix = self.fqn.split(", ")[0]
+        return f"{prefix}.{param}" if prefix else param
+
     def join(self, schedule: object, fqn: str) -> None:
         """Makes this a unit of `schedule`, under its name relative to the root."""
         self.schedule = schedule

@@ -7,6 +7,7 @@ nothing is noticed here, and the process group alone enforces its limit, without
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
@@ -71,6 +72,10 @@ class Watch:
         time.sleep(_BURIAL)
         self.positions.compare_all()
         return RuntimeError(f"a collective failed: {error}\n{self.positions.table()}")
+
+    def dead(self) -> list[int]:
+        """Returns the ranks of the group that are known to have died."""
+        return self.positions.dead_before(sys.maxsize)
 
     def look(self, number: int, waited: float) -> float:
         """Looks at the ranks; returns the seconds left.

@@ -205,7 +205,8 @@ class StateDictType(Enum):
 
     Attributes:
         FULL_STATE_DICT: Full tensors, the same on every rank; collective.
-        LOCAL_STATE_DICT: This rank's flat shards, which fit only the same ranks and wrapping.
+        LOCAL_STATE_DICT: This rank's flat shards, as `IntervalTensor`s of the flat buffers, which fit only
+            the same ranks and wrapping.
         SHARDED_STATE_DICT: This rank's pieces as tensors of the full shape (`IntervalTensor`), for
             `torch.distributed.checkpoint`, which fits them to any ranks and wrapping.
     """

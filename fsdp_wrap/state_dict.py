@@ -214,7 +214,13 @@ def _make_local(
             state_dict.pop(prefix + name, None)
     for handle in handles_of([unit]):
         for segment in handle.segments:
-            state_dict[prefix + segment.layout.name] = _shard_copy(segment.layout, offload)
+            shard = _shard_copy(segment.layout, offload)
+            state_dict[prefix + segment.layout.name] = _flat_shard(handle, segment.layout, shard)
+
+
+def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> IntervalTensor:
+    """Returns a shard as what it is of the flat buffer: other ranks' are not taken for copies of it."""
+    return IntervalTensor(torch.Size([layout.numel]), handle.communicator.rank * layout.shard_numel, shard)
 
 
 # loading
@@ -292,23 +298,37 @@ def expand_local(module: nn.Module, state_dict: dict[str, Any], prefix: str = ""
     problems: list[str] = []
     names: dict[Place, list[str]] = {}
     for fqn, unit in units_in(module).items():
-        for layout in (segment.layout for handle in handles_of([unit]) for segment in handle.segments):
+        for handle, layout in ((h, segment.layout) for h in handles_of([unit]) for segment in h.segments):
             key = f"{prefix}{fqn}.{layout.name}" if fqn else prefix + layout.name
             if key not in state_dict:
                 continue
-            shape = getattr(state_dict[key], "shape", None)
-            if shape != (layout.shard_numel,):
-                problems.append(
-                    f"size mismatch for {key}: the checkpoint has a shard of shape {shape}, this rank's is "
-                    f"({layout.shard_numel},). A local state dict fits only the ranks and wrapping that it "
-                    "was saved with; save a sharded one"
-                )
+            shard, problem = _own_shard(key, state_dict[key], handle, layout)
+            if shard is None:
+                problems.append(problem)
                 continue
+            del state_dict[key]
             names = names or names_of_places(module)
-            params = _interval_params(layout, pieces=layout.pieces(state_dict.pop(key)))
+            params = _interval_params(layout, pieces=layout.pieces(shard))
             for index, name in indexed_names(layout, names):
                 state_dict[prefix + name] = params[index].detach()
     return problems
+
+
+def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tuple[torch.Tensor | None, str]:
+    """Returns a saved flat shard if it is this rank's of this layout, else what is wrong with it."""
+    own = _flat_shard(handle, layout, torch.empty(layout.shard_numel, device="meta"))
+    as_piece = isinstance(value, IntervalTensor)
+    shape, wanted = getattr(value, "shape", None), own.shape if as_piece else own.piece.shape
+    if shape != wanted:
+        problem = f"has a shard of shape {shape}, this rank's is {tuple(wanted)}"
+    elif as_piece and (value.start, value.stop) != (own.start, own.stop):
+        problem = f"has elements {value.start} to {value.stop}, this rank's are {own.start} to {own.stop}"
+    else:
+        return value.piece if as_piece else value, ""
+    return None, (
+        f"size mismatch for {key}: the checkpoint {problem}. A local state dict fits only the ranks and "
+        "wrapping that it was saved with; save a sharded one"
+    )
 
 
 def unshard_values(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
