@@ -51,7 +51,7 @@ REASONS = {
 
 NOTES: dict[str, str] = {
     "MixedPrecisionPolicy(reduce_dtype)": "None means what it does in the torch that is installed: before "
-    "2.15 `param_dtype`, from then on each parameter's `grad_dtype`, which is its own dtype if it was not set",
+    "2.15 `param_dtype`, from then on each parameter's `grad_dtype`, its own dtype if that was not set",
     "FSDPModule.finalize_backward": "units reduce at the end of a backward what torch leaves to this call",
     "FSDPModule.set_keep_unsharded_storage": "with `reshard_after_forward=N` all ranks gather for backward",
 }
