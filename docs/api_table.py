@@ -49,7 +49,12 @@ REASONS = {
 }
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed for some version."""
 
-NOTES: dict[str, str] = {}
+NOTES: dict[str, str] = {
+    "MixedPrecisionPolicy(reduce_dtype)": "None means what it does in the torch that is installed: before "
+    "2.15 `param_dtype`, from then on each parameter's `grad_dtype`, its own dtype if that was not set",
+    "FSDPModule.finalize_backward": "units reduce at the end of a backward what torch leaves to this call",
+    "FSDPModule.set_keep_unsharded_storage": "with `reshard_after_forward=N` all ranks gather for backward",
+}
 """What to know of a name, or `name(argument)`, that is as in torch: say, where versions differ in meaning."""
 
 

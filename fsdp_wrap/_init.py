@@ -40,7 +40,7 @@ from fsdp_wrap._modules import (
 )
 from fsdp_wrap._param_checks import check_buffers, check_param
 from fsdp_wrap._precision import BufferCasts, SegmentPolicy
-from fsdp_wrap._refusals import refuse_earlier_optimizers
+from fsdp_wrap._refusals import refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._schedule import guard_parametrizations
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.flat_param import FlatLayout
@@ -236,6 +236,7 @@ def assemble_unit(
         mark_managed(each)
     _note_owners(unit, segments.values())
     refuse_earlier_optimizers(unit, segments.values())
+    refuse_pieces(unit)
     return unit
 
 
@@ -251,6 +252,7 @@ def _note_owners(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
 def register_copy(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Notes what a copied unit has: the copies of the modules it took, and its sharded parameters."""
     _taken.update(modules)
+    refuse_pieces(unit)
     for number, segment in enumerate(unit.handle.segments if unit.handle is not None else ()):
         for index, param in enumerate(segment.layout.sources):
             if is_owned(param) and not isinstance(param, DTensor):  # which conversions exchange: no weak refs

@@ -11,13 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import ParamSlot
-from fsdp_wrap._steps import refuse_in_steps
+from fsdp_wrap._steps import NOT_ELEMENTWISE, refuse_in_steps, refuse_pieces_in_steps
 from fsdp_wrap._unit import Unit
 
-__all__ = ["ParametrizationGuard", "refuse_earlier_optimizers", "refuse_graph", "refuse_parameter_views"]
+__all__ = [
+    "ParametrizationGuard",
+    "refuse_earlier_optimizers",
+    "refuse_graph",
+    "refuse_parameter_views",
+    "refuse_pieces",
+]
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
@@ -89,4 +96,36 @@ def _why_left(reference: weakref.ref[Unit], fqn: str) -> str:
         f"training no longer reaches (seen on rank {dist.get_rank()}): make it from model.parameters() after "
         "sharding, or wrap with FullyShardedDataParallel(..., use_orig_params=True), which keeps the "
         "Parameter objects"
+    )
+
+
+def refuse_pieces(unit: Unit) -> None:
+    """Lets optimizers that are not elementwise raise when they step with pieces of original parameters.
+
+    `DTensor`s are left alone: operations on them know of the other ranks. So are parameters that are whole.
+    """
+    handle = unit.handle
+    if handle is None:
+        return
+    cut = handle.communicator.size > 1
+    of_whole = tuple(kind for kind in NOT_ELEMENTWISE if kind is not torch.optim.LBFGS)
+    why = functools.partial(_why_whole, weakref.ref(unit))
+    found = []
+    for layout in (segment.layout for segment in handle.segments):
+        # A `FlatParameter` stands for many: the first is named.
+        for fqn, source, places in reversed([*zip(layout.fqns, layout.sources, layout.places)]):
+            whole = source.shape == layout.shapes()[next(iter(places))]
+            if not isinstance(source, DTensor) and (cut or not whole):
+                found.append((source, NOT_ELEMENTWISE if cut else of_whole, functools.partial(why, fqn)))
+    refuse_pieces_in_steps(found)
+
+
+def _why_whole(reference: weakref.ref[Unit], fqn: str) -> str:
+    unit = reference()
+    name = fqn if unit is None else unit.name_of(fqn)
+    return (
+        f"computes with whole parameters, and of '{name}' it gets a flat piece (on rank {dist.get_rank()}): "
+        "its numbers would be other ones than without sharding. Use an optimizer that is elementwise (SGD, "
+        "AdamW), use_orig_params=True with ShardingStrategy.NO_SHARD, or fully_shard, whose DTensors are "
+        "computed with over all ranks"
     )

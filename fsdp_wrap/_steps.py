@@ -14,7 +14,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["refuse_in_steps", "steps_taken"]
+__all__ = ["NOT_ELEMENTWISE", "refuse_in_steps", "refuse_pieces_in_steps", "steps_taken"]
+
+NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor)
+"""Optimizers of torch that compute with numbers of whole parameters, or of all of them."""
 
 _LEFT = "_fsdp_left_by_training"
 
@@ -52,6 +55,38 @@ def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) ->
 
 
 _reasons: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def refuse_pieces_in_steps(
+    params: Iterable[tuple[nn.Parameter, tuple[type[torch.optim.Optimizer], ...], Callable[[], str]]],
+) -> None:
+    """Lets some kinds of optimizers raise when they step with these parameters, before anything changes.
+
+    Args:
+        params: Each with the kinds, of `NOT_ELEMENTWISE`, and what tells why: the rest of a sentence.
+    """
+    _watch_pieces()
+    for param, kinds, reason in params:
+        _pieces[param] = kinds, reason
+
+
+_pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@functools.cache
+def _watch_pieces() -> None:
+    register_optimizer_step_pre_hook(_refuse_pieces)
+
+
+def _refuse_pieces(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, NOT_ELEMENTWISE):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in _pieces:
+                kinds, reason = _pieces[param]
+                if isinstance(optimizer, kinds):
+                    raise RuntimeError(f"{type(optimizer).__name__} {reason()}")
 
 
 @functools.cache

@@ -1,0 +1,82 @@
+"""Optimizers that are not elementwise: refused where they would see pieces, else as on a plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bed import ranks
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WHOLE = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor}
+
+
+class Own(torch.optim.Adafactor):
+    """A subclass, as users write them."""
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def step(model: nn.Module, optimizer: Any, batches: list[torch.Tensor]) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        total = sum(model(each).pow(2).mean() for each in batches) / len(batches)
+        total.backward()
+        return float(total)
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", [*WHOLE, "Own"])
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@ranks(2)
+def test_pieces_are_refused(rank, world_size, use_orig_params, copied, kind):
+    model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    model = copy.deepcopy(model) if copied else model
+    optimizer = {**WHOLE, "Own": Own}[kind](model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    model(batch(rank)).sum().backward()
+    told = rf"{kind} computes with whole parameters, and of '0\.weight'.*rank {rank}"
+    with pytest.raises(RuntimeError, match=told):
+        step(model, optimizer, [batch(rank)])
+    assert not optimizer.state_dict()["state"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), [batch(rank)])
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ranks(1, 2)
+def test_whole_parameters_train_as_a_plain_model(rank, world_size, strategy, use_orig_params, kind):
+    if strategy == "FULL_SHARD" and world_size > 1:
+        return  # above
+    plain = net()
+    model = FSDP(
+        copy.deepcopy(plain), use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy]
+    )
+    same = [batch(0)]
+    ours, theirs = (WHOLE[kind](each.parameters(), lr=0.1) for each in (model, plain))
+    if kind == "Adafactor" and (not use_orig_params or strategy == "FULL_SHARD"):  # all there, but flat
+        with pytest.raises(RuntimeError, match="Adafactor computes with whole parameters"):
+            step(model, ours, same)
+        return
+    for _ in range(2):
+        step(model, ours, same)
+        step(plain, theirs, same)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-12)
