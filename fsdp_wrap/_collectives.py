@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._device import Finished, Lane, Pending, lane_of
 from fsdp_wrap._exchange import exchange_gather, exchange_reduce
+from fsdp_wrap._groups import is_destroyed
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._objects import (
     all_gather_object,
@@ -48,7 +49,10 @@ class Communicator(ABC):
         size: How many ranks it has.
         device: Where the buffers live.
         positions: Where the ranks of the group stand; None without a group.
+        keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
     """
+
+    keeps_notes = True
 
     def __init__(
         self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
@@ -77,6 +81,10 @@ class Communicator(ABC):
     def way(self) -> str:
         """How it communicates, where that is not by the process group; for messages."""
         return ""
+
+    def require_group(self) -> None:
+        """Raises a RuntimeError if the process group was destroyed."""
+        return None
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
@@ -222,8 +230,12 @@ class GroupCommunicator(Communicator):
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
-            raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
+            raise _destroyed()
         return group
+
+    def require_group(self) -> None:
+        if is_destroyed(self._reference()):
+            raise _destroyed()
 
     @property
     def members(self) -> frozenset[int]:
@@ -315,6 +327,10 @@ class GroupCommunicator(Communicator):
             return [dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)]
 
         return self._issue(self._reduce_lane, start)
+
+
+def _destroyed() -> RuntimeError:
+    return RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
 
 
 class ExchangeCommunicator(GroupCommunicator):

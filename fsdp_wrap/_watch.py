@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._connections import Connections
 from fsdp_wrap._device import Issued, Pending
 from fsdp_wrap._groups import time_limit
 from fsdp_wrap._positions import GroupPositions, positions_of
@@ -80,7 +81,13 @@ class Watch:
         """
         time.sleep(_BURIAL)
         self.positions.compare_all()
-        return RuntimeError(f"a collective failed: {error}\n{self.positions.table()}")
+        told = [f"rank {rank} has ended" for rank in self._ended()]
+        text = ": ".join([*(each for each in told if each not in str(error)), str(error)])
+        return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
+
+    def _ended(self) -> list[int]:
+        group = self._group()
+        return [] if group is None else Connections(group, self.positions).ended()
 
     def dead(self) -> list[int]:
         """Returns the ranks of the group that are known to have died."""

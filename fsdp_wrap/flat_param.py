@@ -13,9 +13,12 @@ from torch import nn
 
 from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._flat_front import FlatFront, Front, SliceFront
+from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
+from fsdp_wrap._torch_private import foreach_copy_, foreach_zero_, make_subclass
+from fsdp_wrap._use_notes import UseNotes
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -42,7 +45,7 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True  # by which clients know sharded parameters
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
-        self: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self: FlatParameter = make_subclass(cls, data, requires_grad)
         self._fqns = tuple(extent.fqn for extent in extents)
         self._shapes = tuple(extent.shape for extent in extents)
         self._numels = tuple(extent.shape.numel() for extent in extents)
@@ -132,6 +135,9 @@ class FlatLayout:
         self._leaves: list[nn.Parameter] = []
         self._front: Front = SliceFront(self, slots) if use_orig_params else FlatFront(self)
         self._front.hide_full()
+        bounds = [(extent.start, extent.stop) for extent in self.extents]
+        self._use_notes = UseNotes(bounds, self.shard_numel, allocator, together=not use_orig_params)
+        self.note_used, self.note_in_shard = self._use_notes.write, self._use_notes.write_in_shard
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
             slot.param.data = piece  # whoever holds the original does not keep its memory alive
         self._marks = GradientMarks()
@@ -169,9 +175,9 @@ class FlatLayout:
         views, gaps = self.views(travelling), self.padding(travelling)
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            torch._foreach_copy_(views, tensors)
+            foreach_copy_(views, tensors)
             if gaps:
-                torch._foreach_zero_(gaps)
+                foreach_zero_(gaps)
 
         return pack
 
@@ -181,10 +187,10 @@ class FlatLayout:
         return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
     def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        return travelling[:0]
+        return travelling
 
-    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
-        """Nothing: a gradient that no rank contributed to is zero, and each decides for its piece."""
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        return self._use_notes.read(shard, used, self.trains)
 
     @property
     def without_values(self) -> Sequence[str]:
@@ -245,8 +251,10 @@ class FlatLayout:
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         self._front.add(reduced.to(self.flat_param.device), used)
+        if any(map(HOOKS_OF, self._front.holders)):
+            run_gradient_hooks(self.sources, used)
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
         for param in self._front.holders:
             param.grad_dtype = None
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_wrap._optim_load import load_optim_state_dict
+from fsdp_wrap._optim_params import refuse_shared
 from fsdp_wrap.checkpoint._holders import refuse_fewer_ranks
 from fsdp_wrap.checkpoint._optimizer_of_dtensors import cut_for, taken_of
 from fsdp_wrap.checkpoint._plain import packed
@@ -36,6 +37,10 @@ class Subject:
         model: Wrapped by anything, or plain.
         optim: One or several optimizers of it, or None.
         extra: By name: objects with `state_dict` and `load_state_dict`, or values that pickle.
+
+    Raises:
+        TypeError: If one of these is of another type.
+        ValueError: If a parameter is in two optimizers, whose states for it could not both be saved.
     """
 
     def __init__(self, model: nn.Module, optim: Optimizers, extra: Mapping[str, Any] | None) -> None:
@@ -43,6 +48,7 @@ class Subject:
             raise TypeError(f"model must be a module, not {type(model).__name__}")
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizers = _listed(optim)
+        refuse_shared(self.model, self.optimizers)
         if not isinstance(extra or {}, Mapping) or not all(isinstance(name, str) for name in extra or {}):
             raise TypeError("extra must be a mapping of names to values")
         self.extra: dict[str, Any] = dict(extra or {})
