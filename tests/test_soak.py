@@ -5,10 +5,12 @@ The environment variable FSDP_WRAP_SOAK_STEPS sets its length; 2000 is the full 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +127,8 @@ def _train(
             saved = save(folder, model, optimizer, extra, step=step, keep_last=2)
     if isinstance(saved, checkpoint.PendingSave):
         saved.result()
-    if kill is not None:  # of a step after the last
+    if kill is not None:  # which comes after the last step
+        time.sleep(10 * (kill.rank == rank))
         dist.barrier()
     return {name: value.clone() for name, value in full_state(model).items()}, samples
 
@@ -133,9 +136,8 @@ def _train(
 def kills(seed: int, steps: int) -> Iterator[tuple[int, Kill | None]]:
     """Yields how many ranks run next, and what ends them; at last nothing does."""
     choice, step = random.Random(seed), 0
-    while True:
+    for world_size in itertools.cycle(choice.sample(range(1, MOST_RANKS + 1), MOST_RANKS)):
         step += choice.randrange(EVERY, 6 * EVERY)
-        world_size = choice.randrange(1, MOST_RANKS + 1)
         if step >= steps:
             yield world_size, None
             return
@@ -165,7 +167,8 @@ def test_a_run_with_kills_and_other_ranks_ends_as_one_without(tmp_path, front):
             else [KILLED if rank == kill.rank else LOST for rank in range(world_size)]
         )
         assert found == expected, (kill, ended)
-        sizes.append((world_size, checkpoint.latest(folder)))
+        newest = checkpoint.latest(folder)
+        sizes.append((world_size, newest.name if newest else None))
     print(front, "resumed by", sizes)
     expected_state = whole[0].value[0]
     for outcome in ended:
