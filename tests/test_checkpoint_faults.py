@@ -91,11 +91,13 @@ def kept(before: Path | None) -> list[list[str]]:
     """What may be there in the end, given the newest step when the run was resumed.
 
     The last save removes all but the last two steps. If that of the last step was killed, the resumed run has
-    nothing to save: the oldest may be there still, or partly, hidden.
+    nothing to save: the oldest may be there still, or partly, hidden, and the
+    file that the killed save had locked.
     """
     oldest, *last = (f"step_{step:08d}" for step in (STEPS - 2 * EVERY, STEPS - EVERY, STEPS))
     done = before is not None and before.name == last[-1]
-    return [last, [oldest, *last], [f".{oldest}.deleted", *last]] if done else [last]
+    found = [last, [oldest, *last], [f".{oldest}.deleted", *last]] if done else [last]
+    return [*found, *([".saving", *each] for each in found if done)]
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])

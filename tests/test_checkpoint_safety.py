@@ -29,7 +29,7 @@ from bed import ranks, run_isolated
 from fronts import each_front, full_state, shard
 from fsdp_wrap import ShardingStrategy, checkpoint
 from fsdp_wrap.checkpoint import __main__ as command
-from fsdp_wrap.checkpoint import _putting
+from fsdp_wrap.checkpoint import _convert, _putting
 from fsdp_wrap.checkpoint._writer import CheckedWriter
 
 
@@ -347,6 +347,19 @@ def test_a_file_that_may_not_grow_says_so(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not names(tmp_path)
+
+
+def test_a_file_that_is_converted_to_a_full_disk_says_so(tmp_path):
+    checkpoint.save(tmp_path / "run", nn.Linear(300, 300))
+    (tmp_path / "small").mkdir()
+
+    def body() -> None:
+        with disk(tmp_path / "small", "100k"):
+            with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: .*\.file\.pt\.partial"):
+                _convert.to_torch_file(tmp_path / "run", tmp_path / "small" / "file.pt")
+            assert not names(tmp_path / "small")
+
+    in_thread(body)
 
 
 def test_a_link_in_the_place_of_a_step_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):

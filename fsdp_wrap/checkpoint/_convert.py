@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from fsdp_wrap.checkpoint._metadata import read_metadata
 from fsdp_wrap.checkpoint._plain import ValuesPlanner
 from fsdp_wrap.checkpoint._step import Save
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
-from fsdp_wrap.checkpoint._writer import KnownReader
+from fsdp_wrap.checkpoint._writer import KnownReader, write_file
 
 __all__ = ["export", "from_torch_file", "to_torch_file"]
 
@@ -55,9 +54,7 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
         if path[0] in ("model", "optim")
         for value in [_read(folder, metadata, key)]
     }
-    partial = out.with_name(f".{out.name}.partial")
-    torch.save(nested(flat, metadata), partial)
-    os.replace(partial, out)
+    write_file(nested(flat, metadata), out)
     return folder
 
 

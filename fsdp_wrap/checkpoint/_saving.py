@@ -103,7 +103,7 @@ def save(
     removed.
 
     Args:
-        dir: Of all steps; it may hold other files. All ranks must see the same file system there.
+        dir: Of all steps; it may hold other files. All ranks must see the same folder there.
         model: Wrapped or plain. Sharded parameters are written by the ranks that hold them, without
             communication beyond metadata.
         optim: One or several optimizers of the model's parameters.
@@ -119,10 +119,12 @@ def save(
 
     Raises:
         TypeError: If an argument has the wrong type, or an extra does not pickle.
-        ValueError: If an argument makes no sense, ranks name different steps, or something that is no
-            checkpoint has the step folder's name.
-        RuntimeError: On every rank if one could not write; it names the rank, and nothing appears. Also if
-            an earlier background save failed and nobody has asked for its result.
+        ValueError: If an argument makes no sense, ranks name different steps or do not see the same folder,
+            other ranks hold parts of the model, or something that is no checkpoint has the step folder's
+            name; nothing was written then.
+        RuntimeError: On every rank if one could not write; it names the rank, and nothing appears. If another
+            run is saving there. Also if an earlier background save failed and nobody has asked for its
+            result.
     """
     team, to_do, state = _agreed(
         "checkpoint.save",

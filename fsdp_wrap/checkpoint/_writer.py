@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import re
 import zlib
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from fsdp_wrap._torch_private import StorageWriterTransforms
 from fsdp_wrap.checkpoint._manifest import Manifest
 from fsdp_wrap.checkpoint._metadata import METADATA
 
-__all__ = ["CheckedWriter", "KnownReader", "rank_of"]
+__all__ = ["CheckedWriter", "KnownReader", "rank_of", "write_file"]
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -124,8 +125,8 @@ class _Sums(StorageWriterTransforms):
     def raise_failure(self, folder: Path, error: Exception) -> None:
         """Raises what kept a stream from taking bytes, if that happened: torch's own error does not tell."""
         for stream in self._streams.values():
-            if (failure := stream.failure) is not None:
-                raise OSError(failure.errno, failure.strerror or str(failure), str(folder)) from error
+            if stream.failure is not None:
+                raise stream.failure_in(folder) from error
 
     def checked(self, result: WriteResult) -> _Checked:
         """Adds the checksum of what was written."""
@@ -150,11 +151,37 @@ class _SummedStream(io.IOBase):
             self.failure = error
             raise
 
+    def failure_in(self, path: Path) -> OSError:
+        """Returns what kept the stream from taking bytes, with where that was."""
+        assert self.failure is not None
+        return OSError(self.failure.errno, self.failure.strerror or str(self.failure), str(path))
+
     def close(self) -> None:
         """Ends the item."""
         if not self.closed:
             self._tell()
         super().close()
+
+
+def write_file(value: Any, path: Path) -> None:
+    """Writes a value by `torch.save`; the file appears when all of it is there.
+
+    Raises:
+        OSError: If the disk does not take it.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            stream = _SummedStream(file, lambda: None)
+            try:
+                torch.save(value, cast("IO[bytes]", stream))
+            except RuntimeError as error:
+                if stream.failure is None:
+                    raise
+                raise stream.failure_in(partial) from error
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def rank_of(file: str) -> int:
