@@ -16,7 +16,7 @@ from fsdp_wrap._resizable import ResidentBuffer
 __all__ = ["Segment"]
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 
 class Segment:
@@ -30,6 +30,7 @@ class Segment:
 
     Attributes:
         trainable: Whether any leaf needs a gradient now.
+        versions: Of the leaves, when `edited` was called last; the runtime's writes do not move them.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Segment:
         self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
         self.leaves = layout.make_leaves(self.full.tensor)
         self.trainable = False
+        self.versions = [*map(_VERSION, self.leaves)]
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
@@ -57,6 +59,12 @@ class Segment:
         held = sum(interval.data.numel() for interval in self.layout.intervals())
         frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
         return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}"
+
+    def edited(self) -> list[int]:
+        """Returns which leaves were written to since the last call, where that does not reach the shard."""
+        before, self.versions = self.versions, [*map(_VERSION, self.leaves)]
+        pairs = zip(before, self.versions) if self.full.temporary else ()
+        return [number for number, (old, new) in enumerate(pairs) if old != new]
 
     def arrange(self) -> None:
         """Fills the unsharded buffer with what was gathered into another."""
