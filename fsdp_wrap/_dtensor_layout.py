@@ -351,6 +351,7 @@ class DTensorLayout:
             self._show_in(param, index)
         self.sources = found
         self._follow_places()
+        self.show_sharded()  # of tied ones each place may have got one of its own
         return True
 
     def copied(self, memo: dict[int, Any]) -> DTensorLayout:

@@ -136,3 +136,14 @@ def test_edits_of_what_every_rank_holds_whole_are_kept(rank, world_size, front):
     model(torch.randn(2, WIDTH)).sum().backward()
     assert full_state(model)["weight"].abs().max() <= 0.1
     assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+@ranks(2)
+def test_tied_parameters_that_are_assigned_stay_tied(rank, world_size):
+    """Both places get a parameter of their own by `assign=True`; what the first shows holds."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    model[1].weight = model[0].weight
+    shard("composable", model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert model[0].weight is model[1].weight and model[0].weight.grad is not None
