@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["device_of", "device_type_for", "resolve_device"]
+__all__ = ["check_present", "device_of", "device_type_for", "resolve_device"]
 
 
 def resolve_device(
@@ -29,7 +29,7 @@ def resolve_device(
 
     Raises:
         ValueError: If the tensors are spread over several devices and `device_id` does not say where
-            they belong, or are already on an accelerator other than `device_id`.
+            they belong, or are already on an accelerator other than `device_id`, or it is not there.
     """
     found: dict[torch.device, str] = {}
     for name, tensor in tensors:
@@ -38,7 +38,7 @@ def resolve_device(
     found.pop(torch.device("meta"), None)
     if device_id is None:
         return _device_by_tensors(found, only_meta, groups)
-    wanted = _normalise(device_id)
+    wanted = _named(device_id, "device_id")
     for device, name in found.items():
         if device.type != "cpu" and device != wanted:
             raise ValueError(f"device_id is {wanted}, but '{name}' is on {device}; change one of the two")
@@ -54,14 +54,16 @@ def _device_by_tensors(
     device = next(iter(found), torch.device("cpu"))
     known, accelerator = _device_types(groups), _accelerator_type()
     leaves_the_cpu = "cpu" not in known or (only_meta and accelerator in known)
-    if device.type == "cpu" and leaves_the_cpu and torch.accelerator.is_available():
-        return _normalise(accelerator)
-    return device
+    return _complete(torch.device(accelerator)) if device.type == "cpu" and leaves_the_cpu else device
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Returns the device of this rank on which a mesh's tensors are."""
-    return _normalise(mesh.device_type)
+    """Returns the device of this rank on which a mesh's tensors are.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    return _named(mesh.device_type, "mesh")
 
 
 def device_type_for(group: dist.ProcessGroup) -> str:
@@ -70,11 +72,42 @@ def device_type_for(group: dist.ProcessGroup) -> str:
     return accelerator if accelerator in _device_types([group]) else "cpu"
 
 
-def _normalise(device_id: int | torch.device | str) -> torch.device:
-    """Completes a device: a number is an accelerator's index, an accelerator without one the current."""
-    if isinstance(device_id, int):
-        device_id = torch.device(_accelerator_type(), device_id)
-    device = torch.device(device_id)
+def check_present(device: torch.device, argument: str) -> None:
+    """Refuses a device that a user asks for and that this process has not.
+
+    Args:
+        device: What was asked for.
+        argument: The name of the argument that asked.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    there = _accelerator_type()
+    count = torch.accelerator.device_count() if device.type == there != "cpu" else 0
+    if device.type == "cpu" or (count and (device.index is None or device.index < count)):
+        return
+    if there == "cpu":
+        found, choice = "no accelerator", "'cpu'"
+    elif device.type != there:
+        found, choice = f"'{there}' but not '{device.type}'", f"'{there}' or 'cpu'"
+    else:
+        found, choice = f"{count} of type '{there}'", f"one from '{there}:0' to '{there}:{count - 1}'"
+    place = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+    raise ValueError(
+        f"{argument} names the device '{device}', which is not there: {place} finds {found} "
+        f"(torch.accelerator); {argument} must name {choice}"
+    )
+
+
+def _named(wanted: int | torch.device | str, argument: str) -> torch.device:
+    """Completes the device that an argument names: a number is an accelerator's index, if there is one."""
+    device = torch.device(_accelerator_type(), wanted) if isinstance(wanted, int) else torch.device(wanted)
+    check_present(device, argument)
+    return _complete(device)
+
+
+def _complete(device: torch.device) -> torch.device:
+    """Adds the current index to an accelerator without one."""
     if device.type == "cpu":
         return torch.device("cpu")  # "cpu:0" compares unequal to what tensors report
     if device.index is not None:
@@ -83,7 +116,8 @@ def _normalise(device_id: int | torch.device | str) -> torch.device:
 
 
 def _accelerator_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    # Without the check it is the one that torch was compiled for, also where there is none.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 

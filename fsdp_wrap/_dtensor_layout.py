@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up
@@ -21,6 +20,7 @@ from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_o
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
 from fsdp_wrap._shown import Shown
+from fsdp_wrap._torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap.flat_param import Allocator
 
 __all__ = ["DTensorLayout"]
@@ -77,6 +77,7 @@ class DTensorLayout:
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
+        self._grad_dtype: torch.dtype | None = None
         self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
         for cut, slot, piece in zip(self._cuts, slots, self._pieces):
             piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
@@ -103,6 +104,13 @@ class DTensorLayout:
             )
             for cut, placement in zip(self._cuts, shard_on)
         ]
+        self._grad_specs = [*map(self._grad_spec, self._specs)]
+
+    def _grad_spec(self, spec: DTensorSpec) -> DTensorSpec:
+        if self._grad_dtype is None or self._grad_dtype == self.dtype:
+            return spec
+        assert spec.tensor_meta is not None
+        return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=self._grad_dtype))
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
@@ -119,6 +127,8 @@ class DTensorLayout:
         param._local_tensor = self._pieces[index]  # type: ignore[attr-defined]  # not another alias of it
         param.__dict__.update(self._attributes[index])  # conversions exchange them
         mark_owned(param)
+        if self._grad_dtype is not None:  # conversions forget it
+            _set_grad_dtype(param, self._grad_dtype)
 
     # what there is
 
@@ -192,9 +202,9 @@ class DTensorLayout:
                 views = [*map(torch.Tensor.view_as, tensors, folds)]
             else:
                 views = [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
-            torch._foreach_copy_(boxes, views)
+            foreach_copy_(boxes, views)
             if gaps:
-                torch._foreach_zero_(gaps)
+                foreach_zero_(gaps)
 
         if len(folds) == len(self._cuts) and all(cut.whole == self._ranks for cut in self._cuts):
             return self._row_packer(travelling.view(self._ranks, -1), pack)
@@ -221,7 +231,7 @@ class DTensorLayout:
                 otherwise(tensors)
                 return
             pieces = [each for tensor, gap in zip(tensors, between) for each in (tensor, *gap)]
-            torch._chunk_cat(pieces, 0, self._ranks, out=parts)
+            chunk_cat(pieces, 0, self._ranks, out=parts)
 
         return pack
 
@@ -289,7 +299,7 @@ class DTensorLayout:
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         own = reduced.to(self._shard.device)
-        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._specs, used):
+        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._grad_specs, used):
             if not by_any or not param.requires_grad:
                 continue
             if param.grad is None:
@@ -299,9 +309,11 @@ class DTensorLayout:
         if any(map(HOOKS_OF, self.sources)):
             run_gradient_hooks(self.sources, used)
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
+        self._grad_dtype = dtype
+        self._grad_specs = [*map(self._grad_spec, self._specs)]
         for param in self.sources:
-            param.grad_dtype = None
+            _set_grad_dtype(param, dtype)
 
     def mark_unsynced(self) -> None:
         self._marks.put(self.sources)
@@ -321,7 +333,9 @@ class DTensorLayout:
             if piece is None or not has_grad:
                 param.grad = None
             elif param.grad is None:
-                param.grad = _dtensor(piece.to(self._shard.device, copy=True), self._specs[index])
+                dtype = self._grad_dtype or piece.dtype
+                own_piece = piece.to(self._shard.device, dtype, copy=True)
+                param.grad = _dtensor(own_piece, self._grad_specs[index])
             elif not torch.equal(held_by_this_rank(param.grad), piece.to(self._shard)):
                 held_by_this_rank(param.grad).copy_(piece)
 
@@ -373,6 +387,13 @@ class DTensorLayout:
         self.show_leaves = Display(self.places, self._leaves).show
         self.show_sharded = Display(self.places, self.sources).show
         self.shown_sharded = Shown(self.places, self.sources)
+
+
+def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype)
 
 
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:

@@ -16,12 +16,14 @@ from functools import cached_property
 from operator import attrgetter
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._torch_private import foreach_copy_
 
 __all__ = ["Gradients"]
 
@@ -46,6 +48,7 @@ class Gradients:
 
     Attributes:
         bulky: Whether one leaf's gradient alone takes half of the memory of all.
+        kept: Whether anything was kept for a later backward; see `accumulated`.
     """
 
     def __init__(
@@ -66,12 +69,12 @@ class Gradients:
         self._place = self._own
         self._filled = [False] * len(leaves)
         self.bulky = 2 * max(leaf.numel() for leaf in leaves) >= layout.full_numel
-        self._accumulated = False
+        self.kept = False
         self._unreduced = False
         self._partial: torch.Tensor | None = None
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
-            layout.allow_gradients_of_any_dtype()
+            layout.take_gradients_in(dtypes.grad)
 
     @property
     def collected(self) -> bool:
@@ -94,7 +97,7 @@ class Gradients:
     @property
     def accumulated(self) -> bool:
         """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
-        return self._accumulated and any(
+        return self.kept and any(
             filled and not zeroed for filled, zeroed in zip(self._filled, self._layout.zeroed())
         )
 
@@ -108,6 +111,11 @@ class Gradients:
         self._scale, after = 1.0 / before, before / contributors
         # Multiplying by a number would make such a tensor each time.
         self._factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
+
+    @property
+    def partial(self) -> bool:
+        """Whether something is kept that was summed over this copy's ranks only."""
+        return self._partial is not None
 
     # from the leaves into the reduce buffer
 
@@ -140,6 +148,8 @@ class Gradients:
 
     def _move_all(self) -> None:
         grads = [*map(_GRAD, self._leaves)]
+        if self._dtypes.arriving is None:
+            self._check_dtypes(grads)
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_LAYOUT, grads)} == _STRIDED
         if not plain or self._scale != 1.0 or any(self._filled):
             self._move(range(len(self._leaves)))
@@ -149,6 +159,16 @@ class Gradients:
         self._filled = [True] * len(grads)
         self._place.buffer.allocate()
         self._place.pack(grads)
+
+    def _check_dtypes(self, grads: Sequence[torch.Tensor | None]) -> None:
+        expected = self._dtypes.param
+        for fqn, grad in zip(self._layout.fqns, grads):
+            if grad is not None and grad.dtype != expected:
+                raise RuntimeError(
+                    f"the parameter '{fqn}', whose grad_dtype is None, got a gradient of {grad.dtype} on "
+                    f"rank {dist.get_rank()}, not of {expected} in which it was computed: ranks cannot know "
+                    "in which to reduce: set MixedPrecisionPolicy(reduce_dtype=...)"
+                )
 
     def _move(self, indices: Iterable[int]) -> None:
         leaves, filled, place, split = self._leaves, self._filled, self._place, self._layout.split
@@ -223,19 +243,19 @@ class Gradients:
         """Keeps the gradients collected so far, if any, for a later backward."""
         self._unreduced = True
         if self.collected:
-            self._accumulated = True
+            self.kept = True
             self._layout.mark_unsynced()
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
-        if self._accumulated:
+        if self.kept:
             for index, zeroed in enumerate(self._layout.zeroed()):
                 self._filled[index] = self._filled[index] and not zeroed
 
     def drop(self) -> None:
         """Forgets all that was collected and frees the reduce buffer."""
         self._filled = [False] * len(self._leaves)
-        self._accumulated = False
+        self.kept = False
         self._place.buffer.free()
         self._place = self._own
 
@@ -249,7 +269,7 @@ class Gradients:
         """Forgets what a failed backward left; what earlier backwards accumulated stays."""
         for leaf in self._leaves:
             leaf.grad = None
-        if not self._accumulated:
+        if not self.kept:
             self.drop()
 
     def lie_in(self, buffer: Buffer) -> bool:
@@ -292,7 +312,7 @@ class _Place:
 
 def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
     if scale == 1.0:
-        torch._foreach_copy_(targets, grads)
+        foreach_copy_(targets, grads)
         return
     for target, grad in zip(targets, grads):
         if torch.promote_types(grad.dtype, target.dtype) == grad.dtype:

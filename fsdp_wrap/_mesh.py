@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._compute_device import check_present
 from fsdp_wrap._groups import Ranks, default_group, groups_by_host, ranks_in
 from fsdp_wrap.api import ShardingStrategy
 
@@ -62,7 +64,7 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
 
     Raises:
         ValueError: If both are given, torch.distributed is not initialised, they do not fit the strategy,
-            or this rank is not part of them.
+            the mesh names a device that is not there, or this rank is not part of them.
         TypeError: If either is of another type.
     """
     world = default_group("FullyShardedDataParallel")
@@ -71,6 +73,7 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     groups: tuple[Any, ...]
     if device_mesh is not None:
         groups = _mesh_groups(device_mesh)
+        check_present(torch.device(device_mesh.device_type), "device_mesh")
     else:
         groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
     if strategy in HYBRID_STRATEGIES:

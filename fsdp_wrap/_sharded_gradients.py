@@ -54,7 +54,7 @@ class ShardedGradients(Protocol):
         """
         ...
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
         """Lets the sharded parameters take gradients of another dtype than their own."""
         ...
 

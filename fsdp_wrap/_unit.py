@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,9 +16,11 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap._precision import BufferCasts, InputCasts
+from fsdp_wrap._torch_private import graph_task, will_execute
+from fsdp_wrap._walks import walk
 from fsdp_wrap.api import BackwardPrefetch
 
-__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "units_in"]
+__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "iter_units", "units_in"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,16 @@ class Unit:
         wanted = self.held or not self.options.reshards_after_backward
         return wanted and self.handle is not None and self.handle.is_current
 
+    def keeps_parameters(self, use: Use, has_grad_outputs: bool, as_root: bool) -> bool:
+        """Whether its full parameters stay for the backward of a use, after the forward."""
+        if not torch.is_grad_enabled():
+            return False
+        if not has_grad_outputs:  # gradients may enter through something that no hook can see
+            return use.watched > 0 or (self.handle is not None and self.handle.trainable)
+        if as_root and self.options.keeps_as_root:
+            return self.module.training
+        return not self.options.reshard_after_forward
+
     def ran(self, part: nn.Module | None) -> bool:
         """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
         if not self.parts:
@@ -304,22 +316,25 @@ class Use:
         return self._awaited == 0
 
 
-graph_task = torch._C._current_graph_task_id
-"""Returns the id of the backward that runs in this thread, or -1."""
-
-
 def _will_run(nodes: Iterable[Node]) -> int:
     """Counts the nodes that the running backward will execute."""
     try:
-        return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+        return sum(will_execute(node) for node in nodes)
     except RuntimeError:  # leaves captured by torch.autograd.grad: they are not executed
         return 0
+
+
+def iter_units(module: nn.Module) -> Iterator[Unit]:
+    """Yields the units at and below `module`, parents before children, as far as they are asked for."""
+    for _, child in walk(module):
+        if UNIT_ATTR in child.__dict__:
+            yield child.__dict__[UNIT_ATTR]
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:
     """Returns the units at and below `module` by name, parents before children."""
     return {
         clean_fqn(name): child.__dict__[UNIT_ATTR]
-        for name, child in module.named_modules()
+        for name, child in walk(module)
         if UNIT_ATTR in child.__dict__
     }

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from fsdp_wrap._communicators import make_communicator
+from fsdp_wrap._compute_device import check_present
 from fsdp_wrap._mesh import Ranks
 
 __all__ = ["ShardedGradScaler"]
@@ -34,6 +35,9 @@ class ShardedGradScaler(GradScaler):
         growth_interval: See there.
         enabled: Otherwise `step` just steps, and all else does nothing.
         process_group: The ranks whose gradients belong together; None for all.
+
+    Raises:
+        ValueError: If a `device` other than "cuda" is not there.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if enabled and torch.device(device).type != "cuda":  # that is torch's default, and nobody's choice
+            check_present(torch.device(device), "device")
         super().__init__(
             device,
             init_scale=init_scale,

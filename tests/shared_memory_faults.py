@@ -70,7 +70,7 @@ def run(trial: int, folder: Path) -> float:
         codes, ends = await_all(children)
         reports = {path.name: path.read_text() for path in folder.glob("report*")}
         told = (trial, plan, victims, codes, ends, reports)
-        if plan[0] in PHASES:  # ranks call as often or not: of two, one may notice first that the other has died
+        if plan[0] in PHASES:  # ranks call as often or not: of two, either may notice first
             victims = [victim for victim in victims if codes.get(victim) == -signal.SIGKILL] or victims
         assert codes == {rank: -signal.SIGKILL if rank in victims else 0 for rank in range(RANKS)}, told
         took = max(ends.values()) - min([ends[victim] for victim in victims], default=max(ends.values()))

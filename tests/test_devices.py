@@ -1,0 +1,117 @@
+"""Which device a unit computes on, also where torch was compiled for an accelerator that is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bed import ranks
+from fronts import each_front, shard
+from fsdp_wrap import CPUOffload, CPUOffloadPolicy, fully_shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
+
+absent = pytest.mark.skipif(torch.accelerator.is_available(), reason="about hosts without an accelerator")
+
+
+@contextmanager
+def compiled_for(name: str) -> Iterator[None]:
+    """As torch's wheel for CUDA on a host without a GPU: the accelerator has a name, but is not there."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+        yield
+
+
+@contextmanager
+def having(name: str, count: int) -> Iterator[None]:
+    """As if there were so many accelerators; nothing can be put on them."""
+    device = torch.device(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+        patch.setattr(torch.accelerator, "device_count", lambda: count)
+        yield
+
+
+def _train(model: nn.Module) -> None:
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    assert torch.isfinite(loss)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@absent
+@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offloaded"])
+@each_front
+@ranks(2)
+def test_an_accelerator_that_is_compiled_in_but_absent_is_none(rank, world_size, front, offload):
+    with compiled_for("cuda"):
+        model = shard(front, nn.Linear(4, 4), cpu_offload=CPUOffload(offload))
+        _train(model)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+@absent
+@each_front
+@ranks(2)
+def test_modules_on_meta_are_made_on_the_cpu_where_the_accelerator_is_absent(rank, world_size, front):
+    with compiled_for("cuda"):
+        with torch.device("meta"):
+            module = nn.Linear(4, 4)
+        model = shard(front, module)
+        if front == "composable":
+            model.to_empty(device="cpu")
+            model.reset_parameters()
+        _train(model)
+
+
+@absent
+@pytest.mark.parametrize("device_id", ["cuda", "cuda:1", torch.device("cuda", 0), "xpu", "meta"], ids=str)
+@ranks(2)
+def test_a_device_id_that_is_not_there_is_refused(rank, world_size, device_id):
+    module = nn.Linear(4, 4)
+    with compiled_for("cuda"), pytest.raises(ValueError, match="device_id names the device") as refusal:
+        FSDP(module, device_id=device_id)
+    for told in (f"'{device_id}'", f"rank {rank} finds no accelerator", "device_id must name 'cpu'"):
+        assert told in str(refusal.value)
+    _train(FSDP(module, device_id=0))  # a number is an accelerator's index where there is one
+
+
+@absent
+@ranks(2)
+def test_a_mesh_of_devices_that_are_not_there_is_refused(rank, world_size):
+    mesh = init_device_mesh("cuda", (world_size,))
+    module = nn.Linear(4, 4)
+    with compiled_for("cuda"):
+        with pytest.raises(ValueError, match="^mesh names the device 'cuda', which is not there"):
+            fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        with pytest.raises(ValueError, match="^device_mesh names the device 'cuda', which is not there"):
+            FSDP(module, device_mesh=mesh)
+        assert type(module) is nn.Linear and type(module.weight) is nn.Parameter
+        _train(fully_shard(module))
+
+
+@ranks(2)
+def test_an_accelerator_of_another_kind_or_number_is_refused(rank, world_size):
+    with having("xpu", 2):
+        with pytest.raises(ValueError, match="'xpu:2'.* finds 2 of type 'xpu'.*from 'xpu:0' to 'xpu:1'"):
+            FSDP(nn.Linear(4, 4), device_id=2)
+        with pytest.raises(ValueError, match="'hpu:0'.* finds 'xpu' but not 'hpu'.*must name 'xpu' or 'cpu'"):
+            FSDP(nn.Linear(4, 4), device_id="hpu:0")
+
+
+@absent
+def test_a_scaler_for_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="device names the device 'xpu'"):
+        ShardedGradScaler(device="xpu")
+    with pytest.warns(UserWarning, match="CUDA is not available"):  # as in torch, whose default it is
+        assert not ShardedGradScaler().is_enabled()
+    assert not ShardedGradScaler(device="xpu", enabled=False).is_enabled()
