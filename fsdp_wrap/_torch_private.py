@@ -75,7 +75,7 @@ PURPOSES = {
     "torch.Tensor._has_grad_dtype_override": "whether a user has set `grad_dtype`; from 2.15 on",
     "torch.Tensor._base": "whether a parameter is a view of another tensor",
     "torch.Tensor._backward_hooks": "refuses parameters with hooks that would never be called",
-    "torch.Tensor._post_accumulate_grad_hooks": "refuses parameters that have such hooks; calls those put on shards",
+    "torch.Tensor._post_accumulate_grad_hooks": "refuses such hooks of parameters, calls those of shards",
     "torch.UntypedStorage._cdata": "whether two tensors share memory",
     "torch.UntypedStorage._swap_data_ptr_": "lends a buffer memory that other ranks see; without, over gloo",
     "torch._foreach_copy_": "many small copies in one call",
