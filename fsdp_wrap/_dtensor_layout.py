@@ -19,6 +19,7 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
+from fsdp_wrap._shown import Shown
 from fsdp_wrap._torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap.flat_param import Allocator
 
@@ -29,7 +30,7 @@ _ALIGNMENT_BYTES = 16
 _dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
 _dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _REQUIRES_GRAD = operator.attrgetter("_local_tensor"), operator.attrgetter("requires_grad")
-_DTYPE = operator.attrgetter("dtype")
+_DTYPE, _VERSION = operator.attrgetter("dtype"), operator.attrgetter("_version")
 
 
 class DTensorLayout:
@@ -155,6 +156,11 @@ class DTensorLayout:
     def version(self) -> int:
         return sum(map(version_of, self.sources))
 
+    def written(self) -> tuple[list[int], list[int]]:
+        held = [*map(_LOCAL, self.sources)]
+        versions = map(operator.add, map(_VERSION, self.sources), map(_VERSION, held))
+        return [*versions], [*map(torch.Tensor.data_ptr, held)]
+
     def shapes(self) -> dict[Place, torch.Size]:
         return {place: cut.shape for places, cut in zip(self.places, self._cuts) for place in places}
 
@@ -236,7 +242,8 @@ class DTensorLayout:
         return [gap for gap in gaps if gap.numel()]
 
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
-        leaves = [nn.Parameter(view, requires_grad=False) for view in self.views(buffer)]
+        # Each with a version counter of its own.
+        leaves = [nn.Parameter(view.data, requires_grad=False) for view in self.views(buffer)]
         for leaf, attributes in zip(leaves, self._attributes):
             leaf.__dict__.update(attributes)
         self._leaves, self.show_leaves = leaves, Display(self.places, leaves).show
@@ -357,7 +364,8 @@ class DTensorLayout:
             self._pieces[index].copy_(value)
             self._show_in(param, index)
         self.sources = found
-        self.show_sharded = Display(self.places, found).show
+        self._follow_places()
+        self.show_sharded()  # of tied ones each place may have got one of its own
         return True
 
     def copied(self, memo: dict[int, Any]) -> DTensorLayout:
@@ -378,6 +386,7 @@ class DTensorLayout:
         self._first_places = [(module._parameters, name) for module, name in firsts]
         self.show_leaves = Display(self.places, self._leaves).show
         self.show_sharded = Display(self.places, self.sources).show
+        self.shown_sharded = Shown(self.places, self.sources)
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot
+from fsdp_wrap._shown import Shown
 
 __all__ = ["FlatFront", "Front", "SliceFront"]
 
@@ -41,8 +42,10 @@ class Front(Protocol):
         sources: For each original parameter, the sharded parameter that stands for it.
         holders: The sharded parameters, each once.
         plain: Whether the modules show plain tensors.
+        shown: What `show_sharded` shows.
     """
 
+    shown: Shown
     sources: Sequence[nn.Parameter]
     holders: Sequence[nn.Parameter]
     plain: bool
@@ -128,6 +131,7 @@ class FlatFront:
 
     def follow_places(self) -> None:
         self.show_sharded = Display(self._layout.places, self._pieces).show
+        self.shown = Shown(self._layout.places, self._pieces)
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         _add_gradient(self._layout.flat_param, reduced, any(used))
@@ -225,6 +229,7 @@ class SliceFront:
 
     def follow_places(self) -> None:
         self.show_sharded = Display(self._layout.places, self.sources).show
+        self.shown = Shown(self._layout.places, self.sources)
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         pieces = self._layout.pieces(reduced)

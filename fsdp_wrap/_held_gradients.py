@@ -61,7 +61,7 @@ class NamedGradient:
 class _Tree:
     """The modules at and below one, and the parameters that they show, to notice whether any came or went.
 
-    A unit's own parameters need no look: the next forward puts them back in the place of any other.
+    A unit's own parameters need no look: the next forward refuses any other in their place.
     """
 
     def __init__(self, module: nn.Module, handles: Iterable[ParamHandle]) -> None:

@@ -12,11 +12,12 @@ from fsdp_wrap._buffers import Buffers
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Place
 from fsdp_wrap._sharded_gradients import ShardedGradients
+from fsdp_wrap._shown import Observed
 
 __all__ = ["Layout"]
 
 
-class Layout(Buffers, ShardedGradients, Protocol):
+class Layout(Buffers, ShardedGradients, Observed, Protocol):
     """The parameters of one segment: how they lie in buffers, what is shown of them, their gradients.
 
     Attributes:

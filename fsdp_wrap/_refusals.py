@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,17 +15,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import ParamSlot
 from fsdp_wrap._steps import NOT_ELEMENTWISE, refuse_in_steps, refuse_pieces_in_steps
-from fsdp_wrap._unit import Unit
+from fsdp_wrap._unit import Unit, Use
 
 __all__ = [
     "ParametrizationGuard",
+    "refuse_changes",
     "refuse_earlier_optimizers",
+    "refuse_edits",
     "refuse_graph",
     "refuse_parameter_views",
     "refuse_pieces",
+    "refuse_written",
 ]
+
+_VERSION = attrgetter("_version")
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
@@ -54,6 +61,77 @@ def refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[to
                 f"the forward of {unit.name} returned a parameter or a view of one, whose memory is freed "
                 "when the unit reshards; return a copy (parameter.clone()) instead"
             )
+
+
+def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
+    """Refuses a forward that has written to full parameters, which are freed without a trace.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    for segment in handle.segments:
+        if [*map(_VERSION, segment.leaves)] != segment.versions:
+            for index in segment.edited():
+                name = unit.name_of(segment.layout.fqns[index])
+                raise RuntimeError(
+                    f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
+                    f"{dist.get_rank()} (as clamp_ and Embedding(max_norm=...) do), which is lost when the "
+                    "unit reshards: compute with a changed copy, edit parameters between steps (inside "
+                    "summon_full_params, or each shard by itself), or leave the module out by ignored_states"
+                )
+
+
+def refuse_written(use: Use) -> None:
+    """Refuses the backward of a use after whose forward the sharded parameters were written to.
+
+    Raises:
+        RuntimeError: If they were, as far as it can be seen.
+    """
+    unit = use.unit
+    for segment, before in zip(unit.handle.segments if unit.handle is not None else (), use.written):
+        now = segment.layout.written()
+        for fqn, *pair in zip(segment.layout.fqns, zip(*before), zip(*now)) if now != before else ():
+            if pair[0] != pair[1]:
+                raise RuntimeError(
+                    f"the parameter '{unit.name_of(fqn)}' was written to, or its data replaced, between "
+                    f"forward and backward on rank {dist.get_rank()}; gradients would be of neither value: "
+                    "change parameters after the backward, or run the forward again"
+                )
+
+
+def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
+    """Refuses what users have put in the place of sharded parameters, and hooks that cannot run.
+
+    Raises:
+        ValueError: If there is any.
+    """
+    for segment in handle.segments:
+        if not segment.layout.shown_sharded.is_untouched():
+            _refuse_changed(unit, segment.layout)
+
+
+def _refuse_changed(unit: Unit, layout: Layout) -> None:
+    for index, found in layout.shown_sharded.replaced():
+        what = "was removed" if found is None else f"was replaced by {_described(found)}"
+        raise ValueError(
+            f"the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its module on rank "
+            f"{dist.get_rank()}, where optimizer and training would not know of it: put the former object "
+            "back, and write new values into it; or replace it before sharding, or, with the wrapper, inside "
+            "summon_full_params"
+        )
+    for index in layout.shown_sharded.hooked():
+        raise ValueError(
+            f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
+            f"'{unit.name_of(layout.fqns[index])}' would never be called, since its gradient comes from a "
+            "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the module's "
+            "parameter inside its forward"
+        )
+
+
+def _described(found: Any) -> str:
+    if not isinstance(found, torch.Tensor):
+        return f"a {type(found).__name__}"
+    return f"a {type(found).__name__} of shape {tuple(found.shape)} and dtype {found.dtype}"
 
 
 class ParametrizationGuard:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._finalization import BackwardEnd
 from fsdp_wrap._handle import HandleState, ParamHandle
-from fsdp_wrap._refusals import ParametrizationGuard, refuse_graph, refuse_parameter_views
+from fsdp_wrap._refusals import (
+    ParametrizationGuard,
+    refuse_changes,
+    refuse_edits,
+    refuse_graph,
+    refuse_parameter_views,
+    refuse_written,
+)
 from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._traffic import Traffic
 from fsdp_wrap._tree import iter_tensors, map_tensors
@@ -29,6 +37,8 @@ from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
 
 __all__ = ["Schedule", "require_idle", "schedule_of"]
+
+_LAYOUT, _WRITTEN = attrgetter("layout"), methodcaller("written")
 
 
 class Schedule:
@@ -139,7 +149,10 @@ class Schedule:
             return
         tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
         refuse_parameter_views(unit, unit.handle, tensors)
+        refuse_edits(unit, unit.handle)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+        if with_grad:
+            use.written = [*map(_WRITTEN, map(_LAYOUT, unit.handle.segments))]
         for tensor in with_grad:
             tensor.register_hook(lambda _: self._pre_backward(use, inputs))  # type: ignore[no-untyped-call]
         if graph_task() != -1:
@@ -201,6 +214,7 @@ class Schedule:
             self._traffic.reshard(unit, Phase.FORWARD)
             if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
+                refuse_changes(unit, unit.handle)
 
     def _hook_leaves(self, unit: Unit) -> None:
         assert unit.handle is not None
@@ -231,6 +245,7 @@ class Schedule:
         if unit.options.unshards_in_backward:
             self._traffic.unshard(unit, Phase.BACKWARD)
             handle.show_leaves()  # checkpointing inside of the unit computes with them again
+        refuse_written(use)
         if use.open(graph_task(), inputs):
             unit.look(_looks_after_each(unit))
             if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:

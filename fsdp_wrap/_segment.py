@@ -17,7 +17,7 @@ from fsdp_wrap._torch_private import foreach_copy_
 __all__ = ["Segment"]
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 
 class Segment:
@@ -31,6 +31,7 @@ class Segment:
 
     Attributes:
         trainable: Whether any leaf needs a gradient now.
+        versions: Of the leaves, when `edited` was called last; the runtime's writes do not move them.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Segment:
             for leaf in self.leaves:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
+        self.versions = [*map(_VERSION, self.leaves)]
         self._keeps_memory = False
         self._alias_full()
         self.full.free()  # before the other one is allocated
@@ -62,6 +64,12 @@ class Segment:
         held = sum(interval.data.numel() for interval in self.layout.intervals())
         frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
         return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}"
+
+    def edited(self) -> list[int]:
+        """Returns which leaves were written to since the last call, where that does not reach the shard."""
+        before, self.versions = self.versions, [*map(_VERSION, self.leaves)]
+        pairs = zip(before, self.versions) if self.full.temporary else ()
+        return [number for number, (old, new) in enumerate(pairs) if old != new]
 
     def arrange(self) -> None:
         """Fills the unsharded buffer with what was gathered into another."""

@@ -290,6 +290,8 @@ class Use:
         """How many of its inputs report when their gradients are done."""
         self.task = -1
         """The graph task in which its backward is open."""
+        self.written: Sequence[tuple[list[int], list[int]]] = ()
+        """What the layouts said when the forward was over."""
         self._awaited = 0
         self._generation = 0 if unit.handle is None else unit.handle.generation
 

@@ -17,12 +17,13 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
+from fsdp_wrap._shown import Shown
 from fsdp_wrap._torch_private import foreach_copy_, foreach_zero_, make_subclass
 from fsdp_wrap._use_notes import UseNotes
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in the buffer: matrix kernels round differently on less aligned weights."""
@@ -50,6 +51,14 @@ class FlatParameter(nn.Parameter):
         self._shapes = tuple(extent.shape for extent in extents)
         self._numels = tuple(extent.shape.numel() for extent in extents)
         return self
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuses what autograd would call with the gradient before it is accumulated: it never does."""
+        raise ValueError(
+            f"register_hook on the FlatParameter of '{self._fqns[0]}' and others would never be called, "
+            "since gradients come from a reduction: use register_post_accumulate_grad_hook, or hook the "
+            "module's parameters inside its forward"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         extents = [Extent(fqn, shape, 0, 0) for fqn, shape in zip(self._fqns, self._shapes)]
@@ -200,10 +209,18 @@ class FlatLayout:
     def version(self) -> int:
         return self.flat_param._version + sum(source._version for source in self.sources)
 
+    @property
+    def shown_sharded(self) -> Shown:
+        return self._front.shown
+
+    def written(self) -> tuple[list[int], list[int]]:
+        sources = self._front.sources
+        return [*map(_VERSION, sources)], [*map(torch.Tensor.data_ptr, sources)]
+
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
         leaves = []
         for view, attributes in zip(self.views(buffer), self._attributes):
-            leaf = nn.Parameter(view, requires_grad=False)
+            leaf = nn.Parameter(view.data, requires_grad=False)  # with a version counter of its own
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
         self._leaves, self.show_leaves = leaves, Display(self.places, leaves, self._front.plain).show

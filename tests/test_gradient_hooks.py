@@ -127,3 +127,21 @@ def test_an_optimizer_made_before_sharding(rank, world_size, front):
         inside.step()
     torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
     assert not all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
+
+
+@each_front
+@ranks(2)
+def test_hooks_before_the_gradient_are_refused(rank, world_size, front):
+    _, model = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+    block = inner(model).blocks[1]
+    param = next(iter(held(block)))
+    rule = r"register_hook on .*blocks\.1\..* register_post_accumulate_grad_hook"
+    if front == "flat":
+        with pytest.raises(ValueError, match=r"register_hook on .* register_post_accumulate_grad_hook"):
+            param.register_hook(lambda grad: None)
+    else:
+        handle = param.register_hook(lambda grad: None)
+        with pytest.raises(ValueError, match=rf"rank {rank}: {rule}"):
+            loss_of(model, tokens(rank, 0))
+        handle.remove()
+    loss_of(model, tokens(rank, 0)).backward()

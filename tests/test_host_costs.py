@@ -29,7 +29,7 @@ FRONTS = {
     "fully_shard": fsdp_wrap.fully_shard,
 }
 # Python functions that a step may call for one more unit of four parameters, and for one more parameter.
-MOST = {"original": (240, 3), "flat": (237, 3), "fully_shard": (244, 3)}
+MOST = {"original": (247, 3), "flat": (244, 3), "fully_shard": (250, 3)}
 
 
 class Sum(nn.Module):

@@ -1,0 +1,149 @@
+"""Parameters that users or modules change behind training's back: refused by name, never ignored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from bed import ranks
+from fronts import each_front, full_state, inner, local_numel, shard, twins
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy
+from models import WRAPPINGS, Transformer, loss_of, tokens
+
+WIDTH = 4
+
+
+def training(front: str) -> tuple[nn.Module, nn.Module]:
+    """A sharded model, and a block of it that is a unit."""
+    _, model = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+    return model, inner(inner(model).blocks[1])
+
+
+def names_of(block: nn.Module) -> tuple[nn.Module, str, str]:
+    """A module of a block with one of its parameters, by name within the block and the module."""
+    for prefix, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            return module, f"{prefix}.weight", "weight"
+    raise AssertionError
+
+
+@each_front
+@pytest.mark.parametrize("shape", [(3, 3), None], ids=["other", "same"])
+@ranks(2)
+def test_a_parameter_put_in_the_place_of_a_sharded_one(rank, world_size, front, shape):
+    model, block = training(front)
+    module, fqn, name = names_of(block)
+    before, size = getattr(module, name), (module.out_features, module.in_features)
+    module.weight = nn.Parameter(torch.ones(shape or size))
+    with pytest.raises(ValueError, match=rf"'(blocks\.1\.)?{fqn}' was replaced by a Parameter of shape"):
+        loss_of(model, tokens(rank, 0))
+    if front == "flat":
+        del module.weight
+        with pytest.raises(ValueError, match=rf"'blocks\.1\.{fqn}' was removed .* rank {rank}"):
+            loss_of(model, tokens(rank, 0))
+        module._parameters["weight"] = None
+    else:
+        module.weight = before
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@ranks(2)
+def test_replacing_inside_of_summon_is_kept(rank, world_size, front):
+    model, block = training(front)
+    module, fqn, _ = names_of(block)
+    with FSDP.summon_full_params(model):
+        module.weight = nn.Parameter(torch.full_like(module.weight, 0.5))
+    loss_of(model, tokens(rank, 0)).backward()
+    assert full_state(model)[f"blocks.1.{fqn}"].eq(0.5).all()
+
+
+@each_front
+@pytest.mark.parametrize("how", ["in place", "data", "step"])
+@ranks(2)
+def test_parameters_written_between_forward_and_backward(rank, world_size, front, how):
+    model, block = training(front)
+    param = next(each for each in block.parameters() if local_numel(each))
+    loss = loss_of(model, tokens(rank, 0))
+    if how == "in place":
+        with torch.no_grad():
+            param.mul_(2)
+    elif how == "data":
+        param.data = param.data * 2
+        if front == "composable":  # which changes no DTensor
+            loss.backward()
+            return
+    else:
+        for each in block.parameters():
+            each.grad = torch.ones_like(each)
+        torch.optim.SGD(block.parameters(), lr=0.1, foreach=False).step()
+    with pytest.raises(RuntimeError, match=rf"'blocks\.1\..+' was written to.* on rank {rank}"):
+        loss.backward()
+    model.zero_grad()
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+class Clamps(nn.Module):
+    """A layer that edits its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.weight = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.edits = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.edits:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+        return x @ self.weight + self.bias
+
+
+@each_front
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
+@ranks(2)
+def test_weights_edited_in_forward(rank, world_size, front, grad):
+    layer = Clamps()
+    model = shard(front, nn.Sequential(shard(front, layer), nn.Linear(WIDTH, WIDTH)))
+    before = {name: value.clone() for name, value in full_state(model).items()}
+    x = torch.randn(2, WIDTH)
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(
+            RuntimeError, match=rf"unit '0' wrote to the parameter '0\.weight' in place on rank {rank}"
+        ),
+    ):
+        model(x)
+    layer.edits = False
+    model(x).sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in full_state(model).items())
+
+
+@each_front
+@ranks(2)
+def test_an_embedding_with_max_norm(rank, world_size, front):
+    model = shard(front, nn.Sequential(nn.Embedding(6, WIDTH, max_norm=0.1)))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' in place on rank .*max_norm"):
+        model(torch.arange(3))
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@ranks(2)
+def test_edits_of_what_every_rank_holds_whole_are_kept(rank, world_size, front):
+    model = shard(front, Clamps(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert full_state(model)["weight"].abs().max() <= 0.1
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+@ranks(2)
+def test_tied_parameters_that_are_assigned_stay_tied(rank, world_size):
+    """Both places get a parameter of their own by `assign=True`; what the first shows holds."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    model[1].weight = model[0].weight
+    shard("composable", model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert model[0].weight is model[1].weight and model[0].weight.grad is not None
