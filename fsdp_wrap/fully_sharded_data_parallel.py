@@ -23,6 +23,7 @@ from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
 from fsdp_wrap._schedule import require_idle, schedule_of
+from fsdp_wrap._settings import Settings, ShowsSettings
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
@@ -86,7 +87,7 @@ def clean_names() -> Iterator[None]:
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
+class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Each wrapped module is a unit: its parameters are unshed from their shards just before its forward and
@@ -165,6 +166,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
             "mixed_precision": policy,
             "param_init_fn": param_init_fn,
             "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
             "sync_module_states": sync_module_states,
             "use_orig_params": use_orig_params,
             "shared_memory": shared_memory,
@@ -186,7 +188,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         )
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": spec.device})
-        self.sharding_strategy = strategy
+        self._settings = Settings.of(mesh, spec.device, options)
         self._adopt(module, build_unit(module, spec))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:

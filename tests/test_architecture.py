@@ -122,6 +122,7 @@ LAYERS = [
         "in_place_gradients.py",
     ],
     [
+        "_settings.py",
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
         "distributed_state_dict.py",

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
 from fronts import each_front, full_grads, twins
+from fsdp_wrap import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
@@ -375,3 +375,52 @@ def test_functional_call_in_a_forward(rank, world_size, front):
     found = full_grads(model)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+
+
+@each_form
+@ranks(2, 4)
+def test_how_a_wrapper_was_set_up_can_be_read(rank, world_size, use_orig_params):
+    group = dist.new_group(list(range(world_size)))
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = per_block(
+        Net(),
+        process_group=group,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        cpu_offload=CPUOffload(offload_params=True),
+        mixed_precision=precision,
+        backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+        forward_prefetch=True,
+        limit_all_gathers=False,
+        use_orig_params=use_orig_params,
+    )
+    for each in FSDP.fsdp_modules(copy.deepcopy(model)) + FSDP.fsdp_modules(model):
+        assert each.process_group is group
+        assert (each.rank, each.world_size) == (dist.get_rank(group), world_size)
+        assert each.compute_device == torch.device("cpu")
+        assert each.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+        assert each.cpu_offload.offload_params and each.mixed_precision == precision
+        assert each.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        assert each.forward_prefetch is True and each.limit_all_gathers is False
+        with pytest.raises(AttributeError):
+            each.cpu_offload = CPUOffload()
+    held = sum(param.numel() for each in FSDP.fsdp_modules(model) for param in each.params)
+    full = sum(param.numel() for param in Net().parameters())
+    assert full / world_size <= held < full / world_size + 4 * len(FSDP.fsdp_modules(model))
+
+
+@ranks(2)
+def test_defaults_are_filled_in_and_units_without_parameters_have_none(rank, world_size):
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4))))
+    assert model.params == [] and [param.numel() for param in model[0].params] == [8]
+    assert model.cpu_offload == CPUOffload() and model.mixed_precision.param_dtype is None
+    assert model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and model.limit_all_gathers is True
+    assert model.process_group is dist.group.WORLD
+
+
+@ranks(4)
+def test_group_of_hybrid_and_unsharded_wrappers(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = FSDP(Net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert (hybrid.rank, hybrid.world_size) == (rank % 2, 2)
+    whole = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert (whole.rank, whole.world_size) == (rank, 4)
