@@ -156,4 +156,5 @@ def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
         reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
         keeping=[] if within is None or within.positions is None else [within.positions],
         waits=all(one.device.type == "cpu" for one in communicators),
+        contents=lambda: [] if unit.handle is None else unit.handle.contents(),
     )
