@@ -127,14 +127,6 @@ class ParamHandle:
         self.trainable = any(segment.trainable for segment in self.segments)
         self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
 
-    def contents(self) -> list[str]:
-        """Names the parameters, in the order in which they travel, with their shapes and dtypes."""
-        return [
-            f"'{fqn}' of shape {tuple(leaf.shape)}, {segment.layout.dtype}"
-            for segment in self.segments
-            for fqn, leaf in zip(segment.layout.fqns, segment.leaves)
-        ]
-
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
         for segment in self.segments:
