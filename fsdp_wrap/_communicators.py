@@ -23,6 +23,7 @@ from fsdp_wrap._device import Pending
 from fsdp_wrap._groups import neighbours
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._positions import positions_of
 from fsdp_wrap._rendezvous import Exchange, can_share, find_hosts, open_channel
 from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._shared_memory import SharedBuffer, own_memory
@@ -42,6 +43,7 @@ _LEAST_POOLED = 1 << 16
 
 _GLOO = "FSDP_WRAP_GLOO"
 _SHARED_MEMORY = "FSDP_WRAP_SHARED_MEMORY"
+_SAME_ENVIRONMENT = "Set it alike on all ranks before wrapping: it chooses the way of communicating"
 
 
 def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: bool = True) -> Communicator:
@@ -54,13 +56,16 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
 
     Raises:
         ValueError: If an environment variable that has a say has a value that is unknown.
+        RuntimeError: If it has another one on another rank.
     """
     if ranks is None or ranks.size == 1:
         return SoloCommunicator(device)
     if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
         return GroupCommunicator(ranks, device)
     least = _least_exchanged(ranks.size)
-    if _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory:
+    shares = _setting(_SHARED_MEMORY, "0", "1") != "0"
+    positions_of(ranks.group).agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
+    if shares and shared_memory:
         return AutomaticCommunicator(ranks, device, least)
     return _between_any(ranks, device, least)
 
@@ -80,6 +85,12 @@ def _least_exchanged(size: int) -> float:
     if setting == "plain" or size > _MOST_RANKS:
         return math.inf
     return _LEAST_EXCHANGED
+
+
+def _settings() -> list[str]:
+    """Names the variables with their values, of which the default is that of one not set."""
+    settings = {_SHARED_MEMORY: os.environ.get(_SHARED_MEMORY, "1"), _GLOO: os.environ.get(_GLOO, "not set")}
+    return [f"{name}={value}" for name, value in settings.items()]
 
 
 def _setting(name: str, *known: str) -> str | None:

@@ -26,13 +26,14 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from fsdp_wrap._agreement import Agreement
 from fsdp_wrap._events import Phase
 from fsdp_wrap._torch_private import default_store
 
@@ -288,6 +289,7 @@ class GroupPositions:
             is the default one.
 
     Attributes:
+        agreement: On what its ranks must have alike.
         trees: How many trees of units have communicated in the group.
         issued: The number of the last collective that this rank has noted.
     """
@@ -295,6 +297,7 @@ class GroupPositions:
     def __init__(self, job: _Job, group: dist.ProcessGroup, world: GroupPositions | None) -> None:
         self._job = job
         self._rank = dist.get_rank()
+        self.agreement = Agreement(group)
         self._world = self if world is None else world
         self._own = job.create(job.path(group, self._rank))
         self._missing = {rank: job.path(group, rank) for rank in dist.get_process_group_ranks(group)}
@@ -355,9 +358,11 @@ class GroupPositions:
         A peer that does not come may have found a mix-up in a group that it shares with others.
 
         Raises:
-            RuntimeError: If a peer has issued another one in the place of one of them.
+            RuntimeError: If a peer has issued another one in the place of one of them, or found a difference
+                in what ranks must have alike.
         """
         for group in self._job.groups:
+            group.agreement.look()
             group._search()
             for number in range(max(1, group.issued - _RING // 2), group.issued + 1):
                 group.compare(number)
@@ -467,6 +472,11 @@ class Tree:
         return self._numbers[group]
 
 
+Contents = Callable[[], list[str]]
+
+_SAME_MODEL = "All ranks must shard the same model"
+
+
 class UnitPositions:
     """Notes what one unit does.
 
@@ -477,6 +487,7 @@ class UnitPositions:
         reducing: Of those in which it reduces gradients.
         keeping: Of those that keep its parameters between forward and backward.
         waits: Whether waiting for a collective means that it has completed.
+        contents: What it is made of, which must be alike on all ranks, as a list of lines.
     """
 
     def __init__(
@@ -487,11 +498,14 @@ class UnitPositions:
         reducing: Iterable[GroupPositions],
         keeping: Iterable[GroupPositions],
         waits: bool,
+        contents: Contents,
     ) -> None:
-        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits)
-        self.gather_kept = CollectivePositions(f"gathers {name} from neighbours", tree, keeping, waits)
-        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits)
-        self.reduction_in_copy = CollectivePositions(f"reduces {name} in a copy", tree, gathering, waits)
+        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits, contents)
+        kept = f"gathers {name} from neighbours"
+        self.gather_kept = CollectivePositions(kept, tree, keeping, waits, contents)
+        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits, contents)
+        in_copy = f"reduces {name} in a copy"
+        self.reduction_in_copy = CollectivePositions(in_copy, tree, gathering, waits, contents)
         self._note = Note(name)
         self._world = next((group.world for group in reducing), None)
 
@@ -524,8 +538,10 @@ class CollectivePositions:
         issued: The groups and numbers of what has not completed yet.
     """
 
-    def __init__(self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool) -> None:
-        self._text = text
+    def __init__(
+        self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool, contents: Contents
+    ) -> None:
+        self._text, self._contents = text, contents
         self._tree = tree
         self._waits = waits
         self._groups = tuple(dict.fromkeys(groups))
@@ -557,5 +573,6 @@ class CollectivePositions:
     def _make_note(self, group: GroupPositions) -> Note:
         number = self._tree.number_in(group)
         text = self._text if number == 1 else f"{self._text} of root number {number}"
+        group.agreement.require(f"what {text.partition(' ')[2]} consists of", self._contents(), _SAME_MODEL)
         self._notes[group] = Note(text)
         return self._notes[group]

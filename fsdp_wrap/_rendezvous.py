@@ -10,6 +10,7 @@ import os
 import pickle
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,8 +108,18 @@ class _Offer:
         return Channel(self._members, self._rank, self._memory, self._begin, peers, lends)
 
     def _peer(self, there: _Address, private: bool) -> Peer:
-        memory = PeerMemory(there.process, there.memory, there.word, private)
-        return Peer(memory, Board(memory, there.board, self._size), Life(there.process))
+        key = there.process, there.word
+        memory = _memories.get(key) or PeerMemory(there.process, there.memory, there.word)
+        life = _lives.get(key) or Life(there.process)
+        _memories[key], _lives[key] = memory, life
+        if private:
+            memory.map_privately()
+        return Peer(memory, Board(memory, there.board, self._size), life)
+
+
+# Of other processes, for all groups with them: a map is as large as the host's memory.
+_memories: weakref.WeakValueDictionary[tuple[int, bytes], PeerMemory] = weakref.WeakValueDictionary()
+_lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValueDictionary()
 
 
 _PAUSE = 0.002  # seconds between looks into the store

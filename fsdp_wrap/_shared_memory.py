@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import secrets
 import weakref
 from collections import deque
@@ -85,6 +86,7 @@ class Memory:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
+        _require_room(nbytes)
         self._map = mmap.mmap(descriptor, nbytes)
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.address = _address(self._map)
@@ -114,6 +116,7 @@ class PrivateMap:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
+        _require_room(nbytes)
         flags, both = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=both)
         self._map.madvise(mmap.MADV_DONTDUMP)
@@ -260,22 +263,31 @@ class PeerMemory(Memory):
         process: Its id.
         door: Descriptor of the file, in that process.
         word: What the file begins with.
-        private: Whether to map it privately as well.
 
     Attributes:
-        private: Of the same file, if so.
+        private: Of the same file, once that was asked for.
 
     Raises:
         OSError: If it cannot be reached.
     """
 
-    def __init__(self, process: int, door: int, word: bytes, private: bool) -> None:
-        with open(f"/proc/{process}/fd/{door}", "r+b") as file:
+    def __init__(self, process: int, door: int, word: bytes) -> None:
+        self._path = f"/proc/{process}/fd/{door}"
+        self.private: PrivateMap | None = None
+        with open(self._path, "r+b") as file:
             if os.pread(file.fileno(), _WORD_BYTES, 0) != word:
                 raise OSError(f"process {process} is another one than was meant: in another container, say")
-            size = os.fstat(file.fileno()).st_size
-            super().__init__(file.fileno(), size)
-            self.private = PrivateMap(file.fileno(), size) if private else None
+            super().__init__(file.fileno(), os.fstat(file.fileno()).st_size)
+
+    def map_privately(self) -> None:
+        """Maps the file privately as well.
+
+        Raises:
+            OSError: If the host does not allow it.
+        """
+        if self.private is None:
+            with open(self._path, "r+b") as file:
+                self.private = PrivateMap(file.fileno(), os.fstat(file.fileno()).st_size)
 
 
 class SharedBuffer(Buffer):
@@ -335,6 +347,24 @@ def own_memory() -> SharedMemory:
         _own.clear()  # a parent's
         _own[process] = SharedMemory()
     return _own[process]
+
+
+def _require_room(nbytes: int) -> None:
+    """Refuses a map that would take this process beyond half of the address space that it may have.
+
+    Raises:
+        OSError: If it would.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * mmap.PAGESIZE
+    if used + nbytes > limit // 2:
+        raise OSError(
+            f"a map of {nbytes >> 20} MiB would leave less than half of the {limit >> 20} MiB of address "
+            "space that this process may have (ulimit -v)"
+        )
 
 
 def _address(mapped: mmap.mmap) -> int:

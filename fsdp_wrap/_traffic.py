@@ -146,6 +146,15 @@ def _communicators_of(unit: Unit) -> list[Communicator]:
     return [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
 
 
+def _contents_of(unit: Unit) -> list[str]:
+    """Names the parameters, in the order in which they travel, with their shapes and dtypes."""
+    return [
+        f"'{fqn}' of shape {tuple(leaf.shape)}, {segment.layout.dtype}"
+        for segment in ([] if unit.handle is None else unit.handle.segments)
+        for fqn, leaf in zip(segment.layout.fqns, segment.leaves)
+    ]
+
+
 def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
     communicators = _communicators_of(unit)
     within = unit.options.reshards_within
@@ -157,4 +166,5 @@ def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
         reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
         keeping=[] if within is None or within.positions is None else [within.positions],
         waits=all(one.device.type == "cpu" for one in communicators),
+        contents=lambda: _contents_of(unit),
     )

@@ -39,6 +39,7 @@ LAYERS = [
         "_groups.py",
         "_mesh.py",
         "_device.py",
+        "_agreement.py",
         "_positions.py",
         "_connections.py",
         "_watch.py",

@@ -190,3 +190,48 @@ def test_a_killed_rank_of_a_hybrid_mesh_is_named_as_all_ranks_count(front, share
     headline = (tmp_path / "2").read_text().partition("Where the ranks stand:")[0]
     assert "rank 3 has ended" in headline or "cannot complete without rank 3" in headline
     assert "rank 1" not in headline
+
+
+# What ranks must have alike.
+
+
+def differ(rank: int, world_size: int, folder: str, front: str, shared: str, how: str) -> None:
+    """Shapes whose padding makes parts equal, other dtypes of one size, and other ways to communicate."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        if how in ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO"):
+            os.environ[how] = CULPRITS[how][rank].partition("=")[2]
+        rows = 4 - rank if how == "shape" else 4
+        dtype = torch.float16 if how == "dtype" and rank else torch.bfloat16 if how == "dtype" else None
+        module = nn.Sequential(nn.Linear(8, rows, bias=False, dtype=dtype), nn.Flatten())
+        group = dist.new_group(timeout=timedelta(seconds=LIMIT))
+        if front == "composable":
+            model: nn.Module = fully_shard(module, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+        else:
+            model = FSDP(module, process_group=group, use_orig_params=front == "orig")
+        for _ in range(3):
+            model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+    report = {"error": str(caught.value), "took": time.monotonic() - begin}
+    (Path(folder) / f"{rank}").write_text(json.dumps(report))
+    os._exit(0)
+
+
+CULPRITS = {
+    "shape": ["'0.weight' of shape (4, 8), torch.float32", "'0.weight' of shape (3, 8), torch.float32"],
+    "dtype": ["'0.weight' of shape (4, 8), torch.bfloat16", "'0.weight' of shape (4, 8), torch.float16"],
+    "FSDP_WRAP_SHARED_MEMORY": ["FSDP_WRAP_SHARED_MEMORY=0", "FSDP_WRAP_SHARED_MEMORY=1"],
+    "FSDP_WRAP_GLOO": ["FSDP_WRAP_GLOO=plain", "FSDP_WRAP_GLOO=exchange"],
+}
+
+
+@pytest.mark.parametrize("how", CULPRITS)
+@pytest.mark.parametrize(("front", "shared"), [("flat", "1"), ("orig", "0"), ("composable", "1")])
+def test_what_differs_between_ranks_is_named_on_all(front, shared, how, tmp_path):
+    run_isolated(differ, str(tmp_path), front, shared, how, world_size=2)
+    for rank in range(2):
+        report = json.loads((tmp_path / f"{rank}").read_text())
+        assert report["error"].startswith("ranks differ in ")
+        for other, culprit in enumerate(CULPRITS[how]):
+            assert f"rank {other} has {culprit}" in report["error"]
+        assert report["took"] < LIMIT / 2

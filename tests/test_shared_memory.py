@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from bed import ranks
+from bed import ranks, run_isolated
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, _channel, _communicators, _shared_memory, fully_shard
 from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
@@ -553,6 +554,37 @@ def test_nothing_of_peers_is_left_open_after_the_group_has_gone(rank, world_size
     own_memory()._collect()
     gc.collect()
     assert traces() <= before
+
+
+@ranks(2)
+def test_many_groups_map_a_peer_once(rank, world_size):
+    groups = [dist.new_group([0, 1]) for _ in range(8)]
+    found = []
+    for group in groups:
+        with ALLOWED:
+            assert sharing(group).all_gather_object(rank) == [0, 1]
+        found.append(traces())
+    assert found[-1] == found[0]
+
+
+def train_with_limit(rank, world_size):
+    """With address space for all of the host's memory and some more, of which a tensor takes some."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + (16 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = trained(wrapped())
+    torch.empty(12 << 30, dtype=torch.uint8)
+    told = [str(each.message) for each in told if "share memory" in str(each.message)]
+    assert len(told) == (1 if rank == 0 else 0)
+    assert all("would leave less than half" in each for each in told)
+    return [loss.item() for loss in losses]
+
+
+def test_address_space_is_left_for_others():
+    for outcome in run_isolated(train_with_limit, world_size=2):
+        assert outcome.kind == "passed", outcome
+        assert outcome.value[-1] < outcome.value[0]
 
 
 FAULTS = Path(__file__).parent / "shared_memory_faults.py"
