@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._unit import Unit
+from fsdp_wrap._unit import Unit, Use
 
-__all__ = ["ParametrizationGuard", "refuse_graph", "refuse_parameter_views"]
+__all__ = ["ParametrizationGuard", "refuse_graph", "refuse_outdated", "refuse_parameter_views"]
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
@@ -28,6 +28,19 @@ def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
             "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
             "inner derivative and backward() without create_graph for the outer one"
         )
+
+
+def refuse_outdated(use: Use) -> None:
+    """Refuses the backward of a forward that computed with other values of the parameters.
+
+    Raises:
+        RuntimeError: In any case.
+    """
+    how = "were converted to another dtype" if use.converted else "have changed (by a step, say)"
+    raise RuntimeError(
+        f"the parameters of {use.unit.name} {how} between forward and backward, which needs them as they "
+        "were; run the forward again, or change them after the last backward of what it computed"
+    )
 
 
 def refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:

@@ -18,6 +18,11 @@ __all__ = ["Segment"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
+_FREED = 1 << 31
+"""The version of leaves whose memory is freed, which no graph has saved."""
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+
 
 class Segment:
     """One layout with its unsharded buffer, its leaves and their gradients.
@@ -47,6 +52,9 @@ class Segment:
         self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
         self.leaves = layout.make_leaves(self.full.tensor)
         self.trainable = False
+        self._version = 0
+        self._counted = (self.leaves[0],)  # all leaves are views of one tensor, whose counter they share
+        _set_versions(self._counted, (_FREED,))
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
@@ -64,11 +72,23 @@ class Segment:
         torch._foreach_copy_(*self._copies)
         self.gathered.free()
 
+    def admit(self, changed: bool) -> None:
+        """Lets autograd use the leaves, whose memory is filled.
+
+        Args:
+            changed: Whether their values are others than before: what graphs saved then is refused.
+        """
+        self._version += changed
+        _set_versions(self._counted, (self._version,))
+
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
 
-        Gradients that took the parameters' place stay until they are reduced.
+        Autograd refuses the leaves until they are filled again, as it does tensors that were changed since
+        it saved them. Gradients that took the parameters' place stay until they are reduced.
         """
+        self._version = self._counted[0]._version
+        _set_versions(self._counted, (_FREED,))
         if self.gradients.lie_in(self.full):
             return
         if self.full.resizable:

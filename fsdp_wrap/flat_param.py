@@ -19,7 +19,7 @@ from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extr
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in the buffer: matrix kernels round differently on less aligned weights."""
@@ -192,7 +192,8 @@ class FlatLayout:
 
     @property
     def version(self) -> int:
-        return self.flat_param._version + sum(source._version for source in self.sources)
+        version: int = self.flat_param._version + sum(map(_VERSION, self._front.sources))
+        return version
 
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
         leaves = []
