@@ -215,6 +215,8 @@ medians of {ROUNDS} rounds. Megabytes of the first rank: what collectives send w
 for metadata, and the peaks of live tensors above those at rest.""",
     ask,
     chart="ms",
+    cases=[*CASES],
+    implementations=[*COMPETITORS],
 )
 
 

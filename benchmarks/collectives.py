@@ -182,6 +182,7 @@ where a sleep of so short a time takes longer than that. A barrier is
 the reduction of one number for the library, which has none of its own.""",
     ask,
     chart=MOST,
+    cases=[*SIZES, BARRIER],
 )
 
 

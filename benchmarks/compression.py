@@ -178,6 +178,7 @@ below the library; `loss` is the mean of the last tenth of the steps, `held out`
 other text, `drift` its distance from fp32's.""",
     ask,
     chart="/ fp32",
+    cases=[*CASES],
 )
 
 

@@ -213,6 +213,7 @@ billion parameters that lie in host memory, relative to the slowest of computing
 AdamW on the host at measured speeds.""",
     ask,
     chart="/ fsdp2",
+    implementations=[*dict.fromkeys([*USUAL, *OFFLOADED])],
 )
 
 

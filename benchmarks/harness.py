@@ -63,6 +63,8 @@ class Question:
         about: What the figures are.
         ask: Measures.
         chart: The column that the picture shows.
+        cases: Names that `--cases` may have.
+        implementations: Names that `--impl` may have.
     """
 
     name: str
@@ -70,6 +72,22 @@ class Question:
     about: str
     ask: Callable[[Settings], Figures]
     chart: str
+    cases: Sequence[str] = ()
+    implementations: Sequence[str] = ()
+
+    def check(self, settings: Settings) -> None:
+        """Refuses names that are none: what is asked for must not be left out without a word.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        for option, given, known in (
+            ("--cases", settings.cases, self.cases),
+            ("--impl", settings.impl, self.implementations),
+        ):
+            if unknown := [name for name in given if name not in known]:
+                there = f"there are {', '.join(known)}" if known else f"{self.name} has none to choose from"
+                raise ValueError(f"{option}: {', '.join(map(repr, unknown))} unknown; {there}")
 
 
 def ask_alone(question: Question) -> None:
@@ -82,10 +100,14 @@ def ask_alone(question: Question) -> None:
     parser.add_argument("--rounds", type=partial(_at_least, 1), metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = vars(parser.parse_args())
-    path = options.pop("json")
+    path, settings = options.pop("json"), Settings(**options)
+    try:
+        question.check(settings)
+    except ValueError as error:
+        parser.error(str(error))
     preload()
     print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
-    found = answer(question, Settings(**options))
+    found = answer(question, settings)
     if path:
         path.write_text(json.dumps(found, indent=1) + "\n")
 

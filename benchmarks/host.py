@@ -55,6 +55,8 @@ the root. `each further parameter` is the difference of two such medians, by whi
 negative one is nothing but that. `/ fsdp1` is to original parameters.""",
     ask,
     chart="us",
+    cases=[*PARAMETERS],
+    implementations=SHARDING,
 )
 
 

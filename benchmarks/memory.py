@@ -116,6 +116,8 @@ exactly, at {FAKE_RANKS} ranks that send nothing; of lora that alone. Through sh
 buffers stay for the next step: they count as `rest`, for each rank that sees them.""",
     ask,
     chart="backward",
+    cases=[*SHORT_CASES],
+    implementations=[*DEFAULTS, IN_PLACE, *SHARED.values()],
 )
 
 

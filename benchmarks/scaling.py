@@ -75,6 +75,8 @@ host time per unit of 12 parameters, and memory as above, of {FEW} blocks. `grow
 a table above (of memory `backward`) is at the largest size than at the smallest; 1.00 would be perfect.""",
     ask,
     chart="/ ddp",
+    cases=[*STEPS, *FAKE],
+    implementations=DEFAULTS,
 )
 
 

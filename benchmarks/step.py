@@ -69,6 +69,8 @@ FSDP1 without original parameters refuses lora; on 4 ranks it is the only form o
 Ours without original parameters takes the same time in gpt and lora, and is left out there.""",
     ask,
     chart="/ ddp",
+    cases=[*CASES, *ON_FOUR],
+    implementations=[*IMPLEMENTATIONS, *DEEPSPEED],
 )
 
 

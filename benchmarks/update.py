@@ -57,6 +57,8 @@ memory), and by one of {FAKE_RANKS} on a group that sends nothing. Every call sc
 ran just before was another's turn, so each call finds cold caches, as it does after a backward.""",
     ask,
     chart="ms",
+    cases=[*GROUPS],
+    implementations=[*IMPLEMENTATIONS],
 )
 
 

@@ -83,6 +83,8 @@ alone, which is what travels in the backward of the form that keeps parameters a
 travels through memory that ranks share (`_shared`) is not on the wire, as gpt shows.""",
     ask,
     chart="/ needed",
+    cases=[*SHORT_CASES],
+    implementations=[*IMPLEMENTATIONS],
 )
 
 

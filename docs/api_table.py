@@ -2,8 +2,9 @@
 
     python docs/api_table.py
 
-Both sides are read from the installed packages. What is missing or differs needs a reason below, or nothing
-is written.
+Torch's side is read from docs/torch_api, a file for each version, and this library's from the package. What
+is missing or differs needs a reason below, or the page is not written. First the script writes the file of
+the torch that runs it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -22,12 +24,14 @@ from typing import Any
 import torch
 
 TARGET = Path(__file__).with_name("api.md")
+FACTS = Path(__file__).with_name("torch_api")
 
 MODULES = ["", "fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scaler"]
 """The public modules of `torch.distributed.fsdp`; "" is the package itself."""
 
 COMMUNICATOR = "one file chooses how to communicate (`_communicators.py`), as a whole"
 ONE_IN_FLIGHT = "one reduction is in flight at most, on a queue of its own beside the gathers'"
+PUBLIC_HERE = "public here only"
 NESTED_DTENSORS = "parameters that are `DTensor`s already (tensor parallelism) are refused by name"
 
 REASONS = {
@@ -43,7 +47,10 @@ REASONS = {
     "UnshardHandle": "`unshard` alone makes one",
     "share_comm_ctx": "all units of a process share the queues of communication of their device anyway",
 }
-"""Why a name, or `name(argument)`, is missing here or differs. Each must be needed."""
+"""Why a name, or `name(argument)`, is missing here or differs. Each must be needed for some version."""
+
+NOTES: dict[str, str] = {}
+"""What to know of a name, or `name(argument)`, that is as in torch: say, where versions differ in meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,45 +149,100 @@ def load(package: str, module: str) -> ModuleType | None:
     return importlib.import_module(full)
 
 
+@dataclasses.dataclass(frozen=True)
+class Thing:
+    """A public name of torch's.
+
+    Attributes:
+        path: Where it is defined: names of one path are one object.
+        entries: What it consists of.
+    """
+
+    path: str
+    entries: list[Entry]
+
+
+Facts = dict[str, dict[str, Thing]]
+"""Public names by module."""
+
+Row = tuple[str, str, str, str]
+"""Name, argument, torch's default, and what is here."""
+
+
+def installed() -> str:
+    """Returns the version of torch that runs this, as the files of docs/torch_api are named."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def described(name: str, thing: Any) -> Thing:
+    """Describes a public name of torch's."""
+    return Thing(f"{thing.__module__}.{thing.__qualname__}", list(entries_of(name, thing)))
+
+
+def facts_of_installed() -> Facts:
+    """Reads the torch that is installed."""
+    facts: Facts = {}
+    for module in MODULES:
+        theirs = load("torch.distributed.fsdp", module)
+        assert theirs is not None
+        facts[module] = {name: described(name, getattr(theirs, name)) for name in public(theirs)}
+    return facts
+
+
+def read(path: Path) -> Facts:
+    """Reads a file of docs/torch_api."""
+    modules = json.loads(path.read_text())
+    return {
+        module: {
+            name: Thing(thing["path"], [Entry(**entry) for entry in thing["entries"]])
+            for name, thing in things.items()
+        }
+        for module, things in modules.items()
+    }
+
+
+def write(path: Path, facts: Facts) -> None:
+    """Writes a file of docs/torch_api."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(facts, default=dataclasses.asdict, indent=1) + "\n")
+
+
 class Table:
-    """Compares module by module and collects lines, and what has no reason."""
+    """Compares one version of torch with what is here, and collects rows and what has no reason."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.rows: list[Row] = []
         self.unexplained: list[str] = []
         self.used: set[str] = set()
-        self._listed: dict[Any, Any] = {}
+        self._listed: dict[str, Any] = {}
 
-    def compare(self, module: str) -> None:
-        """Adds the section of one module."""
-        theirs, ours = load("torch.distributed.fsdp", module), load("fsdp_wrap", module)
-        assert theirs is not None
-        path = f".{module}" if module else ""
-        self.lines += [f"## `torch.distributed.fsdp{path}`: `fsdp_wrap{path}`", ""]
-        self.lines += ["| name | argument | default of torch's | here |", "|---|---|---|---|"]
-        for name in public(theirs):
-            self._compare_name(name, getattr(theirs, name), getattr(ours, name, None))
-        more = [name for name in public(ours) if not hasattr(theirs, name)] if ours is not None else []
-        if more:
-            self.lines += ["", f"Here only: {', '.join(f'`{name}`' for name in sorted(more))}."]
-        self.lines.append("")
+    def compare(self, module: str, theirs: dict[str, Thing]) -> list[Row]:
+        """Returns the rows of one module."""
+        start = len(self.rows)
+        ours = load("fsdp_wrap", module)
+        for name, thing in theirs.items():
+            self.compare_name(name, thing, getattr(ours, name, None))
+        for name in [] if ours is None else sorted(set(public(ours)) - set(theirs)):
+            if getattr(ours, name) not in self._listed.values():
+                self._row(name, "", "", PUBLIC_HERE)
+        return self.rows[start:]
 
-    def _compare_name(self, name: str, theirs: Any, ours: Any) -> None:
+    def compare_name(self, name: str, theirs: Thing, ours: Any) -> None:
+        """Adds the rows of one name."""
         if ours is None:
             self._row(name, "", "", self._reason(name))
             return
-        if theirs in self._listed:
-            if self._listed[theirs] is not ours:
+        if theirs.path in self._listed:
+            if self._listed[theirs.path] is not ours:
                 self.unexplained.append(f"{name} (another object than under the first path)")
             self._row(name, "", "", "as above")
             return
-        self._listed[theirs] = ours
+        self._listed[theirs.path] = ours
         mine = {entry.name: entry for entry in entries_of(name, ours)}
-        listed = list(entries_of(name, theirs))
-        for entry in listed:
+        for entry in theirs.entries:
             self._compare_entry(entry, mine.pop(entry.name, None) or _inherited(entry.name, ours))
-        if mine:
-            self._row(name, "", "", f"and also {', '.join(f'`{each.removeprefix(name)}`' for each in mine)}")
+        for each in mine:
+            self._row(each, "", "", PUBLIC_HERE)
 
     def _compare_entry(self, theirs: Entry, ours: Entry | None) -> None:
         if ours is None:
@@ -188,16 +250,24 @@ class Table:
             return
         kind = ours.value or ("a property" if ours.arguments is None else "a method")
         same = theirs.value == ours.value and (theirs.arguments is None) == (ours.arguments is None)
-        self._row(theirs.name, "", theirs.value or "", "same" if same else self._reason(theirs.name, kind))
+        here = self._same(theirs.name) if same else self._reason(theirs.name, kind)
+        self._row(theirs.name, "", theirs.value or "", here)
         mine = ours.arguments or {}
         order = [name for name in mine if name in (theirs.arguments or {})]
         for place, (name, default) in enumerate((theirs.arguments or {}).items()):
+            key = f"{theirs.name}({name})"
             same = mine.get(name) == default and order[place : place + 1] == [name]
-            here = "same" if same else self._reason(f"{theirs.name}({name})", mine.get(name))
+            here = self._same(key) if same else self._reason(key, mine.get(name))
             self._row(theirs.name, name, default, here)
         for name, default in mine.items():
             if theirs.arguments is not None and name not in theirs.arguments:
                 self._row(theirs.name, name, "", f"here only: `{default}`")
+
+    def _same(self, key: str) -> str:
+        if key not in NOTES:
+            return "same"
+        self.used.add(key)
+        return f"same: {NOTES[key]}"
 
     def _reason(self, key: str, found: str | None = None) -> str:
         name = key.partition("(")[0]
@@ -211,31 +281,73 @@ class Table:
         return where
 
     def _row(self, name: str, argument: str, default: str, here: str) -> None:
-        cells = [f"`{name}`", f"`{argument}`" if argument else "", f"`{default}`" if default else "", here]
-        self.lines.append(f"| {' | '.join(cells)} |")
+        self.rows.append((name, argument, default, here))
+
+
+def merged(rows_of: dict[str, list[Row]]) -> list[tuple[Row, list[str]]]:
+    """Returns the rows of all versions, in the order of the last, each with the versions that have it."""
+    last, *earlier = reversed(rows_of.values())
+    result = list(last)
+    for rows in earlier:
+        place = 0
+        for row in rows:
+            if row not in result:
+                result.insert(place, row)
+            place = result.index(row) + 1
+    return [(row, [version for version, rows in rows_of.items() if row in rows]) for row in result]
+
+
+def section(module: str, rows_of: dict[str, list[Row]]) -> list[str]:
+    """Returns the lines about one module."""
+    path = f".{module}" if module else ""
+    lines = [f"## `torch.distributed.fsdp{path}`: `fsdp_wrap{path}`", ""]
+    lines += ["| name | argument | default of torch's | here | torch |", "|---|---|---|---|---|"]
+    for (name, argument, default, here), versions in merged(rows_of):
+        cells = [f"`{cell}`" if cell else "" for cell in (name, argument, default)]
+        only = "" if versions == list(rows_of) else ", ".join(versions)
+        lines.append(f"| {' | '.join([*cells, here, only])} |")
+    return [*lines, ""]
+
+
+def known() -> dict[str, Facts]:
+    """Reads docs/torch_api: facts by version, the last version last."""
+    files = sorted(FACTS.glob("*.json"), key=lambda path: [int(number) for number in path.stem.split(".")])
+    return {path.stem: read(path) for path in files}
+
+
+def faults_of(table: Table, version: str) -> list[str]:
+    """Returns what has no reason, each once."""
+    return [f"no reason for {each}, torch {version}" for each in dict.fromkeys(table.unexplained)]
 
 
 def build() -> tuple[str, list[str]]:
-    """Returns the page and its faults: what lacks a reason, and reasons without need."""
-    table = Table()
+    """Returns the page and its faults: what lacks a reason, and reasons and notes without need."""
+    versions = known()
+    tables = {version: Table() for version in versions}
+    lines: list[str] = []
     for module in MODULES:
-        table.compare(module)
-    faults = [f"no reason for {each}" for each in dict.fromkeys(table.unexplained)]
-    faults += [f"needless reason: {each}" for each in REASONS if each not in table.used]
-    version = torch.__version__.partition("+")[0]
+        rows_of = {
+            version: tables[version].compare(module, facts[module]) for version, facts in versions.items()
+        }
+        lines += section(module, rows_of)
+    faults = [fault for version, table in tables.items() for fault in faults_of(table, version)]
+    used = {each for table in tables.values() for each in table.used}
+    faults += [f"needless: {each}" for each in [*REASONS, *NOTES] if each not in used]
     head = [
         "# The public API beside torch's",
         "",
-        f"Written by `docs/api_table.py` from both packages (torch {version}), not by hand. Methods of "
-        "`torch.nn.Module` are left out where torch's wrapper inherits them.",
+        f"Written by `docs/api_table.py` from the package and what it read of torch {', '.join(versions)}, "
+        "not by hand. The last column says for which of these a row holds, unless it holds for all. Methods "
+        "of `torch.nn.Module` are left out where torch's wrapper inherits them.",
         "",
     ]
-    return "\n".join([*head, *table.lines]).rstrip() + "\n", faults
+    return "\n".join([*head, *lines]).rstrip() + "\n", faults
 
 
 def main() -> int:
-    """Writes the page; returns the exit status."""
+    """Writes the page, and what is known of the installed torch; returns the exit status."""
     sys.path.insert(0, str(TARGET.parents[1]))  # of this checkout
+    write(FACTS / f"{installed()}.json", facts_of_installed())
     page, faults = build()
     print("\n".join(faults), file=sys.stderr)
     if not faults:

@@ -8,6 +8,7 @@ collective completes as soon as all ranks have posted it, in whatever order they
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -133,7 +134,8 @@ class Channel:
     """The way between the ranks of one group.
 
     Args:
-        rank: This one.
+        members: The ranks, as the default group counts them.
+        rank: This one's number among them.
         memory: Its memory.
         begin: Of its board.
         peers: The other ranks.
@@ -148,8 +150,15 @@ class Channel:
     """
 
     def __init__(
-        self, rank: int, memory: SharedMemory, begin: int, peers: dict[int, Peer], lends: bool
+        self,
+        members: Sequence[int],
+        rank: int,
+        memory: SharedMemory,
+        begin: int,
+        peers: dict[int, Peer],
+        lends: bool,
     ) -> None:
+        self._members = members
         self.rank, self.size = rank, len(peers) + 1
         self.memory, self.peers, self.lends = memory, peers, lends
         self._board = Board(memory, begin, self.size)
@@ -172,8 +181,8 @@ class Channel:
             return True
         if not all(peer.board.is_read(oldest, self.rank) for peer in self.peers.values()):
             raise RuntimeError(
-                f"{_POSTS} collectives of a group were issued since one that rank {self.rank} of it has not "
-                "waited for: wait for some before issuing more"
+                f"{_POSTS} collectives of a group were issued since one that rank "
+                f"{self._members[self.rank]} has not waited for: wait for some before issuing more"
             )
         return self.is_read(oldest)
 
@@ -258,7 +267,7 @@ class Channel:
                 if not wait_until(peer.board.words, peer.board.address, number, peer.life, limit):
                     return False
             except RuntimeError as error:
-                raise RuntimeError(f"rank {rank} of the group {error}") from None
+                raise RuntimeError(f"rank {self._members[rank]} {error}") from None
         return True
 
     def read(self, number: int, kind: Kind, rank: int, nbytes: int | None = None) -> Record:
@@ -271,7 +280,7 @@ class Channel:
         if record.kind != kind or nbytes not in (None, record.nbytes):
             raise RuntimeError(
                 f"ranks communicate differently: this one takes part in {kind.name} of {nbytes} bytes while "
-                f"rank {rank} of the group takes part in {Kind(record.kind).name} of {record.nbytes}"
+                f"rank {self._members[rank]} takes part in {Kind(record.kind).name} of {record.nbytes}"
             )
         return record
 

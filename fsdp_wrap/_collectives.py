@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._device import Finished, Lane, Pending, lane_of
 from fsdp_wrap._exchange import exchange_gather, exchange_reduce
+from fsdp_wrap._groups import is_destroyed
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._objects import (
     all_gather_object,
@@ -48,7 +49,10 @@ class Communicator(ABC):
         size: How many ranks it has.
         device: Where the buffers live.
         positions: Where the ranks of the group stand; None without a group.
+        keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
     """
+
+    keeps_notes = True
 
     def __init__(
         self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
@@ -77,6 +81,10 @@ class Communicator(ABC):
     def way(self) -> str:
         """How it communicates, where that is not by the process group; for messages."""
         return ""
+
+    def require_group(self) -> None:
+        """Raises a RuntimeError if the process group was destroyed."""
+        return None
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
@@ -222,8 +230,12 @@ class GroupCommunicator(Communicator):
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
-            raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
+            raise _destroyed()
         return group
+
+    def require_group(self) -> None:
+        if is_destroyed(self._reference()):
+            raise _destroyed()
 
     @property
     def members(self) -> frozenset[int]:
@@ -282,7 +294,8 @@ class GroupCommunicator(Communicator):
         return self._watch.issue(partial(lane.issue, start), limited)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        with self._watch.failures_told():
+            dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         def start(async_op: bool) -> list[Any]:
@@ -302,16 +315,22 @@ class GroupCommunicator(Communicator):
         return None if full is None else list(as_transport(full).chunk(self.size))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return all_gather_object(value, self._group)
+        with self._watch.failures_told():
+            return all_gather_object(value, self._group)
 
     def broadcast_object(self, value: Any) -> Any:
-        return broadcast_object(value, self._group)
+        with self._watch.failures_told():
+            return broadcast_object(value, self._group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         def start(async_op: bool) -> Any:
             return [dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)]
 
         return self._issue(self._reduce_lane, start)
+
+
+def _destroyed() -> RuntimeError:
+    return RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
 
 
 class ExchangeCommunicator(GroupCommunicator):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._collectives import Communicator, ExchangeCommunicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._connections import Connections
 from fsdp_wrap._device import Pending
 from fsdp_wrap._groups import neighbours
 from fsdp_wrap._host_communicator import HostCommunicator
@@ -120,7 +121,7 @@ class AutomaticCommunicator(GroupCommunicator):
         return chosen
 
     def _choose(self, ranks: Ranks) -> Communicator:
-        hosts = find_hosts(self.rank, self._tell_all)
+        hosts = find_hosts(ranks, self._tell_all)
         if hosts is not None and hosts.number == 1 and (ways := self._within(ranks, 1)):
             return ways[0]
         if hosts is not None and hosts.number > 1 and hosts.are_blocks:
@@ -138,7 +139,7 @@ class AutomaticCommunicator(GroupCommunicator):
 
         ways: list[HostCommunicator] = []
         for _ in range(number):
-            channel = open_channel(local.rank, local.size, tell_local)
+            channel = open_channel(local, tell_local)
             if not all(self._tell_all(channel is not None)):
                 return []
             assert channel is not None
@@ -146,7 +147,8 @@ class AutomaticCommunicator(GroupCommunicator):
         return ways
 
     def _tell_all(self, value: Any) -> list[Any]:
-        exchange = Exchange(self._group, self.rank, self.size, value)
+        ranks = Ranks(self._group, self.rank, self.size)
+        exchange = Exchange(ranks, value, Connections(ranks.group, self._watch.positions).has_ended)
         self._watch.issue(lambda: exchange, limited=True).wait()
         return exchange.values()
 

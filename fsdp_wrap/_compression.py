@@ -88,7 +88,8 @@ def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
 def _check_agreement(communicator: Communicator, chosen: dict[str, str | None]) -> None:
     by_rank = communicator.all_gather_object(chosen)
     if any(other != chosen for other in by_rank):
-        told = "; ".join(f"rank {rank} of its group chose {other}" for rank, other in enumerate(by_rank))
+        by_member = zip(sorted(communicator.members), by_rank)
+        told = "; ".join(f"rank {rank} chose {other}" for rank, other in by_member)
         raise ValueError(f"all ranks must call compress() with the same arguments: {told}")
 
 
@@ -105,11 +106,15 @@ class CompressedTransport:
         communicator: Moves the bytes.
         gathers: How parameters travel; None: as they are.
         reductions: The same of gradients.
+
+    Attributes:
+        keeps_notes: Whether what layouts note in a reduction arrives.
     """
 
     def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
         self._communicator = communicator
         self._gathers, self._reductions = gathers, reductions
+        self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
 
     @property
     def reduces(self) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up
+from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
@@ -76,6 +77,7 @@ class DTensorLayout:
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
+        self._grad_dtype: torch.dtype | None = None
         self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
         for cut, slot, piece in zip(self._cuts, slots, self._pieces):
             piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
@@ -102,6 +104,13 @@ class DTensorLayout:
             )
             for cut, placement in zip(self._cuts, shard_on)
         ]
+        self._grad_specs = [*map(self._grad_spec, self._specs)]
+
+    def _grad_spec(self, spec: DTensorSpec) -> DTensorSpec:
+        if self._grad_dtype is None or self._grad_dtype == self.dtype:
+            return spec
+        assert spec.tensor_meta is not None
+        return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=self._grad_dtype))
 
     def _held(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part, or something of its size, in which its rows are."""
@@ -118,6 +127,8 @@ class DTensorLayout:
         param._local_tensor = self._pieces[index]  # type: ignore[attr-defined]  # not another alias of it
         param.__dict__.update(self._attributes[index])  # conversions exchange them
         mark_owned(param)
+        if self._grad_dtype is not None:  # conversions forget it
+            _set_grad_dtype(param, self._grad_dtype)
 
     # what there is
 
@@ -269,28 +280,35 @@ class DTensorLayout:
         else:
             notes.copy_(torch.tensor(used, dtype=notes.dtype), non_blocking=True)
 
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        self.note_used(shard[self._used], used)
+
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        # Looking at a number waits for the device: only where this rank does not know by itself.
+        notes = shard[self._used]
+        return [
+            mine or (param.requires_grad and notes[index].item() != 0)
+            for index, (param, mine) in enumerate(zip(self.sources, used))
+        ]
+
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         own = reduced.to(self._shard.device)
-        used = used if all(used) else self._used_by_any(own, used)
-        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._specs, used):
+        for param, piece, spec, by_any in zip(self.sources, self._held(own), self._grad_specs, used):
             if not by_any or not param.requires_grad:
                 continue
             if param.grad is None:
                 param.grad = _dtensor(piece, spec)
             else:
                 held_by_this_rank(param.grad).add_(piece)
+        if any(map(HOOKS_OF, self.sources)):
+            run_gradient_hooks(self.sources, used)
 
-    def _used_by_any(self, own: torch.Tensor, used: Sequence[bool]) -> list[bool]:
-        # Looking at a number waits for the device: only where this rank does not know by itself.
-        return [
-            mine or (param.requires_grad and own[self._used][index].item() != 0)
-            for index, (param, mine) in enumerate(zip(self.sources, used))
-        ]
-
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
+        self._grad_dtype = dtype
+        self._grad_specs = [*map(self._grad_spec, self._specs)]
         for param in self.sources:
-            param.grad_dtype = None
+            _set_grad_dtype(param, dtype)
 
     def mark_unsynced(self) -> None:
         self._marks.put(self.sources)
@@ -310,7 +328,9 @@ class DTensorLayout:
             if piece is None or not has_grad:
                 param.grad = None
             elif param.grad is None:
-                param.grad = _dtensor(piece.to(self._shard.device, copy=True), self._specs[index])
+                dtype = self._grad_dtype or piece.dtype
+                own_piece = piece.to(self._shard.device, dtype, copy=True)
+                param.grad = _dtensor(own_piece, self._grad_specs[index])
             elif not torch.equal(held_by_this_rank(param.grad), piece.to(self._shard)):
                 held_by_this_rank(param.grad).copy_(piece)
 
@@ -362,13 +382,18 @@ class DTensorLayout:
         self.show_sharded = Display(self.places, self.sources).show
 
 
+def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype)
+
+
 def _is_held_as(found: nn.Parameter, source: nn.Parameter, piece: torch.Tensor) -> bool:
     return found is source and held_by_this_rank(found) is piece
 
 
-def _check_replaced(
-    cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int
-) -> None:
+def _check_replaced(cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int) -> None:
     fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
     same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta
     if not fits or not same_kind or param._local_tensor.shape[cut.dim] != cut.rows(rank):  # type: ignore[attr-defined]

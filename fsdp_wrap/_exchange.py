@@ -158,5 +158,5 @@ class Messages:
         peer = self._awaited
         dead = not self._lives(peer)
         if dead and peer == self._suspect:
-            self._error = RuntimeError(f"rank {peer} of the group died before all of its messages had come")
+            self._error = RuntimeError("a rank died before all of its messages had come")
         self._suspect = peer if dead else None

@@ -264,8 +264,8 @@ _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgette
 
 
 def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:
-    if not param.requires_grad or not (used or piece.any()):
-        return  # the latter: no rank used the parameter
+    if not (used and param.requires_grad):
+        return
     if param.grad is None:
         param.grad = piece
     else:

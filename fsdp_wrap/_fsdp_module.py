@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.forward_methods import register_forward_method
 
-__all__ = ["FSDPModule", "UnshardHandle", "run_as_unit"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit"]
 
 _Self = TypeVar("_Self", bound="FSDPModule")
 
@@ -88,6 +88,15 @@ class FSDPModule(nn.Module):
         """
         self._set(recurse, reshards_after_backward=reshard_after_backward)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Decides whether the memory of full parameters stays where it is while they are sharded.
+
+        Each unsharding gathers anew, into the same memory. It is taken at the first.
+        """
+        for unit in self._units(recurse):
+            if unit.handle is not None:
+                unit.handle.keep_storage(keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Decides whether backward gathers this unit's parameters: not needed where it computes without them.
 
@@ -119,7 +128,50 @@ class FSDPModule(nn.Module):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Decides whether a backward ends with waiting for the last reduction, or leaves that to the next."""
-        self._schedule.finish_backwards(is_last_backward)
+        self._schedule.ending.set_last(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Decides whether `finalize_backward`, instead of each backward, waits for the last reduction.
+
+        Then `set_is_last_backward` has no effect.
+
+        Raises:
+            RuntimeError: If another unit encloses this one, or a backward has begun that nobody has ended.
+        """
+        self._refuse_below_root("set_manual_backward_finalization()")
+        self._schedule.ending.set_manual(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Ends the backwards since the last call: reduces what they left, reshards, and waits for gradients.
+
+        Gradients must not be read or cleared before. Of several backwards, those before the last may run
+        without `set_requires_gradient_sync`, which must be on again by now. Before the first forward nothing
+        is done.
+
+        Args:
+            async_op: Return at once a handle that waits; no forward may begin before it has.
+
+        Raises:
+            RuntimeError: If another unit encloses this one, `set_manual_backward_finalization` is off, a
+                backward is running, the last handle has not waited, or gradients were to be summed over a
+                part of the ranks only.
+        """
+        self._refuse_below_root("finalize_backward()")
+        schedule = self._schedule
+        schedule.finalize()
+        if async_op:
+            return _IssuedReduction(schedule)
+        schedule.await_reduction()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Decides whether gradients are reduced, or kept in full for a later backward.
@@ -162,8 +214,7 @@ class FSDPModule(nn.Module):
         Raises:
             RuntimeError: If another unit encloses this one.
         """
-        if _unit_of(self).nested:
-            raise RuntimeError(f"reset_iter_state() must be called on the root, not on {_unit_of(self).name}")
+        self._refuse_below_root("reset_iter_state()")
         self._schedule.reset()
 
     # conversions, copies, state dicts
@@ -181,6 +232,13 @@ class FSDPModule(nn.Module):
         """Returns a second module of the same values, on the same process groups; no communication."""
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a module that fully_shard has sharded ({_unit_of(self).name}) cannot be pickled, being tied to "
+            "its process group; save its state dict by torch.distributed.checkpoint or fsdp_wrap.checkpoint "
+            "instead (copy.deepcopy makes a second module)"
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.nn.Module`, with `DTensor`s."""
         self.reshard()
@@ -196,12 +254,39 @@ class FSDPModule(nn.Module):
     def _schedule(self) -> Schedule:
         return schedule_of(_unit_of(self))
 
+    def _refuse_below_root(self, doing: str) -> None:
+        if _unit_of(self).nested:
+            raise RuntimeError(f"{doing} must be called on the root, not on {_unit_of(self).name}")
+
     def _units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else [_unit_of(self)]
 
     def _set(self, recurse: bool, **options: Any) -> None:
         for unit in self._units(recurse):
             unit.set(**options)
+
+
+class GradientReductionHandle:
+    """Waits for what `FSDPModule.finalize_backward` has issued."""
+
+    def wait(self) -> None:
+        """Waits until the gradients are there.
+
+        Raises:
+            RuntimeError: If `FSDPModule.reset_iter_state` has dropped them.
+        """
+
+
+class _IssuedReduction(GradientReductionHandle):
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule: Schedule | None = schedule
+        self._issued = schedule.ending.issue()
+
+    def wait(self) -> None:
+        if self._schedule is not None:
+            self._schedule.ending.require_issued(self._issued)
+            self._schedule.await_reduction()
+            self._schedule = None
 
 
 class UnshardHandle:

@@ -18,6 +18,7 @@ from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import assemble
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit
+from fsdp_wrap._watch import deaths_told
 
 __all__ = [
     "FirstRank",
@@ -125,7 +126,8 @@ def is_sharded(value: Any) -> bool:
 def unsharded(value: Any) -> Any:
     """Returns torch's own kinds of sharded tensors as full ones (collective), all else as it is."""
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        with deaths_told():
+            return value.full_tensor()
     if not isinstance(value, ShardedTensor):
         return value
     metadata = value.metadata()
@@ -140,7 +142,8 @@ def unsharded(value: Any) -> Any:
             part.copy_(shard.tensor)
 
     def combine(data: torch.Tensor) -> None:
-        dist.all_reduce(data, op=dist.ReduceOp.MAX, group=value._process_group)
+        with deaths_told():
+            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=value._process_group)
 
     device = dist.distributed_c10d._get_pg_default_device(value._process_group)
     like = torch.empty(1, dtype=metadata.tensor_properties.dtype, device=device).expand(metadata.size)

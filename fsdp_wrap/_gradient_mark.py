@@ -31,7 +31,7 @@ class _Mark:
         self._param = param
         self._made = param.grad is None or (before is not None and before.made)
         if param.grad is None:
-            param.grad = torch.zeros_like(param)
+            param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
         self._grad, self._version = param.grad, _version_of(param.grad)
 
     @property

@@ -16,6 +16,7 @@ from functools import cached_property
 from operator import attrgetter
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
@@ -26,6 +27,9 @@ from fsdp_wrap._resizable import Buffer
 __all__ = ["Gradients"]
 
 _GRAD, _LAYOUT, _STRIDED = attrgetter("grad"), attrgetter("layout"), {torch.strided}
+
+_NOTHING = -0.0
+"""Stands where this rank has no gradient: a sum is -0.0 only if all that is summed is."""
 
 _FEW_RANKS = 16
 """Up to so many, dividing before a sum costs at most four of fp16's small exponents."""
@@ -43,6 +47,7 @@ class Gradients:
 
     Attributes:
         bulky: Whether one leaf's gradient alone takes half of the memory of all.
+        kept: Whether anything was kept for a later backward; see `accumulated`.
     """
 
     def __init__(
@@ -63,17 +68,22 @@ class Gradients:
         self._place = self._own
         self._filled = [False] * len(leaves)
         self.bulky = 2 * max(leaf.numel() for leaf in leaves) >= layout.full_numel
-        self._accumulated = False
+        self.kept = False
         self._unreduced = False
         self._partial: torch.Tensor | None = None
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
-            layout.allow_gradients_of_any_dtype()
+            layout.take_gradients_in(dtypes.grad)
 
     @property
     def collected(self) -> bool:
         """Whether there is anything in the reduce buffer."""
         return self._place.buffer.allocated
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """For each leaf, whether the reduce buffer holds a gradient of it."""
+        return self._filled
 
     @property
     def on_leaves(self) -> bool:
@@ -86,7 +96,7 @@ class Gradients:
     @property
     def accumulated(self) -> bool:
         """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
-        return self._accumulated and any(
+        return self.kept and any(
             filled and not zeroed for filled, zeroed in zip(self._filled, self._layout.zeroed())
         )
 
@@ -100,6 +110,11 @@ class Gradients:
         self._scale, after = 1.0 / before, before / contributors
         # Multiplying by a number would make such a tensor each time.
         self._factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
+
+    @property
+    def partial(self) -> bool:
+        """Whether something is kept that was summed over this copy's ranks only."""
+        return self._partial is not None
 
     # from the leaves into the reduce buffer
 
@@ -132,6 +147,8 @@ class Gradients:
 
     def _move_all(self) -> None:
         grads = [*map(_GRAD, self._leaves)]
+        if self._dtypes.arriving is None:
+            self._check_dtypes(grads)
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_LAYOUT, grads)} == _STRIDED
         if not plain or self._scale != 1.0 or any(self._filled):
             self._move(range(len(self._leaves)))
@@ -141,6 +158,16 @@ class Gradients:
         self._filled = [True] * len(grads)
         self._place.buffer.allocate()
         self._place.pack(grads)
+
+    def _check_dtypes(self, grads: Sequence[torch.Tensor | None]) -> None:
+        expected = self._dtypes.param
+        for fqn, grad in zip(self._layout.fqns, grads):
+            if grad is not None and grad.dtype != expected:
+                raise RuntimeError(
+                    f"the parameter '{fqn}', whose grad_dtype is None, got a gradient of {grad.dtype} on "
+                    f"rank {dist.get_rank()}, not of {expected} in which it was computed: ranks cannot know "
+                    "in which to reduce: set MixedPrecisionPolicy(reduce_dtype=...)"
+                )
 
     def _move(self, indices: Iterable[int]) -> None:
         leaves, filled, place, split = self._leaves, self._filled, self._place, self._layout.split
@@ -175,9 +202,10 @@ class Gradients:
         place, filled = self._place, self._filled
         if False in filled:
             place.allocate()
+            nothing = 0.0 if counts_unused else _NOTHING
             for index, parts in enumerate(place.parts):
                 for part in () if filled[index] else parts:
-                    part.zero_()
+                    part.fill_(nothing)
                 filled[index] = filled[index] or counts_unused
         self._layout.note_used(place.notes, filled)
         return place.tensor
@@ -198,12 +226,15 @@ class Gradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
+        used: Sequence[bool] = self._filled
+        if False in used:  # else there is nothing to ask
+            used = self._layout.used_by_any(shard, used)
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self._factor is not None:
             reduced.mul_(self._factor)
-        self._layout.add_reduced(reduced, self._filled)
         self._unreduced = False
         self.drop()
+        self._layout.add_reduced(reduced, used)
 
     # what was not
 
@@ -211,19 +242,19 @@ class Gradients:
         """Keeps the gradients collected so far, if any, for a later backward."""
         self._unreduced = True
         if self.collected:
-            self._accumulated = True
+            self.kept = True
             self._layout.mark_unsynced()
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
-        if self._accumulated:
+        if self.kept:
             for index, zeroed in enumerate(self._layout.zeroed()):
                 self._filled[index] = self._filled[index] and not zeroed
 
     def drop(self) -> None:
         """Forgets all that was collected and frees the reduce buffer."""
         self._filled = [False] * len(self._leaves)
-        self._accumulated = False
+        self.kept = False
         self._place.buffer.free()
         self._place = self._own
 
@@ -237,7 +268,7 @@ class Gradients:
         """Forgets what a failed backward left; what earlier backwards accumulated stays."""
         for leaf in self._leaves:
             leaf.grad = None
-        if not self._accumulated:
+        if not self.kept:
             self.drop()
 
     def lie_in(self, buffer: Buffer) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "default_group",
     "default_mesh",
     "groups_by_host",
+    "is_destroyed",
     "neighbours",
     "ranks_in",
     "time_limit",
@@ -36,6 +37,11 @@ class Ranks:
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @property
+    def members(self) -> list[int]:
+        """The group's ranks, as the default group counts them."""
+        return dist.get_process_group_ranks(self.group)
 
 
 def ranks_in(group: Any) -> Ranks:
@@ -83,9 +89,19 @@ def default_mesh() -> DeviceMesh:
         ValueError: If there is no process group.
     """
     group = default_group("fully_shard")
-    return _once_for(
-        group, "mesh", lambda: init_device_mesh(device_type_for(group), (dist.get_world_size(),))
-    )
+
+    def make() -> DeviceMesh:
+        mesh = init_device_mesh(device_type_for(group), (dist.get_world_size(),))
+        # It finds groups by name as well. Torch keeps meshes in caches of its own, and groups must not stay.
+        mesh._pg_registry.clear()
+        return mesh
+
+    return _once_for(group, "mesh", make)
+
+
+def is_destroyed(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group, as a weak reference gives it, is no longer to be used, though it may live on."""
+    return group is None or group not in dist.distributed_c10d._world.pg_map
 
 
 def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
@@ -151,7 +167,10 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakr
 
 
 def _once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made]) -> _Made:
-    """Makes what follows from a group once, for all units, and keeps it as long as the group lives."""
+    """Makes what follows from a group once, for all units, and keeps it as long as the group lives.
+
+    What is made must not refer to the group, or that lives for ever.
+    """
     made = _made.setdefault(group, {})
     if what not in made:
         made[what] = make()

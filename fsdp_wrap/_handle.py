@@ -5,42 +5,28 @@ SHARDED --unshard--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Reshar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
-from fsdp_wrap._in_flight import KeptParameters, Reduction
+from fsdp_wrap._in_flight import KeptParameters, NotedReduction, Reduction
 from fsdp_wrap._layout import Layout
-from fsdp_wrap._precision import SegmentDtypes
-from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
-from fsdp_wrap.api import MixedPrecision
+from fsdp_wrap._transport import ReduceScatter, Transport
 
-__all__ = ["HandleState", "ParamHandle", "ReduceScatter", "Transport"]
-
-ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
-"""Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
-
+__all__ = ["HandleState", "ParamHandle"]
 
 _NOTHING = Finished()
-_GATHERED = attrgetter("gathered")
-_VERSION = attrgetter("layout.version")
-
-
-class Transport(Protocol):
-    """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them."""
-
-    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending: ...
-
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending: ...
+_GATHERED, _VERSION = attrgetter("gathered"), attrgetter("layout.version")
+_FOLLOW_REPLACED = Segment.follow_replaced
 
 
 class HandleState(Enum):
@@ -68,7 +54,7 @@ class ParamHandle:
         layouts: One per segment.
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
-        policy: Dtypes of computation and communication.
+        policies: Dtypes of each layout.
 
     Attributes:
         state: What is in memory.
@@ -88,14 +74,15 @@ class ParamHandle:
         layouts: Sequence[Layout],
         communicator: Communicator,
         replicas: Communicator,
-        policy: MixedPrecision,
+        policies: Sequence[SegmentPolicy],
     ) -> None:
         self.communicator = communicator
         self.replicas = replicas
         self.transport: Transport = communicator
-        self._policy = policy
+        self._policies, self._keeps_storage = policies, False
+        self._trained = [True in layout.trains for layout in layouts]
         self._contributors: float = communicator.size * replicas.size
-        self.segments = [self._segment(layout) for layout in layouts]
+        self.segments = [*map(self._segment, layouts, self._dtypes_of(layouts))]
         self._note_contents()
         self.state = HandleState.SHARDED
         self.generation = 0
@@ -114,8 +101,9 @@ class ParamHandle:
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
-        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policy)
+        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies)
         handle.travel_by(self.transport)
+        handle.keep_storage(self._keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
         return handle
@@ -124,9 +112,13 @@ class ParamHandle:
         """Lets parameters and gradients travel another way from now on; what users are shown does not."""
         self.transport = transport
 
-    def _segment(self, layout: Layout) -> Segment:
-        dtypes = SegmentDtypes.of(layout.dtype, self._policy)
-        return Segment(layout, dtypes, self.communicator, self._contributors)
+    def _dtypes_of(self, layouts: Iterable[Layout]) -> list[SegmentDtypes]:
+        return segment_dtypes([*zip((each.dtype for each in layouts), self._policies, self._trained)])
+
+    def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
+        segment = Segment(layout, dtypes, self.communicator, self._contributors)
+        segment.keep_memory(self._keeps_storage)
+        return segment
 
     def _note_contents(self) -> None:
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
@@ -251,13 +243,21 @@ class ParamHandle:
         self.kept = None
         if self.state is not HandleState.UNSHARDED:
             return False
-        if within is not None:
+        if within is not None and not self._keeps_storage:  # which a gather from there may exchange
             self.kept = KeptParameters(self.segments, within)
         self.show_sharded()
         for segment in self.segments:
             segment.free()
         self.state = HandleState.SHARDED
         return True
+
+    def keep_storage(self, keep: bool) -> None:
+        """Decides whether the unsharded buffers stay where they are while the unit is sharded."""
+        self._keeps_storage = keep
+        for segment in self.segments:
+            segment.keep_memory(keep)
+            if self.state is HandleState.SHARDED:
+                segment.free()
 
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""
@@ -281,25 +281,22 @@ class ParamHandle:
             ValueError: If they do not fit.
         """
         assert self.state is HandleState.SHARDED
-        for index, segment in enumerate(self.segments):
-            layout, before = segment.layout, segment.layout.dtype
-            if segment.gradients.accumulated and any(
-                param.dtype != before for param in (layout.flat_param, *layout.sources)
-            ):
-                raise RuntimeError(
-                    f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while "
-                    "gradients left by no_sync wait for a backward; convert before or after the accumulation"
-                )
-            if not layout.follow_replaced():
-                continue
+        moved = [*map(_FOLLOW_REPLACED, self.segments)]
+        if True in moved:
             self.values += 1
             self._changed = True
-            if layout.dtype == before:
-                segment.follow_resident()
-            else:
-                self.segments[index] = self._segment(layout)
+            self._remake(moved)
+
+    def _remake(self, moved: Sequence[bool]) -> None:
+        """Makes segments of other dtypes anew, and lets others follow their layouts that have moved."""
+        wanted = self._dtypes_of(segment.layout for segment in self.segments)
+        for index, (segment, dtypes) in enumerate(zip(self.segments, wanted)):
+            if dtypes != segment.dtypes:
+                self.segments[index] = self._segment(segment.layout, dtypes)
                 self.generation += 1
-            self._note_contents()
+            elif moved[index]:
+                segment.follow_resident()
+        self._note_contents()
 
     @property
     def flat_param(self) -> nn.Parameter:
@@ -422,8 +419,11 @@ class ParamHandle:
                 shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
                 nbytes += full[-1].nbytes
         reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
-        replicas = self._summing if over_replicas else None
-        self._reduction = Reduction(segments, shards, reduce_scatter(shards, full), replicas)
+        pending = reduce_scatter(shards, full)
+        if self._reduce_scatter is not None or not self.transport.keeps_notes:
+            ranks = self.communicator if self.communicator.size > 1 else self.replicas
+            pending = NotedReduction(segments, shards, pending, ranks)
+        self._reduction = Reduction(segments, shards, pending, self._summing if over_replicas else None)
         return nbytes
 
     def finish_reduction(self) -> None:

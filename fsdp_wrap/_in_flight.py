@@ -8,7 +8,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._segment import Segment
 
-__all__ = ["KeptParameters", "Reduction"]
+__all__ = ["KeptParameters", "NotedReduction", "Reduction"]
 
 
 class KeptParameters:
@@ -27,6 +27,33 @@ class KeptParameters:
                 self._within.own_part(target.data).copy_(part)
 
         return self._within.gather_into(full, fill)
+
+
+class NotedReduction:
+    """A reduction that loses what the ranks have noted (by a hook, encoded), with the notes beside it.
+
+    Args:
+        segments: Whose gradients are reduced.
+        shards: What comes of them.
+        pending: The reduction.
+        ranks: Over which it sums.
+    """
+
+    def __init__(
+        self, segments: list[Segment], shards: list[torch.Tensor], pending: Pending, ranks: Communicator
+    ) -> None:
+        self._segments, self._shards, self._pending = segments, shards, pending
+        used = [mine for segment in segments for mine in segment.gradients.used]
+        self._counts = torch.tensor(used, dtype=torch.float32, device=ranks.device)
+        self._counting = ranks.all_reduce([self._counts])
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._counting.wait()
+        used = iter(self._counts.tolist())
+        for segment, shard in zip(self._segments, self._shards):
+            by_any = [next(used) > 0 for _ in segment.leaves]
+            segment.layout.note_in_shard(shard, by_any)
 
 
 class Reduction:

@@ -38,10 +38,11 @@ from fsdp_wrap._modules import (
     mark_owned,
     own_modules,
 )
-from fsdp_wrap._precision import BufferCasts
+from fsdp_wrap._param_checks import check_buffers, check_param
+from fsdp_wrap._precision import BufferCasts, SegmentPolicy
+from fsdp_wrap._refusals import refuse_earlier_optimizers
 from fsdp_wrap._schedule import guard_parametrizations
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
-from fsdp_wrap.api import MixedPrecision
 from fsdp_wrap.flat_param import FlatLayout
 
 __all__ = [
@@ -51,7 +52,6 @@ __all__ = [
     "assemble_unit",
     "build_unit",
     "check_module",
-    "check_param",
     "refuse_taken",
     "register_copy",
     "resolve_ignored",
@@ -69,20 +69,22 @@ class UnitSpec:
     Attributes:
         mesh: The ranks to shard over.
         device: Where the unit computes.
-        policy: Dtypes of computation and communication.
+        policy_of: Dtypes of computation and communication of a parameter.
         options: How the schedule treats the unit.
         ignored: What not to touch.
         parts: The modules that run, where the unit's own only holds them together.
         shared_memory: Whether ranks that share a host may communicate through its memory.
+        buffer_dtype: Dtype of buffers from the first forward on; None for their own.
     """
 
     mesh: ShardMesh
     device: torch.device
-    policy: MixedPrecision
+    policy_of: Callable[[nn.Parameter], SegmentPolicy]
     options: UnitOptions
     ignored: Ignored = field(default_factory=Ignored)
     parts: tuple[nn.Module, ...] = ()
     shared_memory: bool = True
+    buffer_dtype: torch.dtype | None = None
 
     def communicators(self) -> tuple[Communicator, Communicator]:
         """Returns those of the ranks that hold one copy between them, and of the replicas."""
@@ -166,6 +168,7 @@ def check_module(
     try:
         for slot in slots:
             check_param(slot)
+        check_buffers(module, ignored)
         check_materializable(module, slots, ignored, values)
     except (TypeError, ValueError) as found:
         error = found
@@ -205,14 +208,15 @@ def assemble_unit(
     module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec, make_layout: LayoutMaker
 ) -> Unit:
     """Makes a unit of a module whose tensors are where they belong."""
-    segments = _segments(slots)
+    segments = _segments(slots, spec.policy_of)
     communicator, replicas = spec.communicators()
     lenders = _borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
     layouts = [
         make_layout(segment, FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}", communicator)
-        for number, segment in enumerate(segments)
+        for number, segment in enumerate(segments.values())
     ]
-    handle = ParamHandle(layouts, communicator, replicas, spec.policy) if layouts else None
+    policies = [kind[-1] for kind in segments]
+    handle = ParamHandle(layouts, communicator, replicas, policies) if layouts else None
     modules = [each for _, each in own_modules(module, spec.ignored.modules)]
     unit = Unit(
         module,
@@ -220,7 +224,7 @@ def assemble_unit(
         spec.options,
         left=spec.ignored.left,
         lenders=lenders,
-        buffers=BufferCasts(modules, spec.policy.buffer_dtype),
+        buffers=BufferCasts(modules, spec.buffer_dtype),
         parts=spec.parts,
     )
     for fqn, below in units_in(module).items():
@@ -230,7 +234,8 @@ def assemble_unit(
     _taken.update(modules)
     for each in modules:
         mark_managed(each)
-    _note_owners(unit, segments)
+    _note_owners(unit, segments.values())
+    refuse_earlier_optimizers(unit, segments.values())
     return unit
 
 
@@ -339,29 +344,12 @@ def _lent_params(module: nn.Module) -> frozenset[nn.Parameter]:
     return frozenset(param for param in left if not is_owned(param))
 
 
-def check_param(slot: ParamSlot) -> None:
-    """Refuses a parameter that leaves could not stand for.
-
-    Raises:
-        TypeError: If its class may behave differently from a plain parameter.
-        ValueError: If it has gradient hooks.
-    """
-    param = slot.param
-    if type(param) is not nn.Parameter:
-        raise TypeError(
-            f"parameter '{slot.fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
-            "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
-        )
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
-            "with another tensor; remove them before wrapping"
-        )
-
-
-def _segments(slots: Iterable[ParamSlot]) -> list[list[ParamSlot]]:
-    by_kind: dict[tuple[torch.dtype, bool, bool], list[ParamSlot]] = {}
+def _segments(
+    slots: Iterable[ParamSlot], policy_of: Callable[[nn.Parameter], SegmentPolicy]
+) -> dict[tuple[torch.dtype, bool, bool, SegmentPolicy], list[ParamSlot]]:
+    by_kind: dict[tuple[torch.dtype, bool, bool, SegmentPolicy], list[ParamSlot]] = {}
     for slot in slots:
-        kind = slot.param.dtype, slot.param.requires_grad, slot.param.is_meta
+        param = slot.param
+        kind = param.dtype, param.requires_grad, param.is_meta, policy_of(param)
         by_kind.setdefault(kind, []).append(slot)
-    return list(by_kind.values())
+    return by_kind

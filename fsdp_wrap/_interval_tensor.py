@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fsdp_wrap._watch import deaths_told
+
 __all__ = ["Box", "IntervalTensor", "assemble", "boxes_of"]
 
 _aten = torch.ops.aten
@@ -310,4 +312,5 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(data: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+    with deaths_told(group):
+        dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)

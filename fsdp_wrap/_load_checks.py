@@ -14,6 +14,7 @@ from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, original_class
 from fsdp_wrap._originals import indexed_names, names_of_places
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._walks import walk
 from fsdp_wrap.api import StateDictType
 
 __all__ = ["check_fits", "key_problems", "refuse_problems"]
@@ -111,7 +112,7 @@ def _expected(module: nn.Module) -> tuple[dict[str, torch.Size | None], tuple[st
     full = _full_shapes(module)
     expected: dict[str, torch.Size | None] = {}
     own_way: list[str] = []
-    for name, child in module.named_modules(remove_duplicate=False):
+    for name, child in walk(module, all_names=True):
         prefix = clean_fqn(f"{name}.") if name else ""
         if _loads_its_own_way(child):
             own_way.append(prefix)

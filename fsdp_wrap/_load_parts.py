@@ -22,6 +22,7 @@ from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn, original_class
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._walks import walk
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import original_buffers
 
@@ -126,7 +127,7 @@ def _targets(module: nn.Module) -> dict[str, _Target] | None:
         for segment in handle.segments:
             sharded.update(_sharded_targets(segment.layout))
     targets: dict[str, _Target] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
+    for name, child in walk(module, all_names=True):
         if not loads_plainly(child):
             return None
         for key, target in _own_targets(child, sharded):

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._modules import Ignored, ParamSlot, children_first, own_modules, replace_tensor
+from fsdp_wrap._modules import Ignored, ParamSlot, own_modules, replace_tensor
 from fsdp_wrap._objects import all_gather_object
+from fsdp_wrap._walks import children_first
 
 __all__ = [
     "MaterializationError",

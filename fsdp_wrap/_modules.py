@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._walks import walk
+
 __all__ = [
     "UNIT_ATTR",
     "WRAPPED_ATTR",
@@ -17,7 +19,6 @@ __all__ = [
     "ParamPlaces",
     "Place",
     "ParamSlot",
-    "children_first",
     "clean_fqn",
     "collect_borrowed",
     "collect_slots",
@@ -132,16 +133,18 @@ def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None
         module._parameters[name] = param
 
 
-def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(
+    module: nn.Module, ignored: Collection[nn.Module] = (), *, all_names: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
     """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
 
     Yields:
-        (name relative to `module`, module), each module once, parents before children.
+        (name relative to `module`, module), parents before children, each module once or for all its names.
     """
     stack, seen = [("", module)], set[nn.Module]()
     while stack:
         prefix, current = stack.pop()
-        if current in seen:
+        if current in seen and not all_names:
             continue
         seen.add(current)
         yield prefix, current
@@ -157,16 +160,6 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """Returns a module's class without what a front-end has mixed into it."""
     mixed = UNIT_ATTR in module.__dict__ and WRAPPED_ATTR not in module._modules
     return type(module).__mro__[2] if mixed else type(module)  # itself, what was mixed in, the original
-
-
-def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Reorders what `own_modules` yields, from parents before children to children before parents."""
-    waiting: list[tuple[str, nn.Module]] = []
-    for name, module in modules:
-        while waiting and waiting[-1][0] and not name.startswith(f"{waiting[-1][0]}."):
-            yield waiting.pop()
-        waiting.append((name, module))
-    yield from reversed(waiting)
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -220,7 +213,7 @@ def _used_params(
     module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter]
 ) -> Iterator[tuple[str, Place, nn.Parameter]]:
     own = {current for _, current in own_modules(module, ignored.modules)}
-    for prefix, current in module.named_modules():
+    for prefix, current in walk(module):
         for name, param in current._parameters.items():
             wanted = param in lent or (current in own and param not in ignored.params)
             if param is not None and wanted and param not in ignored.left:

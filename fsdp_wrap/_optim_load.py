@@ -13,10 +13,11 @@ from torch import nn
 from fsdp_wrap._full_values import FirstRank, handles_of, unsharded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._originals import Original, Originals, originals_of, params_by_key
+from fsdp_wrap._optim_params import given_groups, originals_of, params_by_key
+from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._unit import units_in
 
-__all__ = ["load_optim_state_dict", "options_of"]
+__all__ = ["Target", "filled_group", "load_optim_state_dict", "options_of"]
 
 State = dict[str, Any]
 
@@ -57,14 +58,14 @@ def load_optim_state_dict(
         name: {key: _cut(names.by_name[name], key, value, counted) for key, value in given.entry(name)}
         for name in given.state
     }
-    targets = _targets(names, optim, optim_input)
+    targets = _targets(model, names, optim, optim_input)
     state = {
         key: built
         for target in targets
         for key, originals in zip(target.keys, target.originals)
         if (built := _source_state(originals, pieces))
     }
-    groups = [_filled_group(target, given.groups) for target in targets]
+    groups = [filled_group(target, given.groups) for target in targets]
     return {"state": {**state, **given.others}, "param_groups": groups}
 
 
@@ -186,33 +187,34 @@ def _cut(original: Original, key: str, value: Any, counted: frozenset[str]) -> A
 
 
 @dataclass(frozen=True)
-class _Target:
-    """A parameter group to load into.
+class Target:
+    """A parameter group to load into, or to number for.
 
     Attributes:
         keys: Under what the optimizer's state dict has its parameters.
         originals: For each, what it stands for.
-        options: The group's options as they are now.
+        options: The group's options as they are now; None if they are not known.
     """
 
     keys: list[Any]
     originals: list[list[Original]]
-    options: dict[str, Any]
+    options: dict[str, Any] | None = None
 
 
-def _targets(names: Originals, optim: torch.optim.Optimizer | None, optim_input: Any) -> list[_Target]:
+def _targets(
+    model: nn.Module, names: Originals, optim: torch.optim.Optimizer | None, optim_input: Any
+) -> list[Target]:
     if optim is not None:
         now = optim.state_dict()
         return [
-            _Target(keys, [names.of(param) for param in params], options_of(saved))
+            Target(keys, [names.of(param) for param in params], options_of(saved))
             for saved, (keys, params) in zip(now["param_groups"], params_by_key(optim, now))
         ]
     targets, count = [], 0
-    for group in names.groups(optim_input):
-        sources = list({id(original.source): original.source for original in group}.values())
-        keys: list[Any] = list(range(count, count + len(sources)))
-        count += len(sources)
-        targets.append(_Target(keys, [names.of(source) for source in sources], {}))
+    for group in given_groups(model, optim_input):
+        keys: list[Any] = list(range(count, count + len(group.params)))
+        count += len(keys)
+        targets.append(Target(keys, [names.of(param) for param in group.params]))
     return targets
 
 
@@ -258,22 +260,32 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _filled_group(target: _Target, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a group with the options of the saved group that has the same parameters."""
+def filled_group(target: Target, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a group with the options of the saved group that has the same parameters.
+
+    Raises:
+        ValueError: If there are several, with other options each, or none and the options are not known.
+    """
     place = {name: index for index, group in enumerate(groups) for name in group.get("params", ())}
     options, origin = target.options, ""
-    for name in (original.fqn for originals in target.originals for original in originals):
+    wanted = [original.fqn for originals in target.originals for original in originals]
+    for name in wanted:
         if name not in place:
             continue
         saved = options_of(groups[place[name]])
         saved.pop("param_names", None)
-        if origin and not _same_options(options, saved):
+        if origin and options is not None and not _same_options(options, saved):
             raise ValueError(
                 f"parameters '{origin}' and '{name}' are in one group of the optimizer, but were saved in "
                 f"groups with other options: {options} and {saved}; make groups as they were"
             )
         options, origin = saved, origin or name
-    kept = {key: value for key, value in target.options.items() if key == "param_names"}
+    if options is None:
+        raise ValueError(
+            f"the optimizer state dict has no group with any of {', '.join(map(repr, wanted)) or 'nothing'}, "
+            "which are one in optim_input, so the group's options are not known: pass optim instead"
+        )
+    kept = {key: value for key, value in (target.options or {}).items() if key == "param_names"}
     return {**copy.deepcopy(dict(options)), **kept, "params": target.keys}
 
 

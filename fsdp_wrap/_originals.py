@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp_wrap._full_values import FullValue, full_values, handles_of
@@ -16,9 +15,9 @@ from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import Place, clean_fqn
-from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._walks import walk
 
 __all__ = [
     "Original",
@@ -26,8 +25,6 @@ __all__ = [
     "indexed_names",
     "names_in",
     "names_of_places",
-    "originals_of",
-    "params_by_key",
 ]
 
 
@@ -143,54 +140,17 @@ class Originals:
             sizes[key] = sizes.get(key, 0) + original.shape.numel() * original.source.element_size()
         return max(sizes.values(), default=0)
 
-    def groups(self, params: Any) -> list[list[Original]]:
-        """Reads what users give optimizers: parameters, or groups of them; None for all of the module."""
-        if params is None:
-            return [list(self.by_name.values())]
-        given = list(params)
-        if given and isinstance(given[0], dict):
-            return [self.in_group(_listed(group["params"])) for group in given]
-        return [self.in_group(given)]
-
-
-def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
-    """Checks that now is the time for `doing`, and returns the model's parameters.
-
-    Raises:
-        RuntimeError: Inside a forward or backward.
-        TypeError: If `optim` is neither an optimizer nor None.
-        ValueError: If parameters were sharded by `fully_shard`.
-    """
-    if optim is not None and not isinstance(optim, torch.optim.Optimizer):
-        raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
-    for unit in units_in(model).values():
-        schedule_of(unit).require_idle(doing)
-    names = Originals(model)
-    for original in names.by_name.values():
-        if isinstance(original.source, DTensor):
-            raise ValueError(
-                f"parameter '{original.fqn}' was sharded by fully_shard, so its optimizer state is made of "
-                "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
-            )
-    return names
-
-
-def params_by_key(
-    optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> Iterator[tuple[list[Any], list[nn.Parameter]]]:
-    """Yields, for each group, its parameters' keys in the optimizer's state dict, and the parameters."""
-    for saved, group in zip(state_dict["param_groups"], optim.param_groups):
-        yield saved["params"], group["params"]
-
-
-def _listed(params: Any) -> list[torch.Tensor]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+    def describe(self, param: torch.Tensor) -> str:
+        """Names a parameter of an optimizer for messages."""
+        fqns = [original.fqn for original in self._by_source.get(id(param), ())]
+        others = f" (and {len(fqns) - 1} others of its FlatParameter)" if len(fqns) > 1 else ""
+        return f"parameter '{fqns[0]}'{others}" if fqns else f"a parameter of shape {tuple(param.shape)}"
 
 
 def _walk(module: nn.Module) -> Iterator[Original]:
     owned, sources = _owned(module)
     seen: set[object] = set()
-    for prefix, child in module.named_modules():
+    for prefix, child in walk(module):
         for name, param in child._parameters.items():
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
             owner = owned.get((child, name))
@@ -231,7 +191,7 @@ def _owned(
 def names_of_places(module: nn.Module) -> dict[Place, list[str]]:
     """Returns the clean names under which every place in a module shows a parameter."""
     names: dict[Place, list[str]] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
+    for prefix, child in walk(module, all_names=True):
         for name in child._parameters:
             full = clean_fqn(f"{prefix}.{name}" if prefix else name)
             names.setdefault((child, name), []).append(full)

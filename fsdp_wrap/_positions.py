@@ -8,6 +8,8 @@ from different units complete, with wrong parameters.
 The files' names follow from a word that the ranks of a job agree on through the store. A rank whose file is
 not found runs on another host and is left out. An owner keeps its file locked, and the lock ends with the
 process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file to remove.
+A rank that ends leaves its files to those that live, who may not have looked yet. The last one to end removes
+all, those of killed ranks as well.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +45,9 @@ _COMPARED = _NUMBER_BYTES + 8  # number and digest
 _RING = 32  # the latest collectives of a group
 _SLOT = _ENTRY.size
 _SIZE = _SLOT * (1 + _RING)
-_PREFIX = "fsdp_wrap-"
+_PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the latter stands behind the job's word
 _LEFT_OVER_AFTER = 60.0  # seconds in which the survivors of a killed rank may still want its file
+_MOST_NAMED = 8  # ranks of which nothing is known
 _PHASES = list(Phase)
 
 
@@ -88,7 +92,7 @@ class _File:
 
     @classmethod
     def create(cls, path: Path) -> _File:
-        """Makes this rank's own file; it goes with its last user or with the process.
+        """Makes this rank's own file; it goes with its last user, or when all ranks of the host have ended.
 
         Raises:
             OSError: If that is not possible.
@@ -96,11 +100,12 @@ class _File:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            written = os.write(descriptor, bytes(_SIZE))  # without space an error here, not a signal later
-            file = cls(mmap.mmap(descriptor, written), path)
+            os.posix_fallocate(descriptor, 0, _SIZE)  # without space an error here, not a signal later
+            file = cls(mmap.mmap(descriptor, _SIZE), path)
         except (OSError, ValueError) as error:
-            _give_up(path, descriptor)
-            raise OSError(f"cannot write {path}") from error
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise OSError(f"cannot write {path}: {error}") from error
         # Unlike atexit it also runs in the children of multiprocessing, and in no copy made by a fork.
         Finalize(file, _give_up, args=(path, descriptor), exitpriority=0)
         return file
@@ -168,8 +173,19 @@ def _can_lock(descriptor: int) -> bool:
 
 
 def _give_up(path: Path, descriptor: int) -> None:
-    path.unlink(missing_ok=True)
+    if not is_exiting():
+        path.unlink(missing_ok=True)
     os.close(descriptor)  # and with it the lock
+    if is_exiting():
+        _remove_if_all_ended(path.parent, path.name.partition(_SEPARATOR)[0])
+
+
+def _remove_if_all_ended(directory: Path, job: str) -> None:
+    """Removes the files of a job if none of its ranks on this host lives."""
+    files = list(directory.glob(f"{job}{_SEPARATOR}*"))
+    if all(map(_abandoned, files)):
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 class _Job:
@@ -179,7 +195,9 @@ class _Job:
         self._directory = _directory()
         self._word = secrets.token_hex(8)
         self._enabled = dist.get_backend() != "fake"  # where there are no other ranks to show anything
-        self._groups: dict[str, GroupPositions] = {}
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPositions]
+        self._groups = weakref.WeakKeyDictionary()
+        self._names: Counter[str] = Counter()
         try:
             if self._enabled:
                 self._word = _agree(self._word)
@@ -189,11 +207,11 @@ class _Job:
 
     def positions_of(self, group: dist.ProcessGroup, world: dist.ProcessGroup) -> GroupPositions:
         """Returns the positions of a group, the same to all who ask."""
-        name = group.group_name
-        if name not in self._groups:
+        if group not in self._groups:
             whole = None if group is world else self.positions_of(world, world)
-            self._groups[name] = GroupPositions(self, group, whole)
-        return self._groups[name]
+            self._names[group.group_name] += 1
+            self._groups[group] = GroupPositions(self, group, whole)
+        return self._groups[group]
 
     @property
     def groups(self) -> Iterable[GroupPositions]:
@@ -201,9 +219,10 @@ class _Job:
         return self._groups.values()
 
     def path(self, group: dist.ProcessGroup, rank: int) -> Path:
-        """Returns where a rank's file is, if it has one."""
-        name = hashlib.blake2b(group.group_name.encode(), digest_size=6).hexdigest()
-        return self._directory / f"{_PREFIX}{self._word}-{name}-{rank}"
+        """Returns where a rank's file is, if it has one; another group of the name may have been before."""
+        name = f"{group.group_name} {self._names[group.group_name]}"
+        name = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+        return self._directory / f"{_PREFIX}{self._word}{_SEPARATOR}{name}-{rank}"
 
     def create(self, path: Path) -> _File:
         """Makes a file of this rank's own; memory that nobody sees where that is not possible."""
@@ -354,6 +373,10 @@ class GroupPositions:
         slot = _slot(number)
         return all(peer.number(slot) >= number for peer in self._peers.values())
 
+    def knows(self, rank: int) -> bool:
+        """Whether a rank of the job has been seen on this host."""
+        return rank in self._peers
+
     def lives(self, rank: int) -> bool:
         """Whether a rank of the job lives; of other hosts' that is assumed."""
         return rank not in self._peers or self._peers[rank].owner_lives()
@@ -378,7 +401,7 @@ class GroupPositions:
                 line += f"; last collective, number {last.number} of the group: {last}"
             lines.append(f"  rank {rank} ({world._state(rank)}): {line}")
         if world._missing:
-            lines.append(f"  {len(world._missing)} more ranks run on other hosts or have not begun")
+            lines.append(f"  not begun, or not on this host: {_listed(world._missing)}")
         return "\n".join(lines)
 
     def _refuse_mix_up(self, number: int, all_came: bool) -> None:
@@ -417,6 +440,13 @@ class GroupPositions:
             if file is not None:
                 self._peers[rank] = file
                 del self._missing[rank]
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """Names ranks, of many the first."""
+    named = [f"rank {rank}" for rank in ranks]
+    rest = [f"{len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
+    return ", ".join(named[:_MOST_NAMED] + rest)
 
 
 class Tree:

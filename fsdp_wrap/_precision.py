@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,21 @@ import torch
 from torch import nn
 
 from fsdp_wrap._tree import iter_tensors, map_tensors
-from fsdp_wrap.api import MixedPrecision
+from fsdp_wrap.api import MixedPrecision, MixedPrecisionPolicy
 
-__all__ = ["BufferCasts", "FullPrecision", "InputCasts", "SegmentDtypes", "cast_floating", "floating_dtype"]
+__all__ = [
+    "BufferCasts",
+    "FullPrecision",
+    "InputCasts",
+    "SegmentDtypes",
+    "SegmentPolicy",
+    "cast_floating",
+    "floating_dtype",
+    "segment_dtypes",
+]
+
+_REDUCED_IN_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
+"""Whether torch's own `fully_shard`, from 2.15 on, follows `grad_dtype` where no reduce dtype is given."""
 
 
 def is_castable(dtype: torch.dtype) -> bool:
@@ -46,26 +58,121 @@ class SegmentDtypes:
         param: Of the leaves, and of the bytes that a gather moves.
         reduce: Of the gradients while they are accumulated and reduced.
         grad: Of the sharded parameters' gradients.
+        arriving: To which autograd casts the leaves' gradients; None lets it leave them as they are.
     """
 
     master: torch.dtype
     param: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
-
-    @classmethod
-    def of(cls, master: torch.dtype, policy: MixedPrecision) -> SegmentDtypes:
-        """Applies a policy; gradients are reduced in the param dtype unless it says otherwise."""
-        if not is_castable(master):
-            return cls(master, master, master, master)
-        param = policy.param_dtype or master
-        reduce = policy.reduce_dtype or param
-        return cls(master, param, reduce, reduce if policy.keep_low_precision_grads else master)
+    arriving: torch.dtype | None
 
     def __str__(self) -> str:
         used = {"computed in": self.param, "reduced in": self.reduce}
         others = [f"{how} {_short(dtype)}" for how, dtype in used.items() if dtype != self.master]
         return ", ".join([_short(self.master), *others])
+
+
+@dataclass(frozen=True)
+class SegmentPolicy:
+    """Which dtypes are wanted of the parameters of one segment, whatever their master dtype.
+
+    Attributes:
+        param: To compute and gather in; None for the master dtype.
+        reduce: To accumulate and reduce gradients in; None for the sharded gradients' or the param dtype.
+        grad: Of the sharded parameters' gradients; None for the master dtype.
+        keeps_reduced: Whether those stay as they were reduced instead.
+        follows_grad: Whether it is the sharded gradients' dtype that stands for a missing `reduce`.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    grad: torch.dtype | None = None
+    keeps_reduced: bool = False
+    follows_grad: bool = False
+
+    @classmethod
+    def of(cls, policy: MixedPrecision) -> SegmentPolicy:
+        """Applies the wrapper's policy."""
+        return cls(policy.param_dtype, policy.reduce_dtype, keeps_reduced=policy.keep_low_precision_grads)
+
+    @classmethod
+    def of_param(cls, param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> SegmentPolicy:
+        """Applies the policy of `fully_shard` to one parameter, which is named in messages.
+
+        Raises:
+            ValueError: If the policy's function returns a dtype that is neither of the two allowed.
+        """
+        computed = _overridden(param, fqn, policy)
+        if not _REDUCED_IN_GRAD_DTYPE:
+            return cls(computed, policy.reduce_dtype)
+        asked: bool = param._has_grad_dtype_override  # type: ignore[attr-defined]
+        return cls(
+            computed,
+            policy.reduce_dtype,
+            grad=param.grad_dtype if asked else None,
+            keeps_reduced=asked and param.grad_dtype is None,
+            follows_grad=policy.reduce_dtype is None,
+        )
+
+    def reduced_in(self, master: torch.dtype) -> torch.dtype:
+        """Returns the dtype to reduce in, were there no other segments in the unit."""
+        if self.reduce is not None:
+            return self.reduce
+        if self.follows_grad and not self.keeps_reduced:
+            return self.grad or master
+        return self.param or master
+
+    def dtypes(self, master: torch.dtype, reduce: torch.dtype) -> SegmentDtypes:
+        """Returns all dtypes, given that to reduce in."""
+        param = self.param or master
+        arriving: torch.dtype | None = param
+        if self.follows_grad and self.keeps_reduced:
+            arriving = None
+        elif self.follows_grad and self.grad is not None and self.grad.itemsize < param.itemsize:
+            arriving = self.grad
+        return SegmentDtypes(
+            master, param, reduce, reduce if self.keeps_reduced else self.grad or master, arriving
+        )
+
+
+def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) -> list[SegmentDtypes]:
+    """Returns the dtypes of one unit's segments.
+
+    Where the sharded gradients' dtypes decide in what is reduced and those of one master dtype differ, the
+    widest does for all, as in torch.
+
+    Args:
+        segments: The master dtype, the policy and whether it trains, of each.
+    """
+    widest: dict[torch.dtype, torch.dtype] = {}
+    for master, policy, trains in segments:
+        if trains and policy.follows_grad:
+            own = policy.reduced_in(master)
+            widest[master] = torch.promote_types(widest.get(master, own), own)
+    found = []
+    for master, policy, _ in segments:
+        if not is_castable(master):
+            found.append(SegmentDtypes(master, master, master, master, master))
+            continue
+        reduce = policy.reduced_in(master)
+        if policy.follows_grad:
+            reduce = torch.promote_types(reduce, widest.get(master, reduce))
+        found.append(policy.dtypes(master, reduce))
+    return found
+
+
+def _overridden(param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    override = policy.param_dtype_override_fn
+    chosen = None if override is None else override(param)
+    if chosen is None or chosen == policy.param_dtype:
+        return policy.param_dtype
+    if not isinstance(chosen, torch.dtype) or chosen != param.dtype:
+        raise ValueError(
+            f"param_dtype_override_fn returned {chosen!r} for parameter '{fqn}'; it must return None, "
+            f"param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype})"
+        )
+    return chosen
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,18 +1,29 @@
-"""What modules must not do with a unit's parameters in forward and backward, and is refused by name."""
+"""What must not be done with a unit's parameters, and is refused by name."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._modules import ParamSlot
+from fsdp_wrap._steps import refuse_in_steps
 from fsdp_wrap._unit import Unit, Use
 
-__all__ = ["ParametrizationGuard", "refuse_graph", "refuse_outdated", "refuse_parameter_views"]
+__all__ = [
+    "ParametrizationGuard",
+    "refuse_earlier_optimizers",
+    "refuse_graph",
+    "refuse_outdated",
+    "refuse_parameter_views",
+]
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
@@ -74,3 +85,27 @@ class ParametrizationGuard:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParametrizationGuard:
         unit = self._unit()
         return self if unit is None else ParametrizationGuard(memo.get(id(unit), unit))
+
+
+def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
+    """Lets optimizers raise when they step that hold the Parameter objects for which others stand now."""
+    handle = unit.handle
+    slots = chain.from_iterable(segments)
+    sources = chain.from_iterable(each.layout.sources for each in handle.segments) if handle else ()
+    why = functools.partial(_why_left, weakref.ref(unit))
+    refuse_in_steps(
+        (slot.param, functools.partial(why, slot.fqn))
+        for slot, source in zip(slots, sources)
+        if slot.param is not source
+    )
+
+
+def _why_left(reference: weakref.ref[Unit], fqn: str) -> str:
+    unit = reference()
+    name = fqn if unit is None else unit.name_of(fqn)
+    return (
+        f"was made before the model was sharded and holds the parameter '{name}' as it was then, which "
+        f"training no longer reaches (seen on rank {dist.get_rank()}): make it from model.parameters() after "
+        "sharding, or wrap with FullyShardedDataParallel(..., use_orig_params=True), which keeps the "
+        "Parameter objects"
+    )

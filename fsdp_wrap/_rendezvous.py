@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._channel import LENDER, Board, Channel, Peer
+from fsdp_wrap._groups import Ranks
 from fsdp_wrap._shared_memory import PeerMemory, own_memory
 from fsdp_wrap._signals import Life, require_futex
 
@@ -79,12 +80,12 @@ class _Offer:
         OSError: If the host does not allow it.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         require_futex()
-        self._rank, self._size = rank, size
+        self._members, self._rank, self._size = ranks.members, ranks.rank, ranks.size
         self._memory = own_memory()
-        self._begin = self._memory.take(Board.nbytes(size))  # for good: peers may acknowledge late
-        Board(self._memory, self._begin, size).clear()
+        self._begin = self._memory.take(Board.nbytes(ranks.size))  # for good: peers may acknowledge late
+        Board(self._memory, self._begin, ranks.size).clear()
 
     def address(self) -> _Address:
         """Returns where peers find it."""
@@ -103,7 +104,7 @@ class _Offer:
             for rank, there in enumerate(addresses)
             if rank != self._rank
         }
-        return Channel(self._rank, self._memory, self._begin, peers, lends)
+        return Channel(self._members, self._rank, self._memory, self._begin, peers, lends)
 
     def _peer(self, there: _Address, private: bool) -> Peer:
         memory = PeerMemory(there.process, there.memory, there.word, private)
@@ -117,18 +118,18 @@ class Exchange:
     """Ranks tell each other something through the store, since their collectives may be counted or fail.
 
     Args:
-        group: Whose ranks.
-        rank: This one's number in it.
-        size: Of the group.
+        ranks: Of the group.
         value: What this rank tells, which can be pickled.
+        has_ended: Tells of a rank of the group whether it has, as far as can be known.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, value: Any) -> None:
+    def __init__(self, ranks: Ranks, value: Any, has_ended: Callable[[int], bool]) -> None:
+        self._members, self._has_ended = ranks.members, has_ended
         self._store = dist.distributed_c10d._get_default_store()
-        name = f"fsdp_wrap/exchange/{group.group_name}"
-        turn = self._store.add(f"{name}/{rank}", 1)  # the store may have seen another group of the name
-        self._keys = [f"{name}/{other}/{turn}" for other in range(size)]
-        self._store.set(self._keys[rank], pickle.dumps(value).hex())
+        name = f"fsdp_wrap/exchange/{ranks.group.group_name}"
+        turn = self._store.add(f"{name}/{ranks.rank}", 1)  # the store may have seen another group of the name
+        self._keys = [f"{name}/{other}/{turn}" for other in range(ranks.size)]
+        self._store.set(self._keys[ranks.rank], pickle.dumps(value).hex())
 
     def wait(self) -> None:
         while not self.wait_for(timedelta(seconds=1)):
@@ -138,9 +139,17 @@ class Exchange:
         begin = time.monotonic()
         while not self._store.check(self._keys):  # stores differ in how they tell that a wait was too long
             if time.monotonic() - begin > limit.total_seconds():
+                self._refuse_ended()
                 return False
             time.sleep(_PAUSE)
         return True
+
+    def _refuse_ended(self) -> None:
+        """Raises a RuntimeError if a rank has ended that has not told anything, and so will not."""
+        silent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        for rank in filter(self._has_ended, silent):
+            if not self._store.check([self._keys[rank]]):  # nor has it just before its end
+                raise RuntimeError(f"rank {self._members[rank]} has ended")
 
     def values(self) -> list[Any]:
         """Returns what each rank has told, by rank, once it was waited for."""
@@ -163,32 +172,31 @@ TellAll = Callable[[Any], list[Any]]
 """Tells all ranks a small picklable value; returns that of each, by rank."""
 
 
-def find_hosts(rank: int, tell_all: TellAll) -> Hosts | None:
+def find_hosts(ranks: Ranks, tell_all: TellAll) -> Hosts | None:
     """Finds out where the ranks of a group run; None where one cannot tell, of which the first warns."""
     hosts = tell_all(_or_error(_host))
-    return None if _refused(hosts, rank) else Hosts(hosts)
+    return None if _refused(hosts, ranks) else Hosts(hosts)
 
 
-def open_channel(rank: int, size: int, tell_all: TellAll) -> Channel | None:
+def open_channel(ranks: Ranks, tell_all: TellAll) -> Channel | None:
     """Opens the channel of a group on one host; None, with a warning of the first rank, if it is not allowed.
 
     Args:
-        rank: This rank.
-        size: How many there are.
+        ranks: Of the group.
         tell_all: Between them; called twice, whatever comes out.
     """
-    offer = _or_error(lambda: _Offer(rank, size))
+    offer = _or_error(lambda: _Offer(ranks))
     addresses = tell_all(offer.address() if isinstance(offer, _Offer) else offer)
-    channel = _or_error(lambda: _connect(offer, addresses))
-    return None if _refused(tell_all(channel if isinstance(channel, str) else None), rank) else channel
+    channel = _or_error(lambda: _connect(offer, dict(zip(ranks.members, addresses))))
+    return None if _refused(tell_all(channel if isinstance(channel, str) else None), ranks) else channel
 
 
-def _connect(offer: Any, addresses: list[Any]) -> Channel:
-    for rank, address in enumerate(addresses):
+def _connect(offer: Any, addresses: dict[int, Any]) -> Channel:
+    for rank, address in addresses.items():
         if isinstance(address, str):
             raise OSError(f"rank {rank}: {address}")
     assert isinstance(offer, _Offer)
-    return offer.channel(addresses)
+    return offer.channel([*addresses.values()])
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
@@ -199,10 +207,11 @@ def _or_error(make: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def _refused(answers: list[Any], rank: int) -> bool:
+def _refused(answers: list[Any], ranks: Ranks) -> bool:
     """Whether a rank has told of something that went wrong."""
-    errors = [f"rank {other}: {answer}" for other, answer in enumerate(answers) if isinstance(answer, str)]
-    if errors and rank == 0:
+    by_rank = zip(ranks.members, answers)
+    errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, str)]
+    if errors and ranks.rank == 0:
         warnings.warn(
             f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
             "process group, which is slower; with FSDP_WRAP_SHARED_MEMORY=0 this is not tried",

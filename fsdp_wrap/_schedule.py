@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
+from fsdp_wrap._finalization import BackwardEnd
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._refusals import (
     ParametrizationGuard,
@@ -31,7 +32,7 @@ from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
 
-__all__ = ["Schedule", "schedule_of"]
+__all__ = ["Schedule", "require_idle", "schedule_of"]
 
 
 class Schedule:
@@ -39,6 +40,9 @@ class Schedule:
 
     Args:
         root: The unit whose forward is outermost; all units below it join.
+
+    Attributes:
+        ending: Who waits for the last reduction of a backward.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -57,7 +61,8 @@ class Schedule:
         self._keeps_graph = False
         self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
-        self._finishes = True
+        below = {unit: unit.schedule for unit in self._units if isinstance(unit.schedule, Schedule)}
+        self.ending: BackwardEnd = BackwardEnd({unit: schedule.ending for unit, schedule in below.items()})
         self._event: Any = None
         handles = (unit.handle for unit in self._units if unit.handle is not None)
         self._device = next((handle.communicator.device for handle in handles), torch.device("cpu"))
@@ -147,7 +152,8 @@ class Schedule:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.record(unit)
-        if unit.running == 1 and unit.ran(use.part) and not self._keeps_parameters(use, bool(with_grad)):
+        over = unit.running == 1 and unit.ran(use.part)
+        if over and not unit.keeps_parameters(use, bool(with_grad), unit is self.root):
             self._traffic.reshard(unit, Phase.FORWARD, unit.options.reshards_within if with_grad else None)
 
     def exit_forward(self, use: Use) -> None:
@@ -187,6 +193,7 @@ class Schedule:
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
+        self.ending.require_waited("a forward")
         self._trains = torch.is_grad_enabled()
         iteration = self._traffic.begin_iteration()
         self._order.begin_forward()
@@ -200,17 +207,6 @@ class Schedule:
             self._traffic.reshard(unit, Phase.FORWARD)
             if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
-
-    def _keeps_parameters(self, use: Use, has_grad_outputs: bool) -> bool:
-        unit = use.unit
-        assert unit.handle is not None
-        if not torch.is_grad_enabled():
-            return False
-        if not has_grad_outputs:  # gradients may enter through something that no hook can see
-            return use.watched > 0 or unit.handle.trainable
-        if unit is self.root and unit.options.keeps_as_root:
-            return unit.module.training
-        return not unit.options.reshard_after_forward
 
     def _hook_leaves(self, unit: Unit) -> None:
         assert unit.handle is not None
@@ -344,6 +340,7 @@ class Schedule:
         """Begins the backward of this tree, at the first hook that runs."""
         self._backward_open = True
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
+        self.ending.begin()
         self._order.begin_backward()
         self._order_check.begin_backward()
         for unit in self._units:
@@ -361,8 +358,9 @@ class Schedule:
                 self._finish_backward_of(unit, handle)
             if not self._reduces(unit):
                 handle.keep_accumulated()
-        if self._finishes:
+        if self.ending.automatic:
             self._make_room()
+            self.ending.finish()
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
@@ -419,9 +417,24 @@ class Schedule:
         if unit.handle is not None and not unit.running:
             unit.handle.reshard()  # what it keeps within a smaller group as well
 
-    def finish_backwards(self, finish: bool) -> None:
-        """Decides whether the end of a backward waits for the last reduction; the next one does otherwise."""
-        self._finishes = finish
+    @torch.no_grad()
+    def finalize(self) -> None:
+        """Ends the backwards since the last end, by hand, save for `await_reduction`."""
+        if not self._traffic.iteration:
+            return
+        if any(unit.handle is not None and unit.handle.replicas.size > 1 for unit in self._units):
+            self._make_room()  # sums over replicas begin there
+        self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
+        for unit in self._units:
+            if unit.handle is not None:
+                unit.handle.forget_zeroed()
+                self._end_unsharded_backward(unit, Phase.IDLE)
+                self._take_gradients(unit, Phase.IDLE)
+
+    def await_reduction(self) -> None:
+        """Waits for the last reduction."""
+        self._make_room()
+        self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
         """Lets the next iteration begin after an event on another stream."""
@@ -435,6 +448,7 @@ class Schedule:
     def reset(self) -> None:
         """Drops whatever a forward or backward left, and gradients that wait for a reduction."""
         self._abandon_backward()
+        self.ending.finish()
         for unit in self._units:
             self._traffic.reshard(unit, Phase.IDLE)
             if unit.handle is not None:
@@ -509,6 +523,16 @@ def schedule_of(unit: Unit) -> Schedule:
     """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
     schedule = unit.schedule
     return schedule if isinstance(schedule, Schedule) else Schedule(unit)
+
+
+def require_idle(units: Iterable[Unit], doing: str) -> None:
+    """Refuses what must not happen in the middle of a forward or backward of any of the units.
+
+    Raises:
+        RuntimeError: As `Schedule.require_idle`.
+    """
+    for schedule in dict.fromkeys(map(schedule_of, units)):
+        schedule.require_idle(doing)
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:

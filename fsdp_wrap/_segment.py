@@ -51,7 +51,11 @@ class Segment:
         )
         self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
         self.leaves = layout.make_leaves(self.full.tensor)
+        if dtypes.arriving != dtypes.param:
+            for leaf in self.leaves:
+                leaf.grad_dtype = dtypes.arriving
         self.trainable = False
+        self._keeps_memory = False
         self._version = 0
         self._counted = (self.leaves[0],)  # all leaves are views of one tensor, whose counter they share
         _set_versions(self._counted, (_FREED,))
@@ -89,7 +93,7 @@ class Segment:
         """
         self._version = self._counted[0]._version
         _set_versions(self._counted, (_FREED,))
-        if self.gradients.lie_in(self.full):
+        if self._keeps_memory or self.gradients.lie_in(self.full):
             return
         if self.full.resizable:
             self.full.free()
@@ -104,11 +108,34 @@ class Segment:
         self.full.free()
         self.gathered.free()
 
+    def follow_replaced(self) -> bool:
+        """Lets the layout take over data that the user has put in the place of a sharded unit's.
+
+        Returns:
+            Whether the shard lies elsewhere now, and perhaps in another dtype.
+
+        Raises:
+            RuntimeError: If the dtype is another and gradients accumulated in the old one wait.
+            ValueError: If they do not fit.
+        """
+        layout, before = self.layout, self.layout.dtype
+        waiting = self.gradients.kept and self.gradients.accumulated
+        if waiting and any(param.dtype != before for param in (layout.flat_param, *layout.sources)):
+            raise RuntimeError(
+                f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while gradients "
+                "left by no_sync wait for a backward; convert before or after the accumulation"
+            )
+        return layout.follow_replaced()
+
     def follow_resident(self) -> None:
         """Goes over to where a layout's resident buffer lies now."""
         if self.layout.resident is not None and self.dtypes.param == self.dtypes.master:
             self.full = self.gathered = ResidentBuffer(self.layout.resident)
             self._alias_full()
+
+    def keep_memory(self, keep: bool) -> None:
+        """Decides whether `free` leaves the unsharded buffer where it is."""
+        self._keeps_memory = keep
 
     def _alias_full(self) -> None:
         self.own_data = self._communicator.own_part(self.gathered.data)
@@ -135,5 +162,6 @@ class Segment:
         """
         param, reduce = self.dtypes.param, self.dtypes.reduce
         fits = self.layout.in_place and torch.promote_types(param, reduce) == reduce
+        fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
         if fits and self.full.temporary and self.full.resizable:
             self.gradients.take_in(self.full, index)

@@ -26,17 +26,35 @@ class ShardedGradients(Protocol):
         """
         ...
 
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes in a shard that was reduced in a way which loses notes what all ranks used.
+
+        Args:
+            shard: The shard, 1-D, in the reduce dtype.
+            used: For each original parameter, whether any rank has contributed to its gradient.
+        """
+        ...
+
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        """Tells which original parameters any rank has used, all ranks alike.
+
+        Args:
+            shard: What was reduced, with what the ranks noted; neither divided nor cast since.
+            used: For each original parameter, whether this rank has contributed to its gradient.
+        """
+        ...
+
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         """Adds a reduced gradient shard to the sharded parameters' gradients.
 
         Args:
             reduced: The shard, 1-D, in the gradients' dtype.
-            used: For each original parameter, whether this rank contributed to its gradient. One that no
+            used: For each original parameter, whether any rank contributed to its gradient. One that no
                 rank used gets none, so that optimizers pass over it as they do on a plain module.
         """
         ...
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
         """Lets the sharded parameters take gradients of another dtype than their own."""
         ...
 

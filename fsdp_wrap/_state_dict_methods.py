@@ -16,6 +16,7 @@ from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._taking import taking
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -33,7 +34,6 @@ from fsdp_wrap.optim_state_dict import (
 from fsdp_wrap.state_dict import (
     FullLoad,
     ShardedLoad,
-    add_wrapped_metadata,
     add_wrapped_prefix,
     begin_load,
     clean_keys,
@@ -133,21 +133,27 @@ class StateDictMethods(nn.Module):
         training does not change them.
         """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
-        schedule_of(self._unit).require_idle("state_dict()")
-        self._drop_stale_load()
-        for pre_hook in self._state_dict_pre_hooks.values():
-            pre_hook(self, prefix, keep_vars)
-        settings, earlier = self._state_dict_settings, set(destination or ())
+        settings = self._state_dict_settings
         wanted = wants_result(self, settings.state_dict_config)
-        destination = take_state_dict(
-            self._unit, settings, wanted=wanted, destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
-        add_wrapped_metadata(destination._metadata, prefix)
+        with taking(destination, self, prefix, wanted) as (call, outermost):
+            if outermost:
+                schedule_of(self._unit).require_idle("state_dict()")
+            self._drop_stale_load()
+            for pre_hook in self._state_dict_pre_hooks.values():
+                pre_hook(self, prefix, keep_vars)
+            drops = not wanted and (outermost or call.wanted)
+            earlier = set(call.destination) if drops else set[str]()
+            destination = take_state_dict(
+                self._unit, settings, call, wanted=wanted, prefix=prefix, keep_vars=keep_vars
+            )
+            if outermost:
+                call.separate()
+                call.add_metadata()
         for hook in self._state_dict_hooks.values():
             changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
             if changed is not None and not getattr(hook, "_from_public_api", False):
                 destination = changed
-        for key in () if wanted else set(destination) - earlier:
+        for key in set(destination) - earlier if drops else ():
             del destination[key]
         return destination
 
@@ -182,7 +188,7 @@ class StateDictMethods(nn.Module):
         if load_parts(self, state_dict):
             return _IncompatibleKeys([], [])
         copied = with_wrapped_metadata(self, state_dict)
-        problems = expand_local(self, copied)
+        problems = expand_local(self, units_in(self), copied)
         if problems:
             raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
         kind = self._state_dict_settings.state_dict_type
@@ -230,8 +236,8 @@ class StateDictMethods(nn.Module):
         # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
         self._drop_stale_load()
         self._load_errors = args[-1]
-        self._load_errors += expand_local(self, state_dict, prefix)
-        unshard_values(self._unit, self, state_dict, prefix)
+        self._load_errors += expand_local(self, {"": self._unit}, state_dict, prefix)
+        unshard_values(self._unit, state_dict, prefix)
         add_wrapped_prefix(state_dict, prefix)
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters

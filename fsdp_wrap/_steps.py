@@ -6,12 +6,13 @@ Their kernels do not always move version counters, so steps are counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["refuse_in_steps", "steps_taken"]
 
@@ -38,11 +39,19 @@ def steps_taken() -> int:
     return _counter().steps
 
 
-def refuse_in_steps(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Lets optimizers that hold these parameters, given with names, raise when they step."""
+def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) -> None:
+    """Lets optimizers that hold these parameters raise when they step, before anything changes.
+
+    Args:
+        params: Each with what tells why: the end of a sentence about the optimizer.
+    """
     _watch_steps()
-    for fqn, param in params:
-        setattr(param, _LEFT, fqn)
+    for param, reason in params:
+        param.__dict__[_LEFT] = True
+        _reasons[param] = reason
+
+
+_reasons: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @functools.cache
@@ -53,10 +62,5 @@ def _watch_steps() -> None:
 def _refuse_left(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            fqn = param.__dict__.get(_LEFT)
-            if fqn is not None:
-                raise RuntimeError(
-                    f"this {type(optimizer).__name__} was made inside summon_full_params and holds '{fqn}' "
-                    "as shown there, which training does not reach: make it outside, or wrap with "
-                    "use_orig_params=True"
-                )
+            if _LEFT in param.__dict__ and param in _reasons:  # others have copied the attribute
+                raise RuntimeError(f"this {type(optimizer).__name__} {_reasons[param]()}")

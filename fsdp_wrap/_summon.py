@@ -5,6 +5,7 @@ They are memory of their own, not the leaves': references that the user keeps st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from fsdp_wrap._layout import Layout
 from fsdp_wrap._steps import refuse_in_steps
 
 __all__ = ["SummonedSegment", "Summoning"]
+
+_REASON = (
+    "was made inside summon_full_params and holds '{}' as shown there, which training does not reach: "
+    "make it outside, or wrap with use_orig_params=True"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,10 @@ class SummonedSegment:
 
     def leave(self) -> None:
         """Leaves the shown parameters to whoever keeps them; optimizers are told so when they step."""
-        refuse_in_steps(zip(self._layout.fqns, self._params))
+        refuse_in_steps(
+            (param, functools.partial(_REASON.format, fqn))
+            for fqn, param in zip(self._layout.fqns, self._params)
+        )
 
     def take_edits(self, prefix: str) -> None:
         """Notes what the modules show now, for `write_back`, or refuses what does not fit.

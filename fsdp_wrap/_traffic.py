@@ -21,18 +21,26 @@ class Traffic:
 
     Attributes:
         reducing: The unit whose reduction is in flight.
+        iteration: How many outermost forwards have begun.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        tree = Tree()
+        tree, units = Tree(), list(units)
         self._positions = {unit: _positions_of(unit, tree) for unit in units}
-        self._iteration = 0
+        self._communicators = {one for unit in units for one in _communicators_of(unit)}
+        self.iteration = 0
         self.reducing: Unit | None = None
 
     def begin_iteration(self) -> int:
-        """Counts the outermost forwards; returns the number of the new one."""
-        self._iteration += 1
-        return self._iteration
+        """Counts the outermost forwards; returns the number of the new one.
+
+        Raises:
+            RuntimeError: If a process group was destroyed: a mesh may keep it alive.
+        """
+        for communicator in self._communicators:
+            communicator.require_group()
+        self.iteration += 1
+        return self.iteration
 
     # parameters
 
@@ -47,7 +55,7 @@ class Traffic:
         assert handle is not None
         if handle.state is HandleState.SUMMONED or handle.state is HandleState.REPLACED:
             raise _not_ours(unit, handle.state)
-        positions.enter(phase, self._iteration)
+        positions.enter(phase, self.iteration)
         self.gather(unit, phase)
         if handle.wait():
             positions.gathered()
@@ -71,7 +79,7 @@ class Traffic:
             self.finish_reduction()
         positions = self._positions[unit]
         gather = positions.gather if handle.kept is None else positions.gather_kept
-        gather.issue(phase, self._iteration)
+        gather.issue(phase, self.iteration)
         handle.unshard(lasting=phase is Phase.IDLE or not unit.options.reshards_after_backward)
         if observers:
             emit(EventKind.UNSHARD, unit.fqn, phase, handle.unsharded_nbytes, handle.communicator)
@@ -102,7 +110,7 @@ class Traffic:
         assert unit.handle is not None
         options, positions = unit.options, self._positions[unit]
         reduction = positions.reduction if options.sums_over_replicas else positions.reduction_in_copy
-        reduction.issue(phase, self._iteration)
+        reduction.issue(phase, self.iteration)
         nbytes = unit.handle.start_reduction(options.sums_over_replicas, options.counts_unused)
         if observers:
             emit(EventKind.REDUCE, unit.fqn, phase, nbytes, unit.handle.communicator)
@@ -134,8 +142,12 @@ def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:
     )
 
 
+def _communicators_of(unit: Unit) -> list[Communicator]:
+    return [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+
+
 def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
-    communicators = [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+    communicators = _communicators_of(unit)
     within = unit.options.reshards_within
     return UnitPositions(
         unit.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,9 +16,10 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap._precision import BufferCasts, InputCasts
+from fsdp_wrap._walks import walk
 from fsdp_wrap.api import BackwardPrefetch
 
-__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "units_in"]
+__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "iter_units", "units_in"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,11 @@ class Unit:
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
         return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
 
+    def name_of(self, param: str) -> str:
+        """Returns the name below the root of a parameter that is given by its name within the unit."""
+        prefix = self.fqn.split(", ")[0]
+        return f"{prefix}.{param}" if prefix else param
+
     def join(self, schedule: object, fqn: str) -> None:
         """Makes this a unit of `schedule`, under its name relative to the root."""
         self.schedule = schedule
@@ -161,6 +167,16 @@ class Unit:
         """Whether a new iteration takes over its full parameters."""
         wanted = self.held or not self.options.reshards_after_backward
         return wanted and self.handle is not None and self.handle.is_current
+
+    def keeps_parameters(self, use: Use, has_grad_outputs: bool, as_root: bool) -> bool:
+        """Whether its full parameters stay for the backward of a use, after the forward."""
+        if not torch.is_grad_enabled():
+            return False
+        if not has_grad_outputs:  # gradients may enter through something that no hook can see
+            return use.watched > 0 or (self.handle is not None and self.handle.trainable)
+        if as_root and self.options.keeps_as_root:
+            return self.module.training
+        return not self.options.reshard_after_forward
 
     def ran(self, part: nn.Module | None) -> bool:
         """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
@@ -337,10 +353,17 @@ def _will_run(nodes: Iterable[Node]) -> int:
         return 0
 
 
+def iter_units(module: nn.Module) -> Iterator[Unit]:
+    """Yields the units at and below `module`, parents before children, as far as they are asked for."""
+    for _, child in walk(module):
+        if UNIT_ATTR in child.__dict__:
+            yield child.__dict__[UNIT_ATTR]
+
+
 def units_in(module: nn.Module) -> dict[str, Unit]:
     """Returns the units at and below `module` by name, parents before children."""
     return {
         clean_fqn(name): child.__dict__[UNIT_ATTR]
-        for name, child in module.named_modules()
+        for name, child in walk(module)
         if UNIT_ATTR in child.__dict__
     }

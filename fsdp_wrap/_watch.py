@@ -7,20 +7,23 @@ nothing is noticed here, and the process group alone enforces its limit, without
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._connections import Connections
 from fsdp_wrap._device import Issued, Pending
 from fsdp_wrap._groups import time_limit
-from fsdp_wrap._positions import GroupPositions
+from fsdp_wrap._positions import GroupPositions, positions_of
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "deaths_told"]
 
 _FIRST_LOOK = timedelta(seconds=0.25)  # beside such a wait, looking costs nothing
 _LATER_LOOKS = timedelta(seconds=1.0)
@@ -62,6 +65,14 @@ class Watch:
             raise self.failure(error) from error
         return _LimitedWait(issued, self) if limited else _UnlimitedWait(issued, self)
 
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Raises, for a collective that fails while the host waits for it, what `failure` returns."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failure(error) from error
+
     def failure(self, error: RuntimeError) -> RuntimeError:
         """Returns what to raise for a failed collective.
 
@@ -70,7 +81,17 @@ class Watch:
         """
         time.sleep(_BURIAL)
         self.positions.compare_all()
-        return RuntimeError(f"a collective failed: {error}\n{self.positions.table()}")
+        told = [f"rank {rank} has ended" for rank in self._ended()]
+        text = ": ".join([*(each for each in told if each not in str(error)), str(error)])
+        return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
+
+    def _ended(self) -> list[int]:
+        group = self._group()
+        return [] if group is None else Connections(group, self.positions).ended()
+
+    def dead(self) -> list[int]:
+        """Returns the ranks of the group that are known to have died."""
+        return self.positions.dead_before(sys.maxsize)
 
     def look(self, number: int, waited: float) -> float:
         """Looks at the ranks; returns the seconds left.
@@ -106,6 +127,27 @@ class Watch:
 
     def _limit(self) -> float:
         return time_limit(self._group(), self._device).total_seconds()
+
+
+@contextmanager
+def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Names the ranks that have died, where that is why what is done inside fails.
+
+    Args:
+        group: Of the ranks that communicate; None for the default group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        group = group or (dist.group.WORLD if dist.is_available() else None)
+        if group is None:
+            raise
+        watch = Watch(group, torch.device("cpu"), positions_of(group))
+        time.sleep(_BURIAL)
+        watch.positions.table()  # which looks for the ranks
+        if not watch.dead():
+            raise
+        raise watch.failure(error) from error
 
 
 class _Looks:

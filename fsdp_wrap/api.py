@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
@@ -101,6 +101,33 @@ class MixedPrecision:
         _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
 
 
+def check_kind(name: str, value: object, kind: type, optional: bool = True) -> None:
+    """Refuses an argument of another type, also of one that has the same name in another package.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    found, path = type(value), f"{kind.__module__}.{kind.__qualname__}"
+    if found.__name__ == kind.__name__:
+        raise TypeError(
+            f"{name} must be a {path}, not a {found.__module__}.{found.__qualname__}, which is another class "
+            f"of that name: import {kind.__name__} from fsdp_wrap (given: {value!r})"
+        )
+    raise TypeError(f"{name} must be a {kind.__name__}{' or None' if optional else ''}, not {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuses what is neither a bool nor None: a string, say, is true whatever it says.
+
+    Raises:
+        TypeError: If it is so.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} must be True, False or None (the default), not {value!r}")
+
+
 def _check_dtypes(policy: object, *names: str) -> None:
     for name in names:
         dtype = getattr(policy, name)
@@ -119,21 +146,35 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
             the parameters' own.
-        reduce_dtype: Of gradients while they are accumulated and reduced; None for `param_dtype`.
+        reduce_dtype: Of gradients while they are accumulated and reduced. None means what it does in the
+            torch that is installed: before 2.15 `param_dtype`, from 2.15 on the `grad_dtype` of each
+            parameter, which is the parameter's own dtype if it was not set before `fully_shard`.
         output_dtype: Of what forward returns; None leaves it as it is.
         cast_forward_inputs: Cast the inputs to `param_dtype`.
+        param_dtype_override_fn: Called once for each parameter of the unit. It returns the parameter's own
+            dtype to leave it in that, or None (or `param_dtype`) for `param_dtype`; the same on all ranks.
 
     Raises:
         ValueError: If a dtype is not a floating-point one of 16 bits or more.
+        TypeError: If `param_dtype_override_fn` cannot be called.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(
+                "MixedPrecisionPolicy(param_dtype_override_fn=...) takes a function of a parameter or None, "
+                f"not {override!r}"
+            )
 
 
 @dataclass
@@ -164,7 +205,8 @@ class StateDictType(Enum):
 
     Attributes:
         FULL_STATE_DICT: Full tensors, the same on every rank; collective.
-        LOCAL_STATE_DICT: This rank's flat shards, which fit only the same ranks and wrapping.
+        LOCAL_STATE_DICT: This rank's flat shards, as `IntervalTensor`s of the flat buffers, which fit only
+            the same ranks and wrapping.
         SHARDED_STATE_DICT: This rank's pieces as tensors of the full shape (`IntervalTensor`), for
             `torch.distributed.checkpoint`, which fits them to any ranks and wrapping.
     """

@@ -93,7 +93,8 @@ def install(cpu: bool = False) -> Installation:
     installation.replace([*replacements().values(), *_STATE_DICT_FUNCTIONS], kept=_KEPT)
     if vars(torch_state_dict)[_STATE_OF] is not _state_of:
         installation.rebind(torch_state_dict, _STATE_OF, _state_of)
-        installation.rebind(torch_state_dict, "HYBRID_SHARDING_STRATEGIES", set(HYBRID_STRATEGIES))
+        if hasattr(torch_state_dict, _HYBRID):  # torch 2.11 does not look for hybrid strategies there
+            installation.rebind(torch_state_dict, _HYBRID, set(HYBRID_STRATEGIES))
     adapt_clients(installation, cpu)
     _installations.append(installation)
     return installation
@@ -106,6 +107,7 @@ def uninstall() -> None:
 
 
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
+_HYBRID = "HYBRID_SHARDING_STRATEGIES"
 
 
 def _state_of(module: nn.Module) -> nn.Module | None:

@@ -22,8 +22,10 @@ from fsdp_wrap._full_values import FirstRank, handles_of
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
+from fsdp_wrap._optim_params import refuse_shared
 from fsdp_wrap._originals import Originals
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._watch import deaths_told
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -58,7 +60,8 @@ def get_model_state_dict(
             `ignore_frozen_params` without parameters that need no gradient.
     """
     if not FSDP.fsdp_modules(model):
-        return torch_get_model_state_dict(model, submodules=submodules, options=options)
+        with deaths_told():
+            return torch_get_model_state_dict(model, submodules=submodules, options=options)
     options = _checked(options)
     with _kind(model, options):
         state: dict[str, Any] = model.state_dict()
@@ -82,12 +85,17 @@ def get_optimizer_state_dict(
         optimizers: Made from its parameters.
         submodules: Only state of parameters in these.
         options: As in `get_model_state_dict`; with `flatten_optimizer_state_dict` the result has one level.
+
+    Raises:
+        ValueError: If a parameter is in two optimizers, whose states for it cannot both be in the result.
     """
+    optimizers = _checked_optimizers(model, optimizers)
     if not FSDP.fsdp_modules(model):
-        return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+        with deaths_told():
+            return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     options = _checked(options)
     with _kind(model, options):
-        parts = [FSDP.optim_state_dict(model, optimizer) for optimizer in _listed(optimizers)]
+        parts = [FSDP.optim_state_dict(model, optimizer) for optimizer in optimizers]
     parts = [part for part in parts if part]
     if not parts:
         return {}
@@ -130,7 +138,8 @@ def set_model_state_dict(
         Missing and unexpected keys.
     """
     if not FSDP.fsdp_modules(model):
-        return torch_set_model_state_dict(model, model_state_dict, options=options)
+        with deaths_told():
+            return torch_set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
     if options.broadcast_from_rank0:
         model_state_dict = _from_first_rank(model, model_state_dict)
@@ -155,15 +164,20 @@ def set_optimizer_state_dict(
         optimizers: Made from its parameters.
         optim_state_dict: By names of parameters.
         options: With `broadcast_from_rank0`, or full tensors and `cpu_offload`, only the first rank's counts.
+
+    Raises:
+        ValueError: If a parameter is in two optimizers, or what is given does not fit.
     """
+    optimizers = _checked_optimizers(model, optimizers)
     if not FSDP.fsdp_modules(model):
-        torch_set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        with deaths_told():
+            torch_set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
     options = _checked(options)
     if optim_state_dict and "state" not in optim_state_dict and "param_groups" not in optim_state_dict:
         optim_state_dict = _unflattened(model, optim_state_dict)
     first = options.broadcast_from_rank0 or (options.full_state_dict and options.cpu_offload)
-    for optimizer in _listed(optimizers):
+    for optimizer in optimizers:
         optimizer.load_state_dict(
             load_optim_state_dict(model, optimizer, optim_state_dict, from_first_rank=first)
         )
@@ -209,8 +223,11 @@ def _kind(model: nn.Module, options: StateDictOptions) -> Any:
     )
 
 
-def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+def _checked_optimizers(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    if units_in(model):  # what torch's functions do for plain models is theirs
+        refuse_shared(model, listed)
+    return listed
 
 
 def _frozen_names(model: nn.Module) -> set[str]:

@@ -13,9 +13,11 @@ from torch import nn
 
 from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._flat_front import FlatFront, Front, SliceFront
+from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
+from fsdp_wrap._use_notes import UseNotes
 
 __all__ = ["FlatLayout", "FlatParameter"]
 
@@ -132,6 +134,9 @@ class FlatLayout:
         self._leaves: list[nn.Parameter] = []
         self._front: Front = SliceFront(self, slots) if use_orig_params else FlatFront(self)
         self._front.hide_full()
+        bounds = [(extent.start, extent.stop) for extent in self.extents]
+        self._use_notes = UseNotes(bounds, self.shard_numel, allocator, together=not use_orig_params)
+        self.note_used, self.note_in_shard = self._use_notes.write, self._use_notes.write_in_shard
         for slot, piece in zip(slots, self.pieces(self.flat_param.data)):
             slot.param.data = piece  # whoever holds the original does not keep its memory alive
         self._marks = GradientMarks()
@@ -181,10 +186,10 @@ class FlatLayout:
         return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
     def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        return travelling[:0]
+        return travelling
 
-    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
-        """Nothing: a gradient that no rank contributed to is zero, and each decides for its piece."""
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        return self._use_notes.read(shard, used, self.trains)
 
     @property
     def without_values(self) -> Sequence[str]:
@@ -246,8 +251,10 @@ class FlatLayout:
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
         self._front.add(reduced.to(self.flat_param.device), used)
+        if any(map(HOOKS_OF, self._front.holders)):
+            run_gradient_hooks(self.sources, used)
 
-    def allow_gradients_of_any_dtype(self) -> None:
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
         for param in self._front.holders:
             param.grad_dtype = None
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._handle import HandleState
-from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._schedule import require_idle
 from fsdp_wrap._summon import Summoning
 from fsdp_wrap._unit import Unit, units_in
 
@@ -60,8 +60,8 @@ def summon_full_params(
         ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
     """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
+    require_idle(units, "summon_full_params")
     for unit in units:
-        schedule_of(unit).require_idle("summon_full_params")
         if is_summoned(unit):
             raise RuntimeError(
                 f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
@@ -209,8 +209,8 @@ def settle(units: Iterable[Unit], doing: str) -> None:
         RuntimeError: If they are in use, by name.
     """
     used = list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
+    require_idle(used, doing)
     for unit in used:
-        schedule_of(unit).require_idle(doing)
         if is_summoned(unit):
             raise RuntimeError(
                 f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"

@@ -14,18 +14,19 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._fsdp_module import FSDPModule, UnshardHandle, run_as_unit
+from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, run_as_unit
 from fsdp_wrap._groups import default_mesh, neighbours
-from fsdp_wrap._init import UnitSpec, assemble_unit, check_param, refuse_taken
+from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
 from fsdp_wrap._mesh import ranks_of
 from fsdp_wrap._modules import Ignored, ParamSlot, collect_slots
-from fsdp_wrap._precision import InputCasts
+from fsdp_wrap._param_checks import check_buffers, check_param
+from fsdp_wrap._precision import InputCasts, SegmentPolicy
 from fsdp_wrap._unit import UnitOptions
-from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard"]
 
 _Placements = Callable[[nn.Parameter], Shard | None]
 
@@ -70,12 +71,13 @@ def fully_shard(
     Raises:
         TypeError: If an argument is of the wrong type, or a parameter of a class that sharding would lose.
         ValueError: If there is no process group, this rank is not in the mesh, a module is in a unit already
-            or has no forward, or a parameter cannot be cut.
+            or has no forward, a parameter cannot be cut, or an override of its dtype is none that is allowed.
 
     The API is that of `torch.distributed.fsdp.fully_shard`.
     """
     parts = _outermost(module)
     _check_policies(mp_policy, offload_policy)
+    check_flag("shared_memory", shared_memory)
     mesh = default_mesh() if mesh is None else mesh
     ranks, device = ranks_of(mesh), device_of(mesh)
     assert ranks.shard is not None
@@ -84,11 +86,13 @@ def fully_shard(
     ignored = Ignored(params=frozenset(ignored_params or ()))
     slots = collect_slots(owner, ignored)
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
+    check_buffers(owner, ignored)
+    policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, mp_policy) for slot in slots}
     options = UnitOptions(
         reshard_after_forward=reshard_after_forward is not False,
         keeps_as_root=not reshard_after_forward,
         casts=_casts_of(mp_policy),
-        reshards_within=_kept_within(reshard_after_forward, ranks.shard, device, shared_memory),
+        reshards_within=_kept_within(reshard_after_forward, ranks.shard, device, shared_memory is not False),
     )
     move([named for named in own_tensors(owner, slots, ignored) if not named[1].is_meta], device)
 
@@ -106,11 +110,11 @@ def fully_shard(
     spec = UnitSpec(
         mesh=ranks,
         device=device,
-        policy=MixedPrecision(mp_policy.param_dtype, mp_policy.reduce_dtype),
+        policy_of=policies.__getitem__,
         options=options,
         ignored=ignored,
         parts=() if alone else tuple(parts),
-        shared_memory=shared_memory,
+        shared_memory=shared_memory is not False,
     )
     unit = assemble_unit(owner, slots, spec, make_layout)
     for part in parts:
@@ -136,12 +140,10 @@ def _outermost(modules: Any) -> list[nn.Module]:
 
 
 def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
-    for name, value, kind in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, not {value!r}")
+    check_kind("mp_policy", mp_policy, MixedPrecisionPolicy, optional=False)
+    offloads = type(offload_policy).__name__ == CPUOffloadPolicy.__name__  # ours or another package's
+    kind = CPUOffloadPolicy if offloads else OffloadPolicy
+    check_kind("offload_policy", offload_policy, kind, optional=False)
 
 
 def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> int:

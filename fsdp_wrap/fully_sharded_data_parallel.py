@@ -21,8 +21,8 @@ from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, re
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
-from fsdp_wrap._precision import FullPrecision, InputCasts
-from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
+from fsdp_wrap._schedule import require_idle, schedule_of
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
@@ -41,6 +41,8 @@ from fsdp_wrap.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    check_flag,
+    check_kind,
 )
 from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.comm_hooks import register_comm_hook
@@ -169,16 +171,18 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
         }
         mesh = _resolve_options(**options)
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
+        wanted = SegmentPolicy.of(policy)
         spec = FlatSpec(
             mesh=mesh,
             device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh.groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
-            policy=policy,
+            policy_of=lambda _: wanted,
+            buffer_dtype=policy.buffer_dtype,
             values=values,
             options=_unit_options(module, **options),
             ignored=ignored,
-            shared_memory=shared_memory,
+            shared_memory=shared_memory is not False,
         )
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": spec.device})
@@ -404,9 +408,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
 
         A wrapper and what it wraps then go by one name.
         """
-        named = super().named_modules(*args, **kwargs)
-        clean = _clean_names.get() or is_summoned(self._unit)
-        return ((clean_fqn(name) if clean else name, module) for name, module in named)
+        named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        if not (_clean_names.get() or is_summoned(self._unit)):
+            return named  # one generator less for each level of nesting
+        return ((clean_fqn(name), module) for name, module in named)
 
     def _cleaned_if_summoned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         clean = _clean_names.get() or any(is_summoned(unit) for unit in units_in(self).values())
@@ -415,8 +420,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDictMethods):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Applies `fn` to every submodule and self with full parameters shown; edits are kept."""
         units = list(units_in(self).values())
-        for unit in units:
-            schedule_of(unit).require_idle("apply()")
+        require_idle(units, "apply()")
         with full_units(units, writeback=True):  # those that are shown already stay
             super().apply(fn)
         return self
@@ -498,15 +502,17 @@ def _resolve_options(
     backward_prefetch: Any = None,
     mixed_precision: Any = None,
     param_init_fn: Any = None,
+    shared_memory: Any = None,
     **others: Any,
 ) -> ShardMesh:
     """Checks what does not depend on the module, and finds the ranks."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(f"param_init_fn must be a function of a module or None, not {param_init_fn!r}")
-    _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
-    _check_type("cpu_offload", cpu_offload, CPUOffload)
-    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
-    _check_type("mixed_precision", mixed_precision, MixedPrecision)
+    check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
+    check_kind("cpu_offload", cpu_offload, CPUOffload)
+    check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
+    check_kind("mixed_precision", mixed_precision, MixedPrecision)
+    check_flag("shared_memory", shared_memory)
     if mixed_precision is not None:
         mixed_precision.check()
     return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
@@ -527,11 +533,6 @@ def _unit_options(
         forward_prefetch=bool(forward_prefetch),
         casts=InputCasts.of(mixed_precision, module),
     )
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
 
 
 def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

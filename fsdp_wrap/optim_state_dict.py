@@ -19,8 +19,9 @@ from torch import nn
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank, offloaded
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._optim_load import options_of
-from fsdp_wrap._originals import Original, Originals, originals_of, params_by_key
+from fsdp_wrap._optim_load import Target, filled_group, options_of
+from fsdp_wrap._optim_params import given_groups, originals_of, params_by_key
+from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._streaming import check_budget, stream
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import OptimStateKeyType
@@ -362,25 +363,35 @@ def rekey_optim_state_dict(
         raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {key_type!r}")
     if optim is not None and optim_input is not None:
         raise ValueError("optim and optim_input exclude each other: pass one of them")
-    names = Originals(model)
-    given = optim.param_groups if optim is not None else optim_input
-    ordered = [original.fqn for group in names.groups(given) for original in group]
     declared = [key for group in state_dict["param_groups"] for key in group["params"]]
     by_name = key_type is OptimStateKeyType.PARAM_NAME
     if all(isinstance(key, str if by_name else int) for key in declared):
         return dict(state_dict)
-    positions: dict[Any, Any] = {name: index for index, name in enumerate(ordered)}
-    renamed = dict(enumerate(ordered)) if by_name else positions
-    position = None if by_name else positions.__getitem__
+    names = Originals(model)
+    given = optim.param_groups if optim is not None else optim_input
+    grouped = [names.in_group(group.params) for group in given_groups(model, given)]
+    ordered = [original.fqn for group in grouped for original in group]
+    renamed: dict[Any, Any] = dict(enumerate(ordered))
+    if not by_name:
+        renamed = {name: position for position, name in renamed.items()}
     missing = [str(key) for key in declared if key not in renamed]
     if missing:
         raise ValueError(f"the optimizer of {len(ordered)} parameters does not have {', '.join(missing)}")
-    groups = [
-        {
-            **copy.deepcopy(options_of(group)),
-            "params": [renamed[key] for key in sorted(group["params"], key=position)],
-        }
-        for group in state_dict["param_groups"]
-    ]
     state = {renamed.get(key, key): value for key, value in state_dict["state"].items()}
-    return {"state": state, "param_groups": groups}
+    groups = state_dict["param_groups"]
+    if by_name or len(grouped) == 1 < len(groups):  # the latter: which groups there are was not said
+        return {"state": state, "param_groups": [_renamed_group(group, renamed) for group in groups]}
+    targets = [Target([renamed[each.fqn] for each in group], [[each] for each in group]) for group in grouped]
+    return {"state": state, "param_groups": [filled_group(target, groups) for target in targets]}
+
+
+def _renamed_group(group: Mapping[str, Any], renamed: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns a group with other keys, in the order of parameters in the optimizer."""
+    to_names = all(isinstance(key, int) for key in group["params"])
+    keys = ((key, renamed[key]) if to_names else (renamed[key], key) for key in group["params"])
+    ordered = sorted(keys)
+    names = [name for _, name in ordered]
+    result = copy.deepcopy(options_of(group))
+    if "param_names" in result:
+        result["param_names"] = names
+    return {**result, "params": list(names) if to_names else [position for position, _ in ordered]}

@@ -19,10 +19,12 @@ from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._load_parts import copies_values
-from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
+from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn, own_modules
 from fsdp_wrap._originals import indexed_names, names_in, names_of_places
 from fsdp_wrap._streaming import stream
-from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._taking import Taking
+from fsdp_wrap._unit import Unit, iter_units
+from fsdp_wrap._walks import walk
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -34,13 +36,13 @@ from fsdp_wrap.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    check_kind,
 )
 from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse_hidden, summon
 
 __all__ = [
     "FullLoad",
     "ShardedLoad",
-    "add_wrapped_metadata",
     "add_wrapped_prefix",
     "begin_load",
     "clean_keys",
@@ -74,8 +76,7 @@ def resolve_settings(
         TypeError: If an argument is of another type than the kind of state dict wants.
         ValueError: If `_use_dtensor` is set.
     """
-    if not isinstance(kind, StateDictType):
-        raise TypeError(f"state_dict_type must be a StateDictType, not {kind!r}")
+    check_kind("state_dict_type", kind, StateDictType, optional=False)
     config_type, optim_type = _CONFIGS[kind]
     config = config_type() if config is None else config
     optim_config = optim_type() if optim_config is None else optim_config
@@ -84,6 +85,7 @@ def resolve_settings(
         ("optim_state_dict_config", optim_config, optim_type),
     ):
         if type(given) is not wanted:
+            check_kind(name, given, wanted)  # of the same name elsewhere?
             raise TypeError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
         if getattr(given, "_use_dtensor", False):
             raise ValueError(
@@ -98,15 +100,15 @@ def resolve_settings(
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
     rank0_only = getattr(config, "rank0_only", False)
-    return not rank0_only or is_first_rank(handles_of(units_in(module).values()))
+    return not rank0_only or is_first_rank(unit.handle for unit in iter_units(module) if unit.handle)
 
 
 def take_state_dict(
     unit: Unit,
     settings: StateDictSettings,
+    call: Taking,
     *,
     wanted: bool,
-    destination: Any,
     prefix: str,
     keep_vars: bool,
 ) -> Any:
@@ -115,13 +117,12 @@ def take_state_dict(
     Args:
         unit: The wrapper's unit.
         settings: Which kind of state dict.
+        call: To whose result it adds.
         wanted: Whether this rank keeps it; otherwise its tensors have no memory.
-        destination: As in `torch.nn.Module.state_dict`.
-        prefix: As there.
+        prefix: As in `torch.nn.Module.state_dict`.
         keep_vars: As there.
     """
-    module = unit.module._modules[WRAPPED_ATTR]
-    assert module is not None
+    module = _wrapped(unit)
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     if kind is not StateDictType.FULL_STATE_DICT and is_summoned(unit):
         raise RuntimeError(
@@ -129,13 +130,12 @@ def take_state_dict(
             f"before taking a state dict of type {kind.name}"
         )
     with original_buffers([unit]):
-        live = [*module.buffers(), *module.parameters()]
+        if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
+            call.note_aliased(module, offload)
         with _replaced(unit, settings, wanted):
-            destination = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-    if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
-        _separate(destination, prefix, live, offload)
+            destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, module, destination, prefix, offload)
+        _make_local(unit, call, destination, prefix, offload)
     return destination
 
 
@@ -204,16 +204,25 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(
-    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, offload: bool
-) -> None:
-    names = names_of_places(module)
+def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
     for handle in handles_of((*unit.lenders, unit)):
-        for name in (name for segment in handle.segments for name in names_in(segment.layout, names)):
-            state_dict.pop(prefix + name, None)
+        for name in (name for segment in handle.segments for name in names_in(segment.layout, call.names)):
+            state_dict.pop(name, None)
     for handle in handles_of([unit]):
         for segment in handle.segments:
-            state_dict[prefix + segment.layout.name] = _shard_copy(segment.layout, offload)
+            shard = _shard_copy(segment.layout, offload)
+            state_dict[prefix + segment.layout.name] = _flat_shard(handle, segment.layout, shard)
+
+
+def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> IntervalTensor:
+    """Returns a shard as what it is of the flat buffer: other ranks' are not taken for copies of it."""
+    return IntervalTensor(torch.Size([layout.numel]), handle.communicator.rank * layout.shard_numel, shard)
+
+
+def _wrapped(unit: Unit) -> nn.Module:
+    module = unit.module._modules[WRAPPED_ATTR]
+    assert module is not None
+    return module
 
 
 # loading
@@ -272,7 +281,7 @@ def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | Sha
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     if kind is StateDictType.FULL_STATE_DICT:
-        plain = not in_full and not is_summoned(unit) and all(map(copies_values, unit.module.modules()))
+        plain = not in_full and not is_summoned(unit) and all(map(copies_values, _shown_in(unit)))
         return ShardedLoad(unit) if plain else FullLoad(unit)
     if is_summoned(unit):
         raise RuntimeError(
@@ -282,43 +291,74 @@ def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | Sha
     return ShardedLoad(unit)
 
 
-def expand_local(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> list[str]:
-    """Replaces, in place, flat shards of the units in `module` by the pieces that they consist of.
+def _shown_in(unit: Unit) -> Iterable[nn.Module]:
+    """Returns the modules that may see a unit's parameters while they load."""
+    own = {each for _, each in own_modules(_wrapped(unit))}
+    segments = [segment for handle in handles_of([*unit.lenders, unit]) for segment in handle.segments]
+    places = (place for segment in segments for each in segment.layout.places for place in each)
+    below = (unit.module,) if all(module in own for module, _ in places) else unit.module.modules()
+    return (*own, *below)
+
+
+def expand_local(
+    module: nn.Module, units: Mapping[str, Unit], state_dict: dict[str, Any], prefix: str = ""
+) -> list[str]:
+    """Replaces, in place, flat shards by the pieces that they consist of.
+
+    Args:
+        module: The module that is loaded.
+        units: Those of its units that are concerned, by name.
+        state_dict: Of it.
+        prefix: Of its names.
 
     Returns:
         What is wrong with shards that do not fit; those stay.
     """
     problems: list[str] = []
     names: dict[Place, list[str]] = {}
-    for fqn, unit in units_in(module).items():
-        for layout in (segment.layout for handle in handles_of([unit]) for segment in handle.segments):
+    for fqn, unit in units.items():
+        for handle, layout in ((h, segment.layout) for h in handles_of([unit]) for segment in h.segments):
             key = f"{prefix}{fqn}.{layout.name}" if fqn else prefix + layout.name
             if key not in state_dict:
                 continue
-            shape = getattr(state_dict[key], "shape", None)
-            if shape != (layout.shard_numel,):
-                problems.append(
-                    f"size mismatch for {key}: the checkpoint has a shard of shape {shape}, this rank's is "
-                    f"({layout.shard_numel},). A local state dict fits only the ranks and wrapping that it "
-                    "was saved with; save a sharded one"
-                )
+            shard, problem = _own_shard(key, state_dict[key], handle, layout)
+            if shard is None:
+                problems.append(problem)
                 continue
+            del state_dict[key]
             names = names or names_of_places(module)
-            params = _interval_params(layout, pieces=layout.pieces(state_dict.pop(key)))
+            params = _interval_params(layout, pieces=layout.pieces(shard))
             for index, name in indexed_names(layout, names):
                 state_dict[prefix + name] = params[index].detach()
     return problems
 
 
-def unshard_values(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replaces, in place, torch's own kinds of sharded tensors for a unit's parameters by full ones."""
-    if not any(is_sharded(value) for value in state_dict.values()):
-        return
-    names = names_of_places(module)
-    for handle in handles_of((*unit.lenders, unit)):
-        for name in (name for segment in handle.segments for name in names_in(segment.layout, names)):
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = unsharded(state_dict[prefix + name])
+def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tuple[torch.Tensor | None, str]:
+    """Returns a saved flat shard if it is this rank's of this layout, else what is wrong with it."""
+    own = _flat_shard(handle, layout, torch.empty(layout.shard_numel, device="meta"))
+    as_piece = isinstance(value, IntervalTensor)
+    shape, wanted = getattr(value, "shape", None), own.shape if as_piece else own.piece.shape
+    if shape != wanted:
+        problem = f"has a shard of shape {shape}, this rank's is {tuple(wanted)}"
+    elif as_piece and (value.start, value.stop) != (own.start, own.stop):
+        problem = f"has elements {value.start} to {value.stop}, this rank's are {own.start} to {own.stop}"
+    else:
+        return value.piece if as_piece else value, ""
+    return None, (
+        f"size mismatch for {key}: the checkpoint {problem}. A local state dict fits only the ranks and "
+        "wrapping that it was saved with; save a sharded one"
+    )
+
+
+def unshard_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replaces, in place, torch's own kinds of sharded tensors by full ones, where a unit's modules load."""
+    segments = (segment for handle in handles_of((*unit.lenders, unit)) for segment in handle.segments)
+    places = {place for segment in segments for each in segment.layout.places for place in each}
+    for name, child in own_modules(_wrapped(unit), all_names=True):
+        for own in child._parameters if places else ():
+            key = prefix + clean_fqn(f"{name}.{own}" if name else own)
+            if (child, own) in places and is_sharded(state_dict.get(key)):
+                state_dict[key] = unsharded(state_dict[key])
 
 
 # names
@@ -332,32 +372,19 @@ def add_wrapped_prefix(state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
 
 
-def add_wrapped_metadata(metadata: dict[str, Any], prefix: str) -> None:
-    """Adds versions under the names of the wrapped module, which a plain module above looks for."""
-    for key in [key for key in metadata if f"{key}.".startswith(prefix)]:
-        metadata.setdefault(f"{prefix}{WRAPPED_ATTR}.{key[len(prefix) :]}".rstrip("."), metadata[key])
-
-
 def with_wrapped_metadata(module: nn.Module, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Returns a copy whose module versions stand under the names that `module` has now."""
     copied: OrderedDict[str, Any] = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", {})
-    names = [name for name, _ in module.named_modules()]
+    names = [name for name, _ in walk(module, all_names=True)]
     copied._metadata = {name: metadata.get(clean_fqn(name), {}) for name in names}  # type: ignore[attr-defined]
     return copied
 
 
-def _separate(
-    state_dict: dict[str, Any], prefix: str, aliased: Iterable[torch.Tensor], to_host: bool
-) -> None:
-    """Replaces, in place, values below `prefix` that share memory with tensors of the model by copies."""
-    shared = {tensor.untyped_storage()._cdata for tensor in aliased}
-    for key, value in state_dict.items():
-        below = key.startswith(prefix) and isinstance(value, torch.Tensor)
-        if below and not value.is_meta and value.untyped_storage()._cdata in shared:
-            state_dict[key] = offloaded(value, to_host)
-
-
 def clean_keys(keys: list[str]) -> None:
-    """Removes wrapper prefixes from a list of names, in place."""
-    keys[:] = [clean_fqn(key) for key in keys]
+    """Removes wrapper prefixes, in place, from names that were added to a list since it was clean."""
+    for index in range(len(keys) - 1, -1, -1):
+        clean = clean_fqn(keys[index])
+        if clean == keys[index]:  # a wrapper further down has cleaned this and all before
+            return
+        keys[index] = clean

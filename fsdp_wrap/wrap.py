@@ -132,7 +132,12 @@ class ModuleWrapPolicy(_Policy):
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
     ) -> Targets:
         classes = tuple(self._module_classes)
-        chosen = (module for module in root_module.modules() if isinstance(module, classes))
+        chosen = [module for module in root_module.modules() if isinstance(module, classes)]
+        if not chosen:
+            present = Counter(type(module) for module in root_module.modules())
+            wanted = ", ".join(sorted(_class_path(cls) for cls in classes)) or "no class at all"
+            message = f"ModuleWrapPolicy: no module is an instance of {wanted}, so the whole is one unit"
+            warnings.warn(message + _suggest([cls.__name__ for cls in classes], present), stacklevel=2)
         return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:

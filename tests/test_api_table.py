@@ -33,13 +33,42 @@ def test_page_is_up_to_date():
     assert page == api_table.TARGET.read_text(), "run python docs/api_table.py"
 
 
+def test_page_says_what_the_installed_torch_has():
+    """A version between those that the page was written from has no names of its own without a reason."""
+    facts, version = api_table.facts_of_installed(), api_table.installed()
+    if version in api_table.known():
+        assert facts == api_table.known()[version], f"run python docs/api_table.py with torch {version}"
+    table = api_table.Table()
+    for module in api_table.MODULES:
+        table.compare(module, facts[module])
+    assert api_table.faults_of(table, version) == []
+
+
 def test_page_lists_what_torch_exports():
     import torch.distributed.fsdp as torch_fsdp
 
     lines = api_table.TARGET.read_text().splitlines()
     for name in torch_fsdp.__all__:
         assert any(line.startswith((f"| `{name}`", f"| `{name}.")) for line in lines), name
-    assert "| `FullyShardedDataParallel` | `limit_all_gathers` | `True` | same |" in lines
+    assert "| `FullyShardedDataParallel` | `limit_all_gathers` | `True` | same |  |" in lines
+    assert "| `FSDPModule.reset_iter_state` |  |  | same | 2.13, 2.15 |" in lines
+    assert "| `FSDPModule.reset_iter_state` |  |  | public here only | 2.11 |" in lines
+
+
+def test_rows_of_several_versions_become_one_list():
+    a, b, c, d = ((name, "", "", "same") for name in "abcd")
+    assert api_table.merged({"2.1": [d, a, b], "2.2": [a, b, c], "2.3": [a, c]}) == [
+        (d, ["2.1"]),
+        (a, ["2.1", "2.2", "2.3"]),
+        (b, ["2.1", "2.2"]),
+        (c, ["2.2", "2.3"]),
+    ]
+
+
+def test_what_is_known_of_a_version_is_read_as_it_was_written(tmp_path):
+    facts = {"wrap": {"Theirs": api_table.described("Theirs", Theirs)}}
+    api_table.write(tmp_path / "new" / "2.1.json", facts)
+    assert api_table.read(tmp_path / "new" / "2.1.json") == facts
 
 
 class Theirs:
@@ -111,10 +140,10 @@ def no_property() -> type:
     return cls
 
 
-def compare(theirs: Any, ours: Any) -> tuple[list[str], list[str]]:
+def compare(theirs: Any, ours: Any) -> tuple[list[tuple[str, ...]], list[str]]:
     table = api_table.Table()
-    table._compare_name("Name", theirs, ours)
-    return table.lines, table.unexplained
+    table.compare_name("Name", api_table.described("Name", theirs), ours)
+    return table.rows, table.unexplained
 
 
 @pytest.mark.parametrize(
@@ -129,18 +158,18 @@ def compare(theirs: Any, ours: Any) -> tuple[list[str], list[str]]:
     ],
 )
 def test_differences_of_a_class_are_found(make, faults):
-    lines, found = compare(Theirs, make())
+    rows, found = compare(Theirs, make())
     assert len(found) == len(faults)
     assert all(one.startswith(fault) for one, fault in zip(found, faults)), found
-    assert lines[-1] == "| `Name` |  |  | and also `.more` |"
+    assert rows[-1] == ("Name.more", "", "", "public here only")
 
 
 def test_arguments_that_torch_does_not_have_are_listed():
     cls = same()
     cls.step = lambda self, *, count=1, closure=None, wide=True: None
-    lines, found = compare(Theirs, cls)
+    rows, found = compare(Theirs, cls)
     assert not found
-    assert "| `Name.step` | `wide` |  | here only: `by keyword, True` |" in lines
+    assert ("Name.step", "wide", "", "here only: `by keyword, True`") in rows
 
 
 def test_inherited_methods_count():
@@ -152,8 +181,8 @@ def test_inherited_methods_count():
 
         def step(self, optimizer: Any) -> None: ...
 
-    lines, faults = compare(Theirs, Scaler)
-    assert "| `Name.update` | `new_scale` | `None` | same |" in lines
+    rows, faults = compare(Theirs, Scaler)
+    assert ("Name.update", "new_scale", "None", "same") in rows
     assert faults == []
 
 
@@ -165,15 +194,25 @@ def test_differences_of_other_kinds_are_found():
     assert compare(Config, narrow)[1] == ["Name(wide) (here `True`)"]
     assert compare(Config, Config)[1] == []
     table = api_table.Table()
-    table._compare_name("Name", Config, Config)
-    table._compare_name("Name", Config, narrow)
+    config = api_table.described("Name", Config)
+    table.compare_name("Name", config, Config)
+    table.compare_name("Name", config, narrow)
     assert table.unexplained == ["Name (another object than under the first path)"]
 
 
 def test_reasons_are_used_and_counted(monkeypatch):
     monkeypatch.setitem(api_table.REASONS, "Name.step(closure)", "it has none")
     monkeypatch.setitem(api_table.REASONS, "Name.never", "no need")
-    lines, faults = compare(Theirs, no_argument())
+    rows, faults = compare(Theirs, no_argument())
     assert faults == []
-    assert "| `Name.step` | `closure` | `by keyword, None` | missing: it has none |" in lines
-    assert set(api_table.build()[1]) == {"needless reason: Name.step(closure)", "needless reason: Name.never"}
+    assert ("Name.step", "closure", "by keyword, None", "missing: it has none") in rows
+    assert set(api_table.build()[1]) == {"needless: Name.step(closure)", "needless: Name.never"}
+
+
+def test_notes_stand_beside_what_is_the_same(monkeypatch):
+    monkeypatch.setitem(api_table.NOTES, "Name.step(count)", "another meaning since 2.3")
+    monkeypatch.setitem(api_table.NOTES, "Name.never", "no need")
+    rows, faults = compare(Theirs, same())
+    assert faults == []
+    assert ("Name.step", "count", "by keyword, 1", "same: another meaning since 2.3") in rows
+    assert set(api_table.build()[1]) == {"needless: Name.step(count)", "needless: Name.never"}

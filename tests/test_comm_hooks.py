@@ -89,7 +89,8 @@ def test_hybrid_strategies_average_over_all_ranks(rank, world_size, use_orig_par
         loss_of(model, tokens(rank, 0)).backward()
     with count_collectives() as traffic:
         loss_of(model, tokens(rank, 1)).backward()
-    assert traffic["reduce_scatter_tensor"].calls == traffic["all_reduce"].calls == 4
+    assert traffic["reduce_scatter_tensor"].calls == 4
+    assert traffic["all_reduce"].calls == 4 + 4  # over the replicas, and of what was used
     batches = [tokens(r, step) for r in range(world_size) for step in range(2)]
     assert_averaged(model, plain, batches, 1 / world_size)
 
@@ -115,8 +116,8 @@ def test_compressing_hooks_send_half(rank, world_size, use_orig_params, library,
         with count_collectives() as traffic:
             loss_of(each, tokens(rank, 0)).backward()
         travelled.append(sum(traffic[kind].bytes for kind in traffic.keys() & REDUCTIONS))
-    assert travelled[0] == 2 * travelled[1]
     names, params = zip(*plain.named_parameters())
+    assert travelled[0] == 2 * (travelled[1] - 4 * len(names))  # a number tells whether each was used
     local = [torch.autograd.grad(loss_of(plain, tokens(r, 0)), params) for r in range(world_size)]
     found = full_grads(model)
     for key, first, second in zip(names, *local):

@@ -35,6 +35,7 @@ from test_optim_state_dict import assert_same, by_name, grouped
 from test_state_dict import Buffered, Tied, adamw, assert_close, assert_equal, each_form, per_block, whole
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+LOCAL = StateDictType.LOCAL_STATE_DICT
 WIDTH, ROWS = 6, 12
 
 
@@ -394,3 +395,40 @@ def test_groups_and_options(rank, world_size, tmp_path):
         fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, state["optimizer"]))
     assert fresh.param_groups[0]["lr"] == 0.123
     assert_same(FSDP.optim_state_dict(model, fresh), FSDP.optim_state_dict(model, ours))
+
+
+# Local state dicts.
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@ranks(4)
+def test_local_state_dicts_are_saved_whole(rank, world_size, tmp_path, strategy, use_orig_params):
+    """Each rank's flat shard is another part of one tensor: none is taken for a copy of another's."""
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    model, other = (
+        per_block(make, use_orig_params=use_orig_params, **options) for make in (net(), Net().double())
+    )
+    with FSDP.state_dict_type(model, LOCAL), FSDP.state_dict_type(other, LOCAL):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        other.load_state_dict(state["model"])
+    assert_equal(other.state_dict(), net().state_dict())
+
+
+@ranks(2)
+def test_a_local_state_dict_of_another_rank_is_refused(rank, world_size, tmp_path):
+    model = whole(net())
+    with FSDP.state_dict_type(model, LOCAL):
+        torch.save(model.state_dict(), tmp_path / str(rank))
+        dist.barrier()
+        mine, others = (torch.load(tmp_path / str(each)) for each in (rank, 1 - rank))
+        with pytest.raises(RuntimeError, match=r"_flat_param: .*elements .*, this rank's are .*the ranks"):
+            model.load_state_dict(others)
+        plain = {name: getattr(value, "piece", value) for name, value in mine.items()}  # as once was saved
+        for state in (mine, plain):
+            assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_equal(model.state_dict(), net().state_dict())

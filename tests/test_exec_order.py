@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -311,7 +313,7 @@ def test_right_runs_are_silent(rank, world_size, strategy, kind):
     for other in range(2):
         state = "this one" if other == rank else "alive"
         assert f"rank {other} ({state}): in or after unit 'c' (forward of iteration 24)" in table
-    assert "other hosts" not in table
+    assert "not begun" not in table
 
 
 @ranks(4)
@@ -377,6 +379,23 @@ def test_no_place_for_files(rank, world_size, tmp_path):
     assert len(texts) == 1 and "ranks cannot show each other where they stand" in texts[0]
 
 
+@each_form
+@ranks(2)
+def test_too_little_room_for_a_file(rank, world_size, use_orig_params):
+    """One that is written short, as on a full file system, is none: training goes on without."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with collected_warnings() as texts:
+            model = wrapped(use_orig_params=use_orig_params)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(texts) == 1 and "ranks cannot show each other where they stand (cannot write" in texts[0]
+    with silence():
+        for _ in range(12):
+            step(model)
+
+
 @ranks(2)
 def test_ranks_agree_on_a_word(rank, world_size):
     """On another one each time, since a store may outlive its group."""
@@ -417,6 +436,28 @@ def test_files_go_with_their_process(rank, world_size, tmp_path):
     links["living"].send("end")
     children["living"].join()
     assert os.listdir(folder) == []
+
+
+def end_one_by_one(rank: int, world_size: int, folder: str, how: str) -> None:
+    """The last rank is killed, or ends as processes do; later the others do."""
+    with mock.patch.object(_positions, "_directory", lambda: Path(folder)):
+        step(wrapped())
+        step(wrapped(process_group=dist.new_group([0, 1, 2])))
+    dist.barrier()
+    if rank == 2 and how == "killed":
+        kill()
+    time.sleep(2 - rank)
+    multiprocessing.util._exit_function()
+    left = len(os.listdir(folder))
+    os._exit(left)
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_files_stay_until_all_ranks_have_ended(how, tmp_path):
+    """So the others find that of a dead rank, which goes when they end."""
+    outcomes = run_isolated(end_one_by_one, str(tmp_path), how, world_size=3)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 6, -signal.SIGKILL if how == "killed" else 6]
+    assert os.listdir(tmp_path) == []
 
 
 # Waits.

@@ -21,6 +21,7 @@ from fsdp_wrap._dtensor_layout import DTensorLayout
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import ParamSlot
 from fsdp_wrap._objects import all_gather_single, reduce_scatter_single
+from fsdp_wrap._precision import SegmentPolicy
 from fsdp_wrap.api import MixedPrecision
 
 RANKS = 128
@@ -96,7 +97,8 @@ def handle_of(policy: MixedPrecision, mesh: DeviceMesh) -> tuple[ParamHandle, nn
     layout = DTensorLayout(
         slots, communicator, mesh=mesh, dims=[0] * len(slots), name="all", offload=False, pin=False
     )
-    handle = ParamHandle([layout], communicator, SoloCommunicator(communicator.device), policy)
+    policies = [SegmentPolicy.of(policy)]
+    handle = ParamHandle([layout], communicator, SoloCommunicator(communicator.device), policies)
     handle.follow_requires_grad()
     return handle, module
 

@@ -265,10 +265,10 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
         with pytest.raises(RuntimeError, match="on their way still"):
             messages.wait(moment)
         assert not messages.is_completed()
-    with pytest.raises(RuntimeError, match="rank 1 of the group died"):
+    with pytest.raises(RuntimeError, match="a rank died"):
         messages.wait(moment)
     assert messages.is_completed()
-    with pytest.raises(RuntimeError, match="rank 1 of the group died"):
+    with pytest.raises(RuntimeError, match="a rank died"):
         messages.wait()
 
 

@@ -293,7 +293,7 @@ def test_random_walks(rank, world_size, front, strategy):
             front, make_net, torch.float64, auto_wrap_policy=PER_LAYER, sharding_strategy=strategy
         )
         expected, found = _Walk(plain, seed).go(), _Walk(model, seed).go()
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=lambda said: f"{seed}: {said}")
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=f"seed {seed}")
         model(inputs()).sum().backward()
         plain(inputs()).sum().backward()
         grads = full_grads(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -11,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from fsdp_wrap._safetensors import write_safetensors
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import nested, refuse_damaged
-from fsdp_wrap.checkpoint._manifest import read_metadata
-from fsdp_wrap.checkpoint._saving import Save
+from fsdp_wrap.checkpoint._metadata import read_metadata
+from fsdp_wrap.checkpoint._plain import ValuesPlanner
+from fsdp_wrap.checkpoint._step import Save
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
 from fsdp_wrap.checkpoint._writer import KnownReader
 
@@ -124,18 +122,6 @@ def export(dir: Path, out: Path, step: int | None = None, max_shard_bytes: int |
     return write_safetensors(out, described, values(), max_shard_bytes=max_shard_bytes)
 
 
-class _PlainValues(DefaultLoadPlanner):
-    """Reads what is pickled only if it is made of plain values."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes one pickled entry."""
-        name = read_item.dest_index.fqn
-        try:
-            self.original_state_dict[name] = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(f"{name} is no plain value: {error}") from error
-
-
 def _read(folder: Path, metadata: Metadata, key: str) -> Any:
     """Reads one entry, full."""
     entry = metadata.state_dict_metadata[key]
@@ -144,7 +130,7 @@ def _read(folder: Path, metadata: Metadata, key: str) -> Any:
     if isinstance(entry, TensorStorageMetadata):
         state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with errors_of_all_ranks(_ALONE, f"reading {key} in {folder}"):
-        _load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=_PlainValues())
+        _load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=ValuesPlanner(trusted=False))
     return state[key]
 
 

@@ -6,17 +6,39 @@ by a rename first. So a crash leaves hidden folders at most, and the next save r
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import shutil
+import time
 import warnings
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, DamagedCheckpoint, Manifest, sync
+from fsdp_wrap.checkpoint._manifest import MANIFEST, DamagedCheckpoint, Manifest, sync
+from fsdp_wrap.checkpoint._metadata import METADATA
 
-__all__ = ["begin", "complete_before", "find", "lack_of", "latest", "publish", "steps_in"]
+__all__ = [
+    "Begun",
+    "begin",
+    "clean_up",
+    "complete_before",
+    "find",
+    "lack_of",
+    "latest",
+    "publish",
+    "remove",
+    "shows",
+    "step_folder",
+    "steps_in",
+    "sum_of_manifest",
+    "unseen_in",
+]
 
 _STEP = re.compile(r"step_(\d{8,})")
-_HIDDEN = re.compile(r"\.(step_\d{8,})\.(partial|replaced|deleted)")
+_HIDDEN = re.compile(r"\.(step_\d{8,})(?:\.[0-9a-f]+)?\.(partial|replaced|deleted)")
+_LOOKS, _PAUSE = 3, 0.1  # what another host has made is there, unless the file system is slow to show it
 
 
 def steps_in(parent: Path) -> dict[int, Path]:
@@ -75,6 +97,14 @@ def find(path: Path, step: int | None) -> Path:
     raise ValueError(f"no complete checkpoint in {path}: {why}")
 
 
+def sum_of_manifest(folder: Path) -> int | None:
+    """Returns the CRC-32 of a step folder's manifest, None if there is none to read."""
+    try:
+        return zlib.crc32((folder / MANIFEST).read_bytes())
+    except OSError:
+        return None
+
+
 def complete_before(folder: Path) -> Path | None:
     """Returns the newest complete step folder beside another one and older."""
     name = _STEP.fullmatch(folder.name)
@@ -82,31 +112,74 @@ def complete_before(folder: Path) -> Path | None:
     return next((path for n, path in steps if name and n < int(name[1]) and lack_of(path) is None), None)
 
 
-def begin(parent: Path, step: int | None) -> int:
-    """Clears up after crashed saves and makes the hidden folder of a step; returns the step.
+@dataclass(frozen=True)
+class Begun:
+    """A step that is being written.
+
+    Attributes:
+        step: Its number.
+        word: Part of its hidden folder's name, by which ranks know that they see the same one.
+    """
+
+    step: int
+    word: str
+
+    def folder(self, parent: Path) -> Path:
+        """Returns the hidden folder in which it is written."""
+        return parent / f".{_name(self.step)}.{self.word}.partial"
+
+
+def begin(parent: Path, step: int | None) -> Begun:
+    """Clears up after crashed saves and makes the hidden folder of a step.
+
+    Args:
+        parent: The folder of steps, which this process has claimed.
+        step: Its number; None for one after the newest.
 
     Raises:
         ValueError: If something that is no checkpoint is in the way.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    _clean_up(parent)
+    clean_up(parent)
     if step is None:
         step = next(iter(steps_in(parent)), 0) + 1
-    final = parent / _name(step)
-    if final.exists() and not (final / MANIFEST).is_file():
+    final = step_folder(parent, step)
+    if os.path.lexists(final) and not (final / MANIFEST).is_file():  # a link to nowhere, too
         raise ValueError(f"{final} is in the way and no checkpoint of ours: remove it, or save another step")
-    partial(parent, step).mkdir()
-    return step
+    begun = Begun(step, secrets.token_hex(4))
+    begun.folder(parent).mkdir()
+    return begun
 
 
-def partial(parent: Path, step: int) -> Path:
-    """Returns the hidden folder in which a step is written."""
-    return _hidden(parent, step, "partial")
+def step_folder(parent: Path, step: int) -> Path:
+    """Returns the folder of a step, which may not be there."""
+    return parent / _name(step)
 
 
-def publish(parent: Path, step: int, keep_last: int | None) -> Path:
+def shows(parent: Path, folder: Path) -> bool:
+    """Whether a folder that another rank has just made in `parent` is there for this one."""
+    for look in range(_LOOKS):
+        time.sleep(_PAUSE * bool(look))
+        if parent.is_dir() and os.listdir(parent) and folder.is_dir():  # listing asks a file server anew
+            return True
+    return False
+
+
+def unseen_in(folder: Path) -> list[str]:
+    """Returns which files of a written step this rank does not see, and what is wrong with them."""
+    faults = []
+    for look in range(_LOOKS):
+        time.sleep(_PAUSE * bool(look))
+        os.listdir(folder)
+        faults = Manifest.read(folder).missing(folder)
+        if not faults:
+            break
+    return [f"{fault.file} {fault.lack}" for fault in faults]
+
+
+def publish(parent: Path, begun: Begun, keep_last: int | None) -> None:
     """Makes a written step visible, then removes older complete steps but the last ones."""
-    final, written = parent / _name(step), partial(parent, step)
+    step, written = begun.step, begun.folder(parent)
+    final = step_folder(parent, step)
     sync(written)
     replaced = _hidden(parent, step, "replaced")
     if final.exists():
@@ -114,30 +187,48 @@ def publish(parent: Path, step: int, keep_last: int | None) -> Path:
     written.rename(final)
     sync(parent)
     try:
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        remove(replaced)
         if keep_last is not None:
             _remove_older(parent, step, keep_last - 1)
     except OSError as error:  # the new step is there all the same
         warnings.warn(f"an old checkpoint in {parent} could not be removed: {error}", stacklevel=2)
-    return final
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, or a link to one, if it is there.
+
+    Raises:
+        OSError: If that is not possible.
+    """
+    if path.is_symlink():
+        path.unlink()
+    for look in range(_LOOKS):  # a rank that has not noticed a failure yet may write one more file
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+            return
+        except OSError:
+            if look == _LOOKS - 1:
+                raise
+            time.sleep(_PAUSE)
 
 
 def _remove_older(parent: Path, step: int, kept: int) -> None:
     older = [number for number, path in steps_in(parent).items() if number < step and lack_of(path) is None]
     for number in older[kept:]:
         deleted = _hidden(parent, number, "deleted")
-        (parent / _name(number)).rename(deleted)
-        shutil.rmtree(deleted)
+        step_folder(parent, number).rename(deleted)
+        remove(deleted)
 
 
-def _clean_up(parent: Path) -> None:
+def clean_up(parent: Path) -> None:
+    """Removes what crashed saves have left in a folder of steps that this process has claimed."""
     for path in list(parent.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
-        if hidden and hidden[2] == "replaced" and not (parent / hidden[1]).exists():
+        if hidden and hidden[2] == "replaced" and not os.path.lexists(parent / hidden[1]):
             path.rename(parent / hidden[1])
         elif hidden:
-            shutil.rmtree(path)
+            remove(path)
 
 
 def _name(step: int) -> str:

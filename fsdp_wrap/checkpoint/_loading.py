@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from fsdp_wrap.checkpoint._manifest import (
     Fault,
     Manifest,
     concerned,
-    read_metadata,
     verify,
 )
+from fsdp_wrap.checkpoint._metadata import read_metadata
+from fsdp_wrap.checkpoint._plain import ValuesPlanner, unpacked
+from fsdp_wrap.checkpoint._putting import put_in
 from fsdp_wrap.checkpoint._saving import wait_for_pending
-from fsdp_wrap.checkpoint._state import Optimizers, Subject, restore_random_state, unpacked
-from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
+from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
+from fsdp_wrap.checkpoint._team import Place, Team, errors_of_all_ranks
 from fsdp_wrap.checkpoint._writer import KnownReader
 
 __all__ = ["Loaded", "load", "nested", "refuse_damaged"]
@@ -57,6 +59,7 @@ def load(
     step: int | None = None,
     strict: bool = True,
     restore_random_state: bool = True,
+    trusted: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Loads a step folder into model, optimizers and extras, here or elsewhere; collective.
@@ -69,14 +72,16 @@ def load(
     with a warning that names those that differed, and random states stay as they are.
 
     Args:
-        dir: Where steps were saved, for the newest complete one or `step`; or a step folder. Checkpoints
-            contain pickled values: load those only that you trust.
+        dir: Where steps were saved, for the newest complete one or `step`; or a step folder. All ranks must
+            see the same one there.
         model: Wrapped or plain.
         optim: One or several optimizers of it; None to leave their state.
         extra: By name; those with `load_state_dict` are loaded in place.
         step: The number of the step; None for the newest complete one.
         strict: Whether names must be the same; otherwise those that both have are loaded.
         restore_random_state: Whether random states of torch, Python, numpy and the CUDA device are set.
+        trusted: Whether pickled values may be anything, and so run whatever the folder brings. Otherwise they
+            are plain values, tensors, arrays, and what `torch.serialization.add_safe_globals` admits.
         process_group: The ranks that load; None for the default group, or this process alone without one.
 
     Returns:
@@ -85,25 +90,56 @@ def load(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there is no such step, or names or shapes do not fit; nothing has changed then.
+        ValueError: If there is no such step, ranks do not see the same one, or names or shapes do not fit;
+            nothing has changed then.
         DamagedCheckpoint: If a file is missing or has changed, on all ranks; it names the files, the
             parameters that lie there and an earlier step that is complete. Nothing has changed then.
-        RuntimeError: If a rank could not read or put in what was there.
+        RuntimeError: If a rank could not read what was there, if it is more than plain values, or if a
+            model or optimizer on some rank refuses it; nothing has changed then.
     """
     wait_for_pending(raise_error=False)
-    team = Team.of(process_group)
+    team = Team.of(process_group, "checkpoint.load")
     subject = team.together(lambda: Subject(model, optim, extra))
-    folder = team.on_first(lambda: folders.find(Path(dir), step))
+    folder = _agreed_folder(team, Path(dir).absolute(), step)
     manifest = _verified(team, folder)
     reading = team.together(lambda: _Reading.planned(subject, folder, manifest, team, strict))
-    with errors_of_all_ranks(team, f"reading {folder}"):
+    with errors_of_all_ranks(team, f"reading {folder}"), team.collectives():
         _load_state_dict(
-            reading.flat, KnownReader(folder, reading.metadata), team.group, no_dist=team.group is None
+            reading.flat,
+            KnownReader(folder, reading.metadata),
+            team.group,
+            no_dist=team.group is None,
+            planner=ValuesPlanner(trusted),
         )
-    values = team.together(lambda: reading.put_in(strict))
-    if restore_random_state:
-        reading.restore_random_state()
+    found = team.together(lambda: reading.found(trusted))
+    put_in(team, subject, found.model, found.optim, strict)
+    values = team.together(lambda: subject.put_in_extra(found.extra))
+    if restore_random_state and found.random is not None:
+        set_random_state(found.random)
     return Loaded(values, manifest.step, folder)
+
+
+def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
+    """Returns the step folder that the first rank has found, as this rank names it.
+
+    Raises:
+        ValueError: If there is none, or not all ranks see that one.
+    """
+    within = team.on_first(lambda: folders.find(dir, step).relative_to(dir))
+    folder = dir / within
+    sums = team.gather((Place.of(folder, folder.is_dir()), folders.sum_of_manifest(folder)))
+    (first, expected), *_ = sums
+    lost = [
+        f"rank {rank} finds {'another one' if place.is_seen else 'none'} ({place})"
+        for rank, (place, found) in enumerate(sums)
+        if found != expected or place.is_seen != first.is_seen
+    ]
+    if lost:
+        raise ValueError(
+            f"all ranks must see the same checkpoint, but rank 0 finds one ({first}) and {'; '.join(lost)}. "
+            "Nothing was loaded: name a folder on a file system that all share, or copy it to each host"
+        )
+    return folder
 
 
 def _verified(team: Team, folder: Path) -> Manifest:
@@ -112,8 +148,7 @@ def _verified(team: Team, folder: Path) -> Manifest:
     if manifest is not None:
         shared = manifest
         mine = team.together(lambda: _faults_of_share(team, folder, shared))
-        faults = [fault for of_rank in team.gather(mine) for fault in of_rank]
-    faults = list(dict.fromkeys(faults))
+        faults = _of_all_ranks(team.gather((Place.of(folder, True), mine)))
     if faults or manifest is None:
         raise DamagedCheckpoint(team.on_first(lambda: _told(folder, faults)))
     return manifest
@@ -125,6 +160,20 @@ def _read_manifest(folder: Path) -> tuple[Manifest | None, list[Fault]]:
     except DamagedCheckpoint as error:
         file, _, lack = str(error).partition(" ")
         return None, [Fault(file, lack)]
+
+
+def _of_all_ranks(told: Sequence[tuple[Place, list[Fault]]]) -> list[Fault]:
+    """Returns all ranks' faults once; those of whole files that only some see, with where these look."""
+    finders: dict[Fault, list[str]] = {}
+    for rank, (place, faults) in enumerate(told):
+        for fault in faults:
+            finders.setdefault(fault, []).append(f"rank {rank} ({place})")
+    return [
+        fault
+        if fault.stop is not None or len(ranks) == len(told)
+        else replace(fault, lack=f"{fault.lack} where {', '.join(ranks)} looks for it")
+        for fault, ranks in finders.items()
+    ]
 
 
 def _faults_of_share(team: Team, folder: Path, manifest: Manifest) -> list[Fault]:
@@ -153,6 +202,16 @@ def _told(folder: Path, faults: Iterable[Fault]) -> str:
     else:
         lines.append(f"  the step before is complete: load {earlier}")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank has read, as model, optimizers, extras and generators take it."""
+
+    model: dict[str, Any]
+    optim: dict[str, Any] | None
+    extra: dict[str, Any]
+    random: dict[str, Any] | None
 
 
 @dataclass
@@ -191,20 +250,15 @@ class _Reading:
         reading._allocate(model)
         return reading
 
-    def put_in(self, strict: bool) -> dict[str, Any]:
-        """Puts into model, optimizers and extras what was read; returns the extras."""
+    def found(self, trusted: bool) -> _Found:
+        """Returns what was read; with another number of ranks there is no random state."""
         state = nested(self.flat, self.metadata)
         of_rank = state.get("extra", {}).get(self.rank, {})
-        extra = {name: unpacked(data) for name, data in of_rank.items()}
+        extra = {name: unpacked(data, f"extra['{name}']", trusted) for name, data in of_rank.items()}
         optim = {"state": {}, **state["optim"]} if "optim" in state else None
-        self.subject.put_in(state.get("model", {}), optim, strict)
-        return self.subject.put_in_extra(extra)
-
-    def restore_random_state(self) -> None:
-        """Sets the generators as they were; with another number of ranks there is nothing to set."""
         data = self.flat.get(f"random.{self.rank}")
-        if data is not None:
-            restore_random_state(unpacked(data))
+        random = None if data is None else unpacked(data, "the random state", trusted)
+        return _Found(state.get("model", {}), optim, extra, random)
 
     def _names(self, *part: str) -> dict[str, None]:
         """Returns the names below a part of the state, such as those of the model's entries."""

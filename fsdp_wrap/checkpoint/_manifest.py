@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from fsdp_wrap.checkpoint._metadata import METADATA, read_metadata
 
 __all__ = [
     "MANIFEST",
-    "METADATA",
     "DamagedCheckpoint",
     "Fault",
     "Manifest",
     "Piece",
     "concerned",
-    "read_metadata",
     "sync",
     "verify",
 ]
 
-MANIFEST, METADATA = "manifest.json", ".metadata"
+MANIFEST = "manifest.json"
 _CHUNK = 2**22
 
 
@@ -171,13 +168,6 @@ def concerned(folder: Path, faults: Iterable[Fault]) -> Iterator[tuple[Fault, li
             if file == fault.file and fault.start <= start and (fault.stop is None or start < fault.stop)
         )
         yield fault, list(dict.fromkeys(names))
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Reads what `torch.distributed.checkpoint` knows of the folder's content."""
-    with open(folder / METADATA, "rb") as file:
-        found: Metadata = pickle.load(file)
-    return found
 
 
 def sync(folder: Path) -> None:

@@ -4,76 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
-from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
-from fsdp_wrap.checkpoint._writer import CheckedWriter
+from fsdp_wrap.checkpoint._step import Save
+from fsdp_wrap.checkpoint._team import Team
 
-__all__ = ["PendingSave", "Save", "async_save", "save", "wait_for_pending"]
+__all__ = ["PendingSave", "async_save", "save", "wait_for_pending"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Save:
-    """What is to be written where.
-
-    Attributes:
-        parent: The folder of step folders.
-        step: Its number; None for one after the newest.
-        keep_last: How many complete steps stay, this one included; None for all.
-        progress: Whether the first rank shows a bar.
-    """
-
-    parent: Path
-    step: int | None = None
-    keep_last: int | None = None
-    progress: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("keep_last", 1)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
-
-    def agreed(self, team: Team) -> None:
-        """Refuses a step that not all ranks name."""
-        steps = team.gather(self.step)
-        if len(set(steps)) > 1:
-            told = ", ".join(f"{step} on rank {rank}" for rank, step in enumerate(steps))
-            raise ValueError(f"all ranks must save the same step; step is {told}")
-
-    def write(self, state: dict[str, Any], team: Team) -> Path:
-        """Writes the step folder, on every rank; it appears once all have succeeded, or not at all."""
-        step = team.on_first(lambda: folders.begin(self.parent, self.step))
-        folder = folders.partial(self.parent, step)
-        doing = f"saving step {step} in {self.parent} (nothing of it is left, other steps are as they were)"
-        try:
-            writer = CheckedWriter(folder, step, team.size, self.progress and team.is_first)
-            with errors_of_all_ranks(team, doing):
-                _save_state_dict(state, writer, team.group, no_dist=team.group is None)
-        except BaseException:
-            if team.is_first:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return team.on_first(lambda: folders.publish(self.parent, step, self.keep_last))
 
 
 class PendingSave:
@@ -178,7 +125,8 @@ def save(
             an earlier background save failed and nobody has asked for its result.
     """
     team, to_do, state = _agreed(
-        lambda rank: (Save(Path(dir), step, keep_last, progress), Subject(model, optim, extra).taken(rank)),
+        "checkpoint.save",
+        lambda team: (_to_do(dir, step, keep_last, progress), Subject(model, optim, extra).taken(team)),
         process_group,
     )
     return to_do.write(state, team)
@@ -220,9 +168,10 @@ def async_save(
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
     """
     team, to_do, state = _agreed(
-        lambda rank: (
-            Save(Path(dir), step, keep_last, progress),
-            staged(Subject(model, optim, extra).taken(rank)),
+        "checkpoint.async_save",
+        lambda team: (
+            _to_do(dir, step, keep_last, progress),
+            staged(Subject(model, optim, extra).taken(team)),
         ),
         process_group,
     )
@@ -231,13 +180,17 @@ def async_save(
     return pending
 
 
+def _to_do(dir: str | os.PathLike[str], step: int | None, keep_last: int | None, progress: bool) -> Save:
+    return Save(Path(dir).absolute(), step, keep_last, progress)  # the process may go elsewhere meanwhile
+
+
 def _agreed(
-    plan: Callable[[int], tuple[Save, dict[str, Any]]], process_group: dist.ProcessGroup | None
+    doing: str, plan: Callable[[Team], tuple[Save, dict[str, Any]]], process_group: dist.ProcessGroup | None
 ) -> tuple[Team, Save, dict[str, Any]]:
-    """Waits for an earlier save and plans one, by `plan(rank)` on each; returns who writes what."""
+    """Waits for an earlier save and plans one, by `plan(team)` on each rank; returns who writes what."""
     wait_for_pending()
-    team = Team.of(process_group)
-    to_do, state = team.together(lambda: plan(team.rank))
+    team = Team.of(process_group, doing)
+    to_do, state = team.together(lambda: plan(team))
     to_do.agreed(team)
     return team, to_do, state
 
@@ -252,4 +205,4 @@ def _in_background(team: Team) -> Team:
         ranks = dist.get_process_group_ranks(team.group)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         _background_groups[team.group] = weakref.ref(group)
-    return Team(group, team.rank, team.size)
+    return team.over(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
 import sys
@@ -16,13 +15,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_wrap import distributed_state_dict as by_torchs_functions
 from fsdp_wrap._optim_load import load_optim_state_dict
+from fsdp_wrap._optim_params import refuse_shared
+from fsdp_wrap.checkpoint._holders import refuse_fewer_ranks
+from fsdp_wrap.checkpoint._optimizer_of_dtensors import cut_for, taken_of
+from fsdp_wrap.checkpoint._plain import packed
+from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 
-__all__ = ["Subject", "packed", "restore_random_state", "staged", "unpacked"]
+__all__ = ["Subject", "set_random_state", "staged"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -34,6 +37,10 @@ class Subject:
         model: Wrapped by anything, or plain.
         optim: One or several optimizers of it, or None.
         extra: By name: objects with `state_dict` and `load_state_dict`, or values that pickle.
+
+    Raises:
+        TypeError: If one of these is of another type.
+        ValueError: If a parameter is in two optimizers, whose states for it could not both be saved.
     """
 
     def __init__(self, model: nn.Module, optim: Optimizers, extra: Mapping[str, Any] | None) -> None:
@@ -41,12 +48,19 @@ class Subject:
             raise TypeError(f"model must be a module, not {type(model).__name__}")
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizers = _listed(optim)
+        refuse_shared(self.model, self.optimizers)
         if not isinstance(extra or {}, Mapping) or not all(isinstance(name, str) for name in extra or {}):
             raise TypeError("extra must be a mapping of names to values")
         self.extra: dict[str, Any] = dict(extra or {})
 
-    def taken(self, rank: int) -> dict[str, Any]:
-        """Returns all of it for `torch.distributed.checkpoint`; tensors are those of model and optimizers."""
+    def taken(self, team: Team) -> dict[str, Any]:
+        """Returns all of it for `torch.distributed.checkpoint`; tensors are those of model and optimizers.
+
+        Raises:
+            ValueError: If other ranks than those of the team hold parts of the model.
+        """
+        refuse_fewer_ranks(self.model, team.ranks)
+        rank = team.rank
         state: dict[str, Any] = {"model": dict(self.model_state())}
         if self.optimizers:
             state["optim"] = self._optim_state()
@@ -59,24 +73,26 @@ class Subject:
         return get_model_state_dict(self.model)
 
     def _optim_state(self) -> dict[str, Any]:
-        if self._goes_to_torch():
-            return by_torchs_functions.get_optimizer_state_dict(self.model, self.optimizers)
-        parts = [sharded_optim_state_dict(self.model, each, None, to_host=False) for each in self.optimizers]
+        by_name = self._is_of_dtensors()
+        parts = [
+            taken_of(self.model, each)
+            if by_name
+            else sharded_optim_state_dict(self.model, each, None, to_host=False)
+            for each in self.optimizers
+        ]
         return {
             "state": {name: entry for part in parts for name, entry in part["state"].items()},
             "param_groups": [group for part in parts for group in part["param_groups"]],
         }
 
-    def put_in(self, model_state: dict[str, Any], optim_state: dict[str, Any] | None, strict: bool) -> None:
-        """Loads what was read; refuses optimizer state that does not fit before anything changes."""
-        optimizers = self.optimizers if optim_state is not None else []
-        by_torch = self._goes_to_torch()
-        cut = [load_optim_state_dict(self.model, each, optim_state) for each in optimizers if not by_torch]
-        set_model_state_dict(self.model, model_state, options=StateDictOptions(strict=strict))
-        for optimizer, state in zip(optimizers, cut):
-            optimizer.load_state_dict(state)
-        if by_torch and optim_state is not None:
-            by_torchs_functions.set_optimizer_state_dict(self.model, optimizers, optim_state)
+    def cut(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
+        """Returns what one of the optimizers takes of all optimizers' state; refuses what does not fit."""
+        load = cut_for if self._is_of_dtensors() else load_optim_state_dict
+        return load(self.model, optimizer, state)
+
+    def load_model(self, state: dict[str, Any], strict: bool) -> None:
+        """Loads the model alone."""
+        set_model_state_dict(self.model, state, options=StateDictOptions(strict=strict))
 
     def put_in_extra(self, values: dict[str, Any]) -> dict[str, Any]:
         """Loads the objects among the extras; returns all values, and these objects in place of theirs."""
@@ -86,11 +102,8 @@ class Subject:
                 values[name] = each
         return values
 
-    def _goes_to_torch(self) -> bool:
-        """Whether optimizer state is of torch's own sharded tensors.
-
-        Of plain models it is not: torch's function steps an optimizer that was never stepped.
-        """
+    def _is_of_dtensors(self) -> bool:
+        """Whether the model is sharded by torch's own tensors alone."""
         wrapped = FullyShardedDataParallel.fsdp_modules(self.model)
         return not wrapped and any(isinstance(p, DTensor) for p in self.model.parameters())
 
@@ -116,18 +129,6 @@ def staged(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
-def packed(value: Any) -> bytes:
-    """Pickles a value; tensors that it refers to are copied now, and only the part that it shows."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """Returns what was packed."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
 def _packed_extra(name: str, value: Any) -> bytes:
     try:
         return packed(value.state_dict() if isinstance(value, Stateful) else value)
@@ -144,7 +145,7 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     """Sets the generators of torch, Python and, where they are there, numpy and the CUDA device."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])

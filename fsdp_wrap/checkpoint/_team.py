@@ -4,18 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["Team", "errors_of_all_ranks"]
+from fsdp_wrap._positions import positions_of
+from fsdp_wrap._watch import Watch
+from fsdp_wrap.checkpoint._claim import host
+
+__all__ = ["Place", "Team", "errors_of_all_ranks"]
 
 T = TypeVar("T")
 Told = tuple[str, str]
 """An error as it travels: what to raise, and the text. Exceptions themselves may not be picklable."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank looks for a folder.
+
+    Attributes:
+        host: On which it runs.
+        path: The folder's, absolute.
+        is_seen: Whether what was to be there is.
+    """
+
+    host: str
+    path: str
+    is_seen: bool
+
+    @classmethod
+    def of(cls, path: Path, is_seen: bool) -> Place:
+        """Returns that of this rank."""
+        return cls(host(), str(path.absolute()), is_seen)
+
+    def __str__(self) -> str:
+        return f"in {self.path} on host {self.host}"
 
 
 @dataclass(frozen=True)
@@ -26,14 +55,18 @@ class Team:
         group: None where `torch.distributed` is not in use.
         rank: This process's, in the group.
         size: Of the group.
+        doing: What the ranks do together, for messages.
+        watch: Knows which ranks have died.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    doing: str = ""
+    watch: Watch | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Team:
+    def of(cls, group: dist.ProcessGroup | None, doing: str) -> Team:
         """Returns the team of a group, the default group's if None."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, 0, 1)
@@ -46,7 +79,17 @@ class Team:
                 "torch.distributed.checkpoint needs the numpy package to send metadata between ranks: pip "
                 'install "fsdp-wrap[checkpoint]"'
             )
-        return cls(group, rank, dist.get_world_size(group))
+        watch = Watch(group, torch.device("cpu"), positions_of(group))
+        return cls(group, rank, dist.get_world_size(group), doing, watch)
+
+    def over(self, group: dist.ProcessGroup | None) -> Team:
+        """Returns the same ranks, talking over another group of theirs."""
+        return replace(self, group=group)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, as the default group counts them."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     @property
     def is_first(self) -> bool:
@@ -58,8 +101,26 @@ class Team:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self.collectives():
+            dist.all_gather_object(values, value, group=self.group)
         return values
+
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Names the ranks that have died, if collectives fail for it, and where all stood."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watch is None:
+                raise
+            failure = self.watch.failure(error)
+            dead = ", ".join(f"rank {rank}" for rank in self.watch.dead())
+            cause = f"{dead} died" if dead else "ranks could not communicate"
+            raise RuntimeError(f"{self.doing} failed, since {cause}: {failure}") from error
+
+    def first_died(self) -> bool:
+        """Whether the first rank is known to have died."""
+        return self.watch is not None and self.ranks[0] in self.watch.dead()
 
     def on_first(self, decide: Callable[[], T]) -> T:
         """Lets the first rank decide; all get its result or raise its error."""
@@ -71,7 +132,8 @@ class Team:
             except Exception as error:
                 answer[1], cause = _told(error), error
         if self.group is not None:
-            dist.broadcast_object_list(answer, src=dist.get_global_rank(self.group, 0), group=self.group)
+            with self.collectives():
+                dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group)
         if answer[1] is not None:
             raise _rebuilt(*answer[1]) from cause
         return answer[0]  # type: ignore[no-any-return]

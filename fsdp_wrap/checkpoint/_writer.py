@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +24,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
+from fsdp_wrap.checkpoint._manifest import Manifest
+from fsdp_wrap.checkpoint._metadata import METADATA
 
-__all__ = ["CheckedWriter", "KnownReader"]
+__all__ = ["CheckedWriter", "KnownReader", "rank_of"]
+
+_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class CheckedWriter(FileSystemWriter):
         self._folder, self._step, self._world_size = path, step, world_size
         self._progress = progress
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes no folder: there is one, or none is wanted any more."""
+        return plan
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; the results bring their checksums."""
         total = sum(map(_payload, plan.items))
@@ -58,7 +66,11 @@ class CheckedWriter(FileSystemWriter):
         ) as bar:
             sums = _Sums(bar.update)
             self.transforms = sums
-            results = super().write_data(plan, planner).value()
+            try:
+                results = super().write_data(plan, planner).value()
+            except Exception as error:
+                sums.raise_failure(self._folder, error)
+                raise
         checked: Future[list[WriteResult]] = Future()
         checked.set_result([sums.checked(result) for result in results])
         return checked
@@ -109,6 +121,12 @@ class _Sums(_StorageWriterTransforms):
         self._streams[write_item.index] = stream
         return cast("IO[bytes]", stream), []
 
+    def raise_failure(self, folder: Path, error: Exception) -> None:
+        """Raises what kept a stream from taking bytes, if that happened: torch's own error does not tell."""
+        for stream in self._streams.values():
+            if (failure := stream.failure) is not None:
+                raise OSError(failure.errno, failure.strerror or str(failure), str(folder)) from error
+
     def checked(self, result: WriteResult) -> _Checked:
         """Adds the checksum of what was written."""
         fields = {each.name: getattr(result, each.name) for each in dataclasses.fields(WriteResult)}
@@ -121,17 +139,28 @@ class _SummedStream(io.IOBase):
     def __init__(self, raw: Any, tell: Callable[[], object]) -> None:
         self._raw, self._tell = raw, tell
         self.crc = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Writes bytes."""
         self.crc = zlib.crc32(data, self.crc)
-        return int(self._raw.write(data))
+        try:
+            return int(self._raw.write(data))
+        except OSError as error:
+            self.failure = error
+            raise
 
     def close(self) -> None:
         """Ends the item."""
         if not self.closed:
             self._tell()
         super().close()
+
+
+def rank_of(file: str) -> int:
+    """Returns which rank writes a file: its own, or, as the first, what is for all."""
+    found = _FILE.fullmatch(file)
+    return int(found[1]) if found else 0
 
 
 def _payload(item: WriteItem) -> int:

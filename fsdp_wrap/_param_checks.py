@@ -1,0 +1,51 @@
+"""What is refused of a module's parameters and buffers before it becomes a unit."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fsdp_wrap._modules import Ignored, ParamSlot, own_modules
+
+__all__ = ["check_buffers", "check_param"]
+
+
+def check_param(slot: ParamSlot) -> None:
+    """Refuses a parameter that leaves could not stand for.
+
+    Raises:
+        TypeError: If its class may behave differently from a plain parameter.
+        ValueError: If it has gradient hooks, or no shape yet.
+    """
+    param = slot.param
+    _refuse_shapeless(slot.fqn, param)
+    if type(param) is not nn.Parameter:
+        raise TypeError(
+            f"parameter '{slot.fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
+            "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
+        )
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
+            "with another tensor; remove them before wrapping"
+        )
+
+
+def check_buffers(module: nn.Module, ignored: Ignored) -> None:
+    """Refuses buffers that have no shape yet.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for prefix, each in own_modules(module, ignored.modules):
+        for name, buffer in each.named_buffers(prefix, recurse=False):
+            _refuse_shapeless(name, buffer)
+
+
+def _refuse_shapeless(fqn: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise ValueError(
+            f"'{fqn}' is an {type(tensor).__name__} of a lazy module and has no shape yet; run one forward of the "
+            "plain model, on a batch as in training, before sharding it"
+        )

@@ -1,0 +1,104 @@
+"""`Taking`: one call of `state_dict()`, to which the wrappers of a tree add their parts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._full_values import offloaded
+from fsdp_wrap._modules import WRAPPED_ATTR, Place
+from fsdp_wrap._originals import names_of_places
+from fsdp_wrap._walks import walk
+
+__all__ = ["Taking", "taking"]
+
+
+class Taking:
+    """One call of `state_dict()` with those of the wrappers below it, of which each adds its part.
+
+    What concerns all parts is done once, by the outermost: nested wrappers would each do it for all below.
+
+    Args:
+        destination: To which they add.
+        module: The outermost one.
+        prefix: Of its names.
+        wanted: Whether this rank keeps what it adds.
+
+    """
+
+    def __init__(self, destination: dict[str, Any], module: nn.Module, prefix: str, wanted: bool) -> None:
+        self.destination, self.wanted = destination, wanted
+        self._module, self._prefix = module, prefix
+        self._last = next(reversed(destination), None)
+        self._aliased: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def note_aliased(self, module: nn.Module, to_host: bool) -> None:
+        """Notes a wrapped module's tensors, with which what was added must not share memory in the end."""
+        tensors = _own_tensors(module)
+        self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
+
+    @cached_property
+    def names(self) -> dict[Place, list[str]]:
+        """The names in the result of what every place shows."""
+        found = names_of_places(self._module)
+        return {place: [self._prefix + name for name in names] for place, names in found.items()}
+
+    def separate(self) -> None:
+        """Replaces what was added and shares memory with the model by copies."""
+        state_dict = self.destination
+        for key in list(takewhile(lambda key: key != self._last, reversed(state_dict))):
+            value = state_dict[key]
+            if key.startswith(self._prefix) and isinstance(value, torch.Tensor) and not value.is_meta:
+                aliased = self._aliased.get(value.untyped_storage()._cdata)
+                if aliased is not None:
+                    state_dict[key] = offloaded(value, aliased[1])
+
+    def add_metadata(self) -> None:
+        """Adds versions under the names of wrapped modules, for which a plain module above looks."""
+        metadata = self.destination._metadata  # type: ignore[attr-defined]
+        for name, _ in walk(self._module, all_names=True):
+            plain = f"{name}.".replace(f"{WRAPPED_ATTR}.", "")
+            versions = metadata.get(f"{self._prefix}{plain}".rstrip("."))
+            if versions is not None:
+                metadata.setdefault(f"{self._prefix}{name}".rstrip("."), versions)
+
+
+_taking: ContextVar[Taking | None] = ContextVar("fsdp_wrap_taking", default=None)
+
+
+@contextmanager
+def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> Iterator[tuple[Taking, bool]]:
+    """Gives the call of which a wrapper's part is taken now, and whether it has just begun."""
+    outer = _taking.get()
+    if outer is not None and outer.destination is destination:
+        yield outer, False
+        return
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    call = Taking(destination, module, prefix, wanted)
+    token = _taking.set(call)
+    try:
+        yield call, True
+    finally:
+        _taking.reset(token)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the parameters and buffers below a wrapped module, but not those below other wrappers."""
+    stack, seen = [module], set[nn.Module]()
+    while stack:
+        current = stack.pop()
+        if current not in seen and WRAPPED_ATTR not in current._modules:
+            seen.add(current)
+            tensors = (*current._parameters.values(), *current._buffers.values())
+            yield from (tensor for tensor in tensors if tensor is not None)
+            stack.extend(child for child in current._modules.values() if child is not None)

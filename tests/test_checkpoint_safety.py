@@ -1,0 +1,570 @@
+"""Checkpoints are not lost: unshared folders, two runs at once, full disks, foreign folders, failed loads."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+
+from bed import ranks, run_isolated
+from fronts import each_front, full_state, shard
+from fsdp_wrap import ShardingStrategy, checkpoint
+from fsdp_wrap.checkpoint import __main__ as command
+from fsdp_wrap.checkpoint import _putting
+from fsdp_wrap.checkpoint._writer import CheckedWriter
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def told_alike(error: pytest.ExceptionInfo[Exception]) -> str:
+    """The error's text, which must be the same on all ranks."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, str(error.value))
+    assert told == told[:1] * len(told)
+    return str(told[0])
+
+
+SAVES: dict[str, Callable[..., Path]] = {
+    "save": checkpoint.save,
+    "async_save": lambda *args, **options: checkpoint.async_save(*args, **options).result(),
+}
+each_save = pytest.mark.parametrize("how", SAVES)
+
+# folders that ranks do not share
+
+
+@ranks(3)
+@each_save
+def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_written(
+    rank, world_size, how, tmp_path, monkeypatch
+):
+    model = layers()
+    shared, own = tmp_path / "shared", tmp_path / f"of{rank}"
+    own.mkdir()
+    kept = checkpoint.save(shared, model)
+    (own / "runs").mkdir()  # also where a folder of that name is there
+    with monkeypatch.context() as patch, pytest.raises(ValueError) as refused:
+        patch.chdir(shared.parent if rank != 1 else own)
+        SAVES[how]("shared", model, keep_last=1)
+    host = socket.gethostname()
+    text = told_alike(refused)
+    assert f"what rank 0 (in {shared} on host {host}) makes there is not seen by " in text
+    assert f"by rank 1 (in {tmp_path}/of1/shared on host {host}). Nothing was written" in text
+    assert "rank 2" not in text
+    everyone = r"not seen by rank 1 \(.*\), rank 2 \(.*/of2/runs on host"
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=everyone):
+        patch.chdir(own)
+        SAVES[how]("runs", model, keep_last=1)
+    dist.barrier()
+    assert names(shared) == [kept.name] and not names(own / "runs")
+
+
+@ranks(2)
+def test_ranks_may_name_the_same_folder_otherwise(rank, world_size, tmp_path, monkeypatch):
+    model = layers()
+    if rank == 0:
+        (tmp_path / "link").symlink_to(tmp_path / "runs")
+        (tmp_path / "runs").mkdir()
+    dist.barrier()
+    own = Path("runs") if rank else tmp_path / "link"
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        folder = own.absolute() / "step_00000001"
+        assert checkpoint.save(own, model) == folder
+        assert checkpoint.load(own, model).folder == folder
+
+
+@contextmanager
+def disk(path: Path, size: str):
+    """Mounts a file system at a path that this thread alone sees."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None):
+        pytest.skip("mount namespaces are not allowed here")
+    assert not libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, f"size={size}".encode())
+    yield
+
+
+def in_thread(body: Callable[[], None]) -> None:
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+@ranks(2)
+def test_one_path_on_two_disks_is_told_apart(rank, world_size, tmp_path):
+    model = layers()
+    kept = checkpoint.save(tmp_path, model)
+
+    def body() -> None:
+        with disk(tmp_path, "1m"):
+            (tmp_path / f"of_rank_{rank}").touch()
+            with pytest.raises(ValueError, match=rf"rank 0 \(in {tmp_path} .* not seen by rank 1 \("):
+                checkpoint.save(tmp_path, model, keep_last=1)
+            assert names(tmp_path) == [f"of_rank_{rank}"]
+
+    in_thread(body)
+    assert names(tmp_path) == [kept.name]
+
+
+@ranks(2)
+@pytest.mark.parametrize("fault", ["gone", "short"])
+def test_a_step_whose_files_have_not_all_arrived_is_not_published(
+    rank, world_size, fault, tmp_path, monkeypatch
+):
+    model = shard("orig", layers())
+    kept = checkpoint.save(tmp_path, model)
+    write = CheckedWriter.write_data
+
+    def lose(self: CheckedWriter, *args: Any) -> Any:
+        written = write(self, *args)
+        file = Path(self.path) / "__1_0.distcp"
+        if rank == 1:
+            file.unlink() if fault == "gone" else os.truncate(file, 7)
+        return written
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError) as refused:
+        patch.setattr(CheckedWriter, "write_data", lose)
+        checkpoint.save(tmp_path, model, keep_last=1)
+    text = told_alike(refused)
+    lack = "is missing" if fault == "gone" else "has 7 of "
+    assert f"sees that __1_0.distcp {lack}" in text
+    assert f"written by rank 1 (in {tmp_path} on host {socket.gethostname()})" in text
+    assert names(tmp_path) == [kept.name]
+
+
+@ranks(3)
+def test_loading_what_not_all_ranks_see_names_ranks_and_paths(rank, world_size, tmp_path):
+    model = layers()
+    checkpoint.save(tmp_path / "shared", model)
+    before = copy.deepcopy(model.state_dict())
+    nowhere = tmp_path / ("shared" if rank != 1 else "elsewhere")
+    with pytest.raises(ValueError) as refused:
+        checkpoint.load(nowhere, model)
+    host = socket.gethostname()
+    text = told_alike(refused)
+    assert f"rank 0 finds one (in {tmp_path}/shared/step_00000001 on host {host})" in text
+    assert f"and rank 1 finds none (in {tmp_path}/elsewhere/step_00000001 on host {host})" in text
+
+    own = tmp_path / f"of{rank}"  # what each host has of a step that was written to disks of their own
+    step_folder = own / "step_00000001"
+    step_folder.mkdir(parents=True)
+    for name in ("manifest.json", ".metadata", f"__{rank}_0.distcp"):
+        (step_folder / name).write_bytes((tmp_path / "shared" / "step_00000001" / name).read_bytes())
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        checkpoint.load(step_folder, model)
+    text = told_alike(refused)
+    assert (
+        f"__1_0.distcp is missing where rank 0 (in {tmp_path}/of0/step_00000001 on host {host}), rank 2"
+        in text
+    )
+    (own / "step_00000001" / "manifest.json").write_text("another" if rank == 2 else "{}")
+    with pytest.raises(ValueError, match=r"and rank 2 finds another one \(in .*/of2/step_00000001"):
+        checkpoint.load(step_folder, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# who saves
+
+
+@ranks(3)
+@each_front
+@each_save
+def test_fewer_ranks_than_shard_the_model_are_refused(rank, world_size, front, how, tmp_path):
+    model = shard(front, layers())
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises(
+            ValueError,
+            match=r"process_group has the ranks 0, 1, but '0.weight' is sharded over 0, 1, 2: the parts of 2",
+        ):
+            SAVES[how](tmp_path / "runs", model, process_group=pair)
+        assert not (tmp_path / "runs").exists()
+
+
+@ranks(3)
+def test_whoever_holds_all_of_the_model_may_save(rank, world_size, tmp_path):
+    pair = dist.new_group([0, 1])
+    theirs = torchs_fully_shard(layers())
+    if rank < 2:
+        with pytest.raises(ValueError, match="'0.weight' is sharded over 0, 1, 2"):
+            checkpoint.save(tmp_path, theirs, process_group=pair)
+        checkpoint.save(tmp_path, layers(), process_group=pair)
+        checkpoint.save(tmp_path, shard("orig", layers(), process_group=pair), process_group=pair)
+    replicated = shard("orig", layers(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    if rank < 2:
+        checkpoint.save(tmp_path, replicated, process_group=pair)
+    dist.barrier()
+    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+@ranks(2)
+@each_save
+def test_a_second_run_is_told_and_disturbs_nothing(rank, world_size, how, tmp_path, monkeypatch):
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    model = layers()
+    write = CheckedWriter.write_data
+
+    def meanwhile(self: CheckedWriter, *args: Any) -> Any:
+        written = write(self, *args)
+        (tmp_path / "written").touch()
+        while not (tmp_path / "told").exists():
+            time.sleep(0.01)
+        return written
+
+    if rank == 0:
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckedWriter, "write_data", meanwhile)
+            SAVES[how](tmp_path / "runs", model, step=4, process_group=alone)
+    else:
+        while not (tmp_path / "written").exists():
+            time.sleep(0.01)
+        for number in (4, 5, None):
+            with pytest.raises(
+                RuntimeError, match=r"another save is going on in .*/runs, by process \d+ on host "
+            ):
+                SAVES[how](tmp_path / "runs", model, step=number, process_group=alone)
+        (tmp_path / "told").touch()
+    dist.barrier()
+    assert names(tmp_path / "runs") == ["step_00000004"]
+    assert checkpoint.load(tmp_path / "runs", model).step == 4
+    if rank == 1:
+        (tmp_path / "runs" / ".saving").write_text("a process that was killed")
+        checkpoint.save(tmp_path / "runs", model, process_group=alone)
+        assert names(tmp_path / "runs") == ["step_00000004", "step_00000005"]
+
+
+def test_threads_of_one_process_are_told_apart(tmp_path, monkeypatch):
+    write = CheckedWriter.write_data
+
+    def meanwhile(self: CheckedWriter, *args: Any) -> Any:
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="another save is going on in .*, by this very process"):
+            checkpoint.save(tmp_path, layers())
+        return write(self, *args)
+
+    monkeypatch.setattr(CheckedWriter, "write_data", meanwhile)
+    checkpoint.save(tmp_path, layers())
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def save_and_die(rank: int, world_size: int, path: Path, how: str, victim: int) -> str:
+    """One rank is killed while it writes; returns what another one is told."""
+    model = shard("orig", layers())
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoint.save(path, model)
+    if rank == victim:
+        CheckedWriter.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as failed:
+        SAVES[how](path, model)
+    return str(failed.value)
+
+
+@each_save
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_named_and_leaves_nothing(tmp_path, how, victim):
+    outcomes = run_isolated(save_and_die, tmp_path, how, victim, world_size=3)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.kind == ("died" if rank == victim else "passed"), outcome
+        if rank != victim:
+            assert outcome.value.startswith(f"checkpoint.{how} failed, since "), outcome.value
+            assert f"rank {victim} died" in outcome.value.splitlines()[0]
+            assert f"rank {victim} (dead): in or after" in outcome.value
+    assert names(tmp_path) == ["step_00000001"]
+
+
+# what is in the way
+
+
+def test_a_full_disk_says_so(tmp_path):
+    model = nn.Linear(300, 300)
+
+    def body() -> None:
+        with disk(tmp_path, "400k"):
+            kept = checkpoint.save(tmp_path, nn.Linear(3, 3))
+            with pytest.raises(
+                RuntimeError, match=r"OSError: \[Errno 28\] No space left on device: '.*partial'"
+            ):
+                checkpoint.save(tmp_path, nn.Sequential(model, nn.Linear(200, 200)), keep_last=1)
+            assert names(tmp_path) == [kept.name]
+            checkpoint.save(tmp_path, nn.Linear(3, 3))
+
+    in_thread(body)
+
+
+def test_a_file_that_may_not_grow_says_so(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"OSError: \[Errno 27\] File too large: '.*partial'"):
+            checkpoint.save(tmp_path, nn.Linear(300, 300))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not names(tmp_path)
+
+
+def test_a_link_in_the_place_of_a_step_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    model = layers()
+    checkpoint.save(runs, model, step=1)
+    (runs / "step_00000002").symlink_to(tmp_path / "nowhere")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedWriter, "write_data", None)
+        with pytest.raises(ValueError, match="step_00000002 is in the way and no checkpoint of ours"):
+            checkpoint.save(runs, model)
+    assert names(runs) == ["step_00000001", "step_00000002"]
+    (runs / "step_00000002").unlink()
+    (runs / "step_00000001").rename(elsewhere)
+    (runs / "step_00000001").symlink_to(elsewhere)
+    assert checkpoint.load(runs, model).step == 1
+    checkpoint.save(runs, model, step=1)  # replaces the link, and leaves what it led to
+    checkpoint.save(runs, model, step=2)
+    assert names(runs) == ["step_00000001", "step_00000002"] and (elsewhere / "manifest.json").is_file()
+    assert not (runs / "step_00000001").is_symlink()
+
+
+# foreign folders
+
+
+class Payload:
+    """Runs something when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+    def __deepcopy__(self, memo: object) -> Payload:
+        return self
+
+
+def forged(folder: Path, metadata: object) -> None:
+    """Puts other metadata into a step folder, whose manifest knows of it."""
+    data = pickle.dumps(metadata)
+    (folder / ".metadata").write_bytes(data)
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"][".metadata"] = [[0, len(data), zlib.crc32(data)]]
+    del content["crc"]
+    content["crc"] = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def readers(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
+    def run(name: str, *more: str) -> Callable[[], object]:
+        options = command._parser().parse_args([name, str(folder), *more])
+        return lambda: options.run(options)
+
+    return {
+        "load": lambda: checkpoint.load(folder, layers()),
+        "inspect": run("inspect"),
+        "inspect --verify": run("inspect", "--verify"),
+        "convert": run("convert", str(out / "file.pt")),
+        "export": run("export", str(out / "files")),
+    }
+
+
+def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
+    folder = checkpoint.save(tmp_path / "run", layers())
+    genuine = pickle.loads((folder / ".metadata").read_bytes())
+    genuine.planner_data["x"] = Payload(tmp_path / "ran")
+    forged(folder, genuine)
+    for read in readers(folder, tmp_path).values():
+        with pytest.raises(RuntimeError, match=r"\.metadata asks for (builtins.getattr|pathlib.*), which"):
+            read()
+    genuine.planner_data.pop("x")
+    index, place = next(iter(genuine.storage_data.items()))
+    genuine.storage_data[index] = type(place)("../other/file", place.offset, place.length)
+    forged(folder, genuine)
+    for read in readers(folder, tmp_path).values():
+        with pytest.raises(RuntimeError, match="names a file outside of the folder: '../other/file'"):
+            read()
+    forged(folder, {"not": "metadata"})
+    with pytest.raises(RuntimeError, match="holds no metadata of a checkpoint"):
+        checkpoint.load(folder, layers())
+    assert names(tmp_path) == ["run"]
+
+
+class Odd(nn.Linear):
+    def get_extra_state(self) -> object:
+        return Payload(Path(os.environ["PAYLOAD"]))
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+@dataclass
+class Settings:
+    depth: int
+
+
+def test_a_payload_in_the_data_is_refused_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAYLOAD", str(tmp_path / "ran"))
+    model = layers()
+    optimizer = stepped(model)
+    checkpoint.save(tmp_path / "extra", model, optimizer, {"bad": Payload(tmp_path / "ran")})
+    optimizer.param_groups[0]["bad"] = Payload(tmp_path / "ran")
+    checkpoint.save(tmp_path / "optim", model, optimizer)
+    checkpoint.save(tmp_path / "model", Odd(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    step(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    changed = copy.deepcopy(model.state_dict())
+    for name, what, loaded in [
+        ("extra", r"extra\['bad'\]", (model, optimizer)),
+        ("optim", r"'optim.param_groups.0.bad'|'optim.param_groups'", (model, optimizer)),
+        ("model", "'model._extra_state'", (Odd(4, 4),)),
+    ]:
+        with pytest.raises(
+            RuntimeError, match=rf"({what}) is no plain value: it asks for .*, and nothing of that"
+        ):
+            checkpoint.load(tmp_path / name, *loaded)
+    assert names(tmp_path) == ["extra", "model", "optim"]
+    assert all(torch.equal(value, changed[name]) for name, value in model.state_dict().items())
+    checkpoint.load(tmp_path / "extra", model, optimizer, trusted=True)
+    assert (tmp_path / "ran").exists()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    checkpoint.save(tmp_path / "settings", model, extra={"settings": Settings(3)})
+    with pytest.raises(RuntimeError, match=r"asks for .*\.Settings"):
+        checkpoint.load(tmp_path / "settings", model)
+    with torch.serialization.safe_globals([Settings]):
+        assert checkpoint.load(tmp_path / "settings", model)["settings"] == Settings(3)
+
+
+# together or not at all
+
+
+class Part(nn.Module):
+    """One layer is trainable and never used, one frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.used(x))
+
+
+@ranks(2)
+@each_front
+def test_parameters_that_never_had_a_gradient_load(rank, world_size, front, tmp_path):
+    torch.manual_seed(0)
+    model = shard(front, Part().double())
+    optimizer = stepped(model)
+    checkpoint.save(tmp_path, model, optimizer)
+    torch.manual_seed(1)
+    part = Part().double()
+    if front != "flat":
+        part.frozen.requires_grad_(True)
+    again = shard(front, part)
+    of_again = torch.optim.AdamW(again.parameters())
+    checkpoint.load(tmp_path, again, of_again)
+    for name, value in full_state(model).items():
+        assert torch.equal(full_state(again)[name], value), name
+    if front != "flat":
+        model.frozen.requires_grad_(True) if front == "composable" else model.module.frozen.requires_grad_(
+            True
+        )
+    step(model, optimizer), step(again, of_again)
+    for name, value in full_state(model).items():
+        assert torch.equal(full_state(again)[name], value), name
+
+
+@ranks(2)
+def test_an_optimizer_that_was_never_stepped_is_saved_as_it_is(rank, world_size, tmp_path):
+    model = shard("composable", layers())
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = full_state(model)
+    checkpoint.save(tmp_path, model, optimizer)
+    assert not optimizer.state and all(param.grad is None for param in model.parameters())
+    checkpoint.load(tmp_path, model, optimizer)
+    assert not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in full_state(model).items())
+
+
+class Refusing(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if dist.get_rank() == 1:
+            raise RuntimeError("not this one")
+
+
+class Particular(nn.Linear):
+    """Takes a copy of what it is given, on one rank."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("not that one")
+
+
+@ranks(2)
+@each_front
+@pytest.mark.parametrize("fault", ["optimizer", "module"])
+def test_what_fails_on_one_rank_changes_nothing_on_any(rank, world_size, front, fault, tmp_path):
+    model = layers() if fault == "optimizer" else nn.Sequential(layers(), Particular(4, 4).double())
+    model = shard(front, model)
+    optimizer = (Refusing if fault == "optimizer" else torch.optim.AdamW)(model.parameters())
+    step(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    before, entries = full_state(model), {p: dict(each) for p, each in optimizer.state.items()}
+    before = {name: value.clone() if torch.is_tensor(value) else value for name, value in before.items()}
+    with pytest.raises(RuntimeError, match="rank 1: .*not th"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert {p: dict(each) for p, each in optimizer.state.items()}.keys() == entries.keys()
+    assert all(optimizer.state[p][key] is value for p, each in entries.items() for key, value in each.items())
+    for name, value in full_state(model).items():
+        assert value is None or not torch.is_tensor(value) or torch.equal(value, before[name]), name
+    assert _putting._may_refuse(model) == (fault == "module")

@@ -1,0 +1,301 @@
+"""`fully_shard`: backwards that the user ends, and unsharded memory that stays where it is.
+
+Gradients are compared, in float64, with those of a plain model that sees the batches of all ranks, and with
+torch's own `fully_shard` where that has the same methods (from 2.15 on).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from bed import ranks
+from bed.references import count_collectives
+from fsdp_wrap import GradientReductionHandle, MixedPrecisionPolicy, fully_shard
+from fsdp_wrap._unit import units_in
+
+HAS_TORCHS = hasattr(torch_fsdp, "GradientReductionHandle")
+
+
+class Net(nn.Module):
+    """Two units in a root, none of which uses all of its parameters each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6))
+        self.head, self.spare = nn.Linear(6, 2), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def shard(model: Net, shard: Any = fully_shard, shape: tuple[int, ...] = (), **options: Any) -> Any:
+    shape = shape or (torch.distributed.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for unit in (model.first, model.second):
+        shard(unit, mesh=mesh, **options)
+    return shard(model, mesh=mesh, **options)
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).mean()
+
+
+def summed(steps: list[int], world_size: int) -> dict[str, torch.Tensor | None]:
+    """Gradients of a plain model, averaged over the ranks and added over the steps."""
+    plain = net()
+    for step in steps:
+        for rank in range(world_size):
+            (loss(plain, batch(rank, step)) / world_size).backward()
+    return {name: param.grad for name, param in plain.named_parameters()}
+
+
+def assert_grads(model: nn.Module, wanted: dict[str, torch.Tensor | None]) -> None:
+    for name, param in model.named_parameters():
+        grad = None if param.grad is None else param.grad.full_tensor()
+        assert (grad is None) == (wanted[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-12, msg=name)
+
+
+def full_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    named = model.named_parameters()
+    return {name: None if param.grad is None else param.grad.full_tensor() for name, param in named}
+
+
+def once(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
+    loss(model, batch(rank, 0)).backward()
+    end()
+    return [0]
+
+
+def again(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
+    """Two iterations, the gradients of the first not cleared."""
+    for step in (0, 1):
+        loss(model, batch(rank, step)).backward()
+        end()
+    return [0, 1]
+
+
+def accumulated(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
+    """No backward reduces: the end does."""
+    model.set_requires_gradient_sync(False)
+    for step in (0, 1, 2):
+        loss(model, batch(rank, step)).backward()
+    model.set_requires_gradient_sync(True)
+    end()
+    return [0, 1, 2]
+
+
+def together(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
+    """Both graphs first, then both backwards, which reduce."""
+    losses = [loss(model, batch(rank, step)) for step in (0, 1)]
+    for each in losses:
+        each.backward()
+    end()
+    return [0, 1]
+
+
+def in_parts(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
+    """The last layers' backward apart from that of the first, as pipelines do it."""
+    x = batch(rank, 0)
+    hidden = model.first(x)
+    cut = hidden.detach().requires_grad_()
+    model.head(model.second(cut)).pow(2).mean().backward()
+    hidden.backward(cut.grad)
+    end()
+    return [0]
+
+
+def ended_by(model: Any, way: str) -> Callable[[], None]:
+    def end() -> None:
+        if way == "wait":
+            assert model.finalize_backward() is None
+            return
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+        handle.wait()
+
+    return end
+
+
+RUNS = {run.__name__: run for run in (once, again, accumulated, together)}
+
+
+@pytest.mark.parametrize("way", ["wait", "async"])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("keep", [None, "forward", "backward"])
+@ranks(2, 3)
+def test_gradients_of_backwards_ended_by_hand(rank, world_size, run, way, keep):
+    model = shard(net(), reshard_after_forward=keep != "forward")
+    model.set_reshard_after_backward(keep != "backward")
+    model.set_manual_backward_finalization(True)
+    model.set_is_last_backward(False)  # without effect
+    for _ in range(2):
+        steps = RUNS[run](model, rank, ended_by(model, way))
+        assert_grads(model, summed(steps, world_size))
+        model.zero_grad()
+    if HAS_TORCHS:
+        theirs = shard(net(), torch_fsdp.fully_shard)
+        theirs.set_manual_backward_finalization(True)
+        RUNS[run](theirs, rank, ended_by(theirs, way))
+        RUNS[run](model, rank, ended_by(model, way))
+        assert_grads(model, full_grads(theirs))
+
+
+@ranks(2)
+def test_a_backward_in_parts(rank, world_size):
+    model = shard(net(), reshard_after_forward=False)
+    loss(model, batch(rank, 0))  # which makes it the root
+    model.set_manual_backward_finalization(True)
+    model.unshard()
+    with count_collectives() as counts:
+        in_parts(model, rank, ended_by(model, "wait"))
+    assert_grads(model, summed([0], world_size))
+    assert counts["reduce_scatter_tensor"].calls == 3
+
+
+@ranks(4)
+def test_replicas_are_summed_completely_or_refused(rank, world_size):
+    model = shard(net(), shape=(2, 2))
+    model.set_manual_backward_finalization(True)
+    model.set_requires_all_reduce(False)
+    loss(model, batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"set_requires_all_reduce\(True\)"):
+        model.finalize_backward()
+    model.set_requires_all_reduce(True)
+    loss(model, batch(rank, 1)).backward()
+    model.finalize_backward()
+    assert_grads(model, summed([0, 1], world_size))
+
+
+@ranks(2)
+def test_what_is_to_be_waited_for(rank, world_size):
+    model = shard(net())
+    assert model.finalize_backward() is None  # before the first forward
+    model.finalize_backward(async_op=True).wait()
+    model.set_manual_backward_finalization(True)
+    output = loss(model, batch(rank, 0))
+    errors = []
+
+    def end_inside(grad: torch.Tensor) -> None:
+        for act in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
+            with pytest.raises(RuntimeError) as error:
+                act()
+            errors.append(str(error.value))
+
+    output.register_hook(end_inside)
+    output.backward()
+    assert "inside a backward" in errors[0] and "has begun" in errors[1]
+    with pytest.raises(RuntimeError, match="has begun"):
+        model.set_manual_backward_finalization(False)
+    handle = model.finalize_backward(async_op=True)
+    assert isinstance(handle, GradientReductionHandle)
+    for too_early in (lambda: model(batch(rank, 1)), model.finalize_backward):
+        with pytest.raises(RuntimeError, match=r"before wait\(\)"):
+            too_early()
+    handle.wait()
+    assert_grads(model, summed([0], world_size))
+    model.set_manual_backward_finalization(False)
+    loss(model, batch(rank, 1)).backward()
+    assert_grads(model, summed([0, 1], world_size))
+    with pytest.raises(RuntimeError, match="end by themselves"):
+        model.finalize_backward()
+
+
+@ranks(2)
+def test_only_the_root_ends_backwards(rank, world_size):
+    model = shard(net())
+    for act in (model.first.finalize_backward, lambda: model.first.set_manual_backward_finalization(True)):
+        with pytest.raises(RuntimeError, match="must be called on the root, not on unit 'first'"):
+            act()
+    inner = net()
+    mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(inner.first, mesh=mesh).set_manual_backward_finalization(True)
+    fully_shard(inner, mesh=mesh)
+    with pytest.raises(RuntimeError, match="unit 'first', which another unit encloses"):
+        inner(batch(rank, 0))
+
+
+@ranks(2)
+def test_reset_drops_what_was_to_be_waited_for(rank, world_size):
+    model = shard(net())
+    model.set_manual_backward_finalization(True)
+    loss(model, batch(rank, 0)).backward()
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError, match="has dropped"):
+        handle.wait()
+    model.zero_grad()
+    loss(model, batch(rank, 1)).backward()
+    model.finalize_backward()
+    assert_grads(model, summed([1], world_size))
+
+
+# memory
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+@pytest.mark.parametrize("precision", [None, torch.float32])
+@ranks(1, 2, 4)
+def test_unsharded_memory_stays_where_it_is(rank, world_size, precision, reshard):
+    policy = MixedPrecisionPolicy(precision)
+    reshard = reshard if world_size == 4 else True
+    model = shard(net(), mp_policy=policy, reshard_after_forward=reshard)
+    model.set_keep_unsharded_storage(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = copy.deepcopy(model)
+    plain.set_keep_unsharded_storage(False)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    seen: list[list[int]] = []
+    layers = [model.first[0], model.second[0], model.head]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, args: seen[-1].append(layer.weight.data_ptr()))
+    blockers = []
+    for step in range(4):
+        seen.append([])
+        for each, steps in ((model, optimizer), (plain, other)):
+            steps.zero_grad()
+            loss(each, batch(rank, step)).backward()
+            steps.step()
+        blockers += [torch.empty(48, dtype=torch.float64) for _ in range(50)]  # takes what is freed
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    for one, two in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+
+
+@ranks(2)
+def test_kept_memory_is_given_back_when_it_need_not_stay(rank, world_size):
+    def held(model: Any) -> list[bool]:
+        handles = [unit.handle for unit in dict.fromkeys(units_in(model).values())]
+        return [segment.full.allocated for handle in handles for segment in handle.segments]
+
+    model = shard(net())
+    model.set_keep_unsharded_storage(True)
+    loss(model, batch(rank, 0)).backward()
+    assert held(model) == [True] * 3
+    model.first.set_keep_unsharded_storage(False)
+    assert held(model) == [True, False, True]
+    model.set_keep_unsharded_storage(False, recurse=False)
+    assert held(model) == [False, False, True]
+    loss(copy.deepcopy(model), batch(rank, 0)).backward()
+    loss(model, batch(rank, 0)).backward()
+    assert held(model) == [False, False, True]

@@ -1,0 +1,129 @@
+"""Hooks that users put on sharded parameters: optimizers in backward, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bed import ranks
+from fronts import each_front, full, full_state, inner, local_numel, no_sync, shard, twins
+from fsdp_wrap import CPUOffload
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import WRAPPINGS, Block, Transformer, loss_of, tokens
+
+
+def held(model: nn.Module) -> list[nn.Parameter]:
+    """The sharded parameters of which this rank has a gradient."""
+    return [param for param in model.parameters() if local_numel(param)]
+
+
+def step_in_backward(model: nn.Module) -> list[Any]:
+    """Lets each parameter be updated as soon as it has its gradient."""
+    optimizers = {param: torch.optim.AdamW([param], lr=0.01) for param in held(model)}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    return [param.register_post_accumulate_grad_hook(step) for param in optimizers]
+
+
+@each_front
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@ranks(2)
+def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front, offload):
+    options = {"auto_wrap_policy": WRAPPINGS["block"](), "cpu_offload": CPUOffload(offload)}
+    _, usual = twins(front, Transformer, **options)
+    _, model = twins(front, Transformer, **options)
+    step_in_backward(model)
+    optimizer = torch.optim.AdamW(usual.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss, expected = loss_of(model, tokens(rank, step)), loss_of(usual, tokens(rank, step))
+        assert torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+        optimizer.step()
+        assert all(param.grad is None for param in model.parameters())
+    found, expected = full_state(model), full_state(usual)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@each_front
+@ranks(2)
+def test_a_hook_sees_what_was_reduced_once(rank, world_size, front):
+    """Not before, under `no_sync`; not after its handle was removed; tied ones call it once."""
+
+    def make() -> nn.Module:
+        block = Block()
+        model = nn.Sequential(block, Block(), block)
+        model[1].requires_grad_(False)
+        return model
+
+    plain, model = twins(front, make, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    seen: list[tuple[nn.Parameter, torch.Tensor]] = []
+    trained = [param for param in held(model) if param.requires_grad]
+    handles = [
+        param.register_post_accumulate_grad_hook(lambda each: seen.append((each, each.grad.clone())))
+        for param in trained
+    ]
+    x = torch.full((1, 3, 32), rank + 1.0, dtype=torch.float64)
+    with no_sync(model):
+        model(x).sum().backward()
+    assert not seen
+    model(x).sum().backward()
+    assert {param for param, _ in seen} == {*trained} and len(seen) == len(trained)
+    assert all(torch.equal(full(grad), full(param.grad)) for param, grad in seen)
+    for handle in handles:
+        handle.remove()
+    model(x).sum().backward()
+    assert len(seen) == len(trained)
+
+
+@each_front
+@ranks(2)
+def test_a_parameter_that_no_rank_uses_calls_no_hook(rank, world_size, front):
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.used * x).sum() if rank == 0 else (self.used * 0).sum()
+
+    model = shard(front, Some())
+    seen: list[nn.Parameter] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(seen.append)
+    model(torch.ones(4)).backward()
+    holds = front == "flat" or any(param is inner(model).used for param in held(model))
+    assert len(seen) == holds and all(param is not getattr(inner(model), "idle", None) for param in seen)
+
+
+@each_front
+@ranks(2)
+def test_an_optimizer_made_before_sharding(rank, world_size, front):
+    """It would train nothing, save where the Parameter objects stay."""
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = shard(front, model, WRAPPINGS["block"]())
+    before = {name: value.clone() for name, value in full_state(wrapped).items()}
+    loss_of(wrapped, tokens(rank, 0)).backward()
+    if front == "orig":
+        optimizer.step()
+        assert not all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
+        return
+    with pytest.raises(RuntimeError, match=rf"SGD was made before .* '.+' .*rank {rank}.* after sharding"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
+    inside = torch.optim.AdamW(
+        [{"params": wrapped.parameters()}, {"params": [optimizer.param_groups[0]["params"][-1]]}]
+    )
+    with pytest.raises(RuntimeError, match=r"AdamW was made before"):
+        inside.step()
+    torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
+    assert not all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())

@@ -1,0 +1,192 @@
+"""Process groups that come and go, and ranks that end before they have used them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing.util
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bed import ranks, run_isolated
+from fronts import each_front, shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, fully_shard
+
+DESTROYED = "^the process group of this wrapped module was destroyed; wrap it anew$"
+
+
+def open_things() -> dict[str, int]:
+    """Descriptors, maps that have to do with this library, and threads of this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "maps": sum("fsdp_wrap" in line for line in maps),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    model(torch.ones(2, 200)).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 3))
+
+
+# Groups that come and go.
+
+
+def start(rank: int, world_size: int, port: int, seconds: float = 30) -> None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=seconds)),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+@each_front
+@ranks(2)
+def test_default_groups_that_come_and_go_leave_nothing(rank, world_size, front):
+    """The port is free for the next one; torch's caches of what happened to `DTensor`s stay."""
+    port = a_free_port(rank)
+    dist.destroy_process_group()
+    found = []
+    for _ in range(4):
+        start(rank, world_size, port)
+        model = shard(front, net())
+        step(model, torch.optim.AdamW(model.parameters(), foreach=True))
+        dist.barrier()
+        dist.destroy_process_group()
+        del model
+        gc.collect()
+        found.append(open_things())
+    assert found[-1] == found[1]
+
+
+def a_free_port(rank: int) -> int:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True) if rank == 0 else None
+    told = [store.port if store is not None else 0]
+    dist.broadcast_object_list(told)
+    del store
+    return int(told[0])
+
+
+@each_front
+@ranks(2)
+def test_groups_that_come_and_go_leave_nothing(rank, world_size, front):
+    found = []
+    for _ in range(12):
+        group = dist.new_group()
+        model = on_group(front, group)
+        step(model)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del model, group
+        gc.collect()
+        found.append(open_things())
+    assert found[-1] == found[2]
+
+
+def on_group(front: str, group: dist.ProcessGroup) -> nn.Module:
+    if front != "composable":
+        return FSDP(net(), process_group=group, use_orig_params=front == "orig")
+    return fully_shard(net(), mesh=dist.DeviceMesh.from_group(group, "cpu"))
+
+
+@pytest.mark.parametrize("mesh", ["own", "default"])
+@each_front
+@ranks(2)
+def test_a_model_of_a_destroyed_group_is_refused(rank, world_size, front, mesh):
+    """Also where a mesh of the user's keeps the group alive."""
+    own = init_device_mesh("cpu", (world_size,)) if mesh == "own" else None
+    if front == "composable":
+        model = fully_shard(net(), mesh=own)
+    else:
+        model = FSDP(net(), device_mesh=own, use_orig_params=front == "orig")
+    step(model)
+    dist.barrier()
+    dist.destroy_process_group()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=DESTROYED):
+            step(model)
+
+
+# Ranks that end early.
+
+LIMIT = 40.0
+
+
+def end_early(rank: int, world_size: int, folder: str, front: str, shared: str, when: str) -> None:
+    """The last rank ends, as by an exception, while others have not begun their first forward."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT))
+    model = None if when == "before wrapping" and rank == world_size - 1 else on_group(front, group)
+    dist.barrier()
+    if rank == world_size - 1:
+        multiprocessing.util._exit_function()
+        os._exit(1)
+    time.sleep(rank / 2)
+    assert model is not None
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        step(model)
+    report = {"error": str(caught.value), "took": time.monotonic() - begin}
+    (Path(folder) / f"{rank}").write_text(json.dumps(report))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
+@pytest.mark.parametrize(("front", "shared"), [("flat", "0"), ("orig", "1"), ("composable", "1")])
+def test_a_rank_that_ends_before_the_first_forward_is_named_at_once(front, shared, when, tmp_path):
+    run_isolated(end_early, str(tmp_path), front, shared, when, world_size=3)
+    for rank in range(2):
+        report = json.loads((tmp_path / f"{rank}").read_text())
+        headline, _, table = report["error"].partition("Where the ranks stand:")
+        assert "rank 2 has ended" in headline or "cannot complete without rank 2" in headline
+        assert f"rank {rank}" not in headline
+        assert "rank 2 (dead): in no unit yet" in table or when == "before wrapping"
+        assert report["took"] < LIMIT / 2
+
+
+def end_in_hybrid(rank: int, world_size: int, folder: str, front: str, shared: str) -> None:
+    """The last rank is killed in its second step."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
+    mesh = init_device_mesh("cpu", (2, 2))
+    if front == "composable":
+        model: nn.Module = fully_shard(net(), mesh=mesh)
+    else:
+        hybrid = ShardingStrategy.HYBRID_SHARD
+        model = FSDP(net(), device_mesh=mesh, sharding_strategy=hybrid, use_orig_params=front == "orig")
+    step(model)
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        step(model)
+    (Path(folder) / f"{rank}").write_text(str(caught.value))
+    time.sleep(1 if rank else 0)  # so that others have nobody else to tell of
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("front", "shared"), [("flat", "0"), ("orig", "1"), ("composable", "1")])
+def test_a_killed_rank_of_a_hybrid_mesh_is_named_as_all_ranks_count(front, shared, tmp_path):
+    """Rank 3 is the second of both its groups."""
+    run_isolated(end_in_hybrid, str(tmp_path), front, shared, world_size=4)
+    headline = (tmp_path / "2").read_text().partition("Where the ranks stand:")[0]
+    assert "rank 3 has ended" in headline or "cannot complete without rank 3" in headline
+    assert "rank 1" not in headline

@@ -1,0 +1,129 @@
+"""Wrappers in wrappers: what state dicts, loading and full parameters cost grows as the depth, no faster."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import fsdp_wrap
+from bed import ranks
+from fronts import each_front, full_state, shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import StateDictType
+
+PACKAGE = str(Path(fsdp_wrap.__file__).parent)
+
+
+class Chain(nn.Module):
+    """Each level holds the next one, and a buffer and versions by which torch's modules load."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.own, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.inner = Chain(depth - 1) if depth > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.norm(self.own(x)))
+
+
+def nested(front: str, depth: int) -> nn.Module:
+    """A chain of which every level is a unit within that above."""
+    chain = Chain(depth)
+    levels = [module for module in chain.modules() if isinstance(module, Chain)]
+    for above, below in reversed(list(zip(levels, levels[1:]))):
+        above.inner = shard(front, below)
+    return shard(front, chain)
+
+
+def calls(act: Callable[[], object]) -> int:
+    """Calls of the library's functions; generators, which each level of torch's walks resumes, aside."""
+    count = 0
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        code = frame.f_code
+        own = event == "call" and code.co_filename.startswith(PACKAGE)
+        count += own and not code.co_flags & inspect.CO_GENERATOR
+
+    sys.setprofile(look)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def take(model: nn.Module, kind: StateDictType) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, kind):
+        return model.state_dict()
+
+
+def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
+    """What is done with a model, by name."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(3, 2)).sum().backward()
+    optimizer.step()
+    above = nn.Sequential(model)
+    state, state_above = model.state_dict(), above.state_dict()
+    found: dict[str, Callable[[], object]] = {
+        "state_dict": model.state_dict,
+        "state_dict of a plain module above": above.state_dict,
+        "load_state_dict": lambda: model.load_state_dict(state),
+        "load_state_dict of a plain module above": lambda: above.load_state_dict(state_above),
+        "load_state_dict of parts": lambda: model.load_state_dict({"own.weight": state["own.weight"]}, False),
+        "named_parameters": lambda: list(model.named_parameters()),
+    }
+    if not isinstance(model, FSDP):
+        return found
+
+    def load(kind: StateDictType) -> None:
+        with FSDP.state_dict_type(model, kind):
+            model.load_state_dict(model.state_dict())
+
+    def summon() -> None:
+        with FSDP.summon_full_params(model, writeback=False):
+            pass
+
+    saved = FSDP.optim_state_dict(model, optimizer)
+    return found | {
+        "sharded": lambda: load(StateDictType.SHARDED_STATE_DICT),
+        "local": lambda: load(StateDictType.LOCAL_STATE_DICT),
+        "summon_full_params": summon,
+        "optim_state_dict": lambda: FSDP.optim_state_dict(model, optimizer),
+        "optim_state_dict_to_load": lambda: FSDP.optim_state_dict_to_load(model, optimizer, saved),
+    }
+
+
+@each_front
+@ranks(1)
+def test_calls_grow_with_the_depth(rank, world_size, front):
+    found = [acts(nested(front, depth)) for depth in (4, 8, 16)]
+    for name in found[0]:
+        few, more, most = (calls(by_name[name]) for by_name in found)
+        assert most - more <= 2.1 * (more - few), (name, few, more, most)
+
+
+@each_front
+@ranks(2)
+def test_forty_levels(rank, world_size, front):
+    """Which would take a doubling for each level for ever."""
+    torch.manual_seed(rank)
+    model, above = nested(front, 41), nn.Sequential(nested(front, 41))
+    for act in acts(model).values():
+        act()
+    state = model.state_dict()
+    names = [name for name, _ in Chain(41).named_modules()]
+    assert len(state._metadata) <= 3 * len(names)
+    assert [state._metadata[name] for name in names] == [
+        module.state_dict()._metadata[""] for module in Chain(41).modules()
+    ]
+    above.load_state_dict(nn.Sequential(model).state_dict())
+    for name, value in full_state(above[0]).items():
+        assert torch.equal(value, full_state(model)[name] if name == "own.weight" else value), name

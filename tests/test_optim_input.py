@@ -1,0 +1,212 @@
+"""What optimizers are made from: `optim_input` in any order and form, and parameters that occur twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_wrap.checkpoint
+from bed import ranks
+from fronts import each_front, shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import OptimStateKeyType
+from fsdp_wrap import distributed_state_dict as functions
+from test_optim_state_dict import assert_same, by_name, grouped, resume
+from test_state_dict import (
+    Net,
+    Tied,
+    adamw,
+    by_hand,
+    each_form,
+    per_block,
+    train_side_by_side,
+    whole,
+    wrapped_and_plain,
+)
+
+each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
+
+
+def reversed_list(module: nn.Module) -> Any:
+    return list(module.parameters())[::-1]
+
+
+def generator(module: nn.Module) -> Any:
+    return (param for param in reversed_list(module))
+
+
+def named(module: nn.Module) -> Any:
+    return list(module.named_parameters())[::-1]
+
+
+def groups(module: nn.Module) -> Any:
+    """Those of the last units first, each reversed; one of them a generator, one a single parameter."""
+    params = list(module.parameters())
+    first, *middle, last = params if len(params) > 1 else [None, *params]
+    chosen = [
+        {"params": (param for param in reversed(middle)), "lr": 0.5} if middle else None,
+        {"params": last, "weight_decay": 0.3},
+        {"params": [first]} if first is not None else None,
+    ]
+    return [group for group in chosen if group is not None]
+
+
+def shuffled_groups(module: nn.Module) -> Any:
+    return iter(groups(module)[::-1])
+
+
+def nothing_said(module: nn.Module) -> Any:
+    return None
+
+
+INPUTS: list[Callable[[nn.Module], Any]] = [
+    nothing_said,
+    reversed_list,
+    generator,
+    named,
+    groups,
+    shuffled_groups,
+]
+
+
+class HeadFirst(Net):
+    """The root owns what comes before and behind its blocks, in two segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+        self.blocks[0].up.requires_grad_(False)
+
+
+def made_from(optim_input: Any, module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters() if optim_input is None else optim_input, lr=1e-2)
+
+
+@each_form
+@each_wrapping
+@pytest.mark.parametrize("make_input", INPUTS)
+@pytest.mark.parametrize("net", [HeadFirst, Tied])
+@ranks(2)
+def test_states_reach_their_parameters(rank, world_size, net, make_input, wrap, use_orig_params):
+    """As an optimizer made from `optim_input` numbers them."""
+    model, plain = wrapped_and_plain(net, wrap, use_orig_params)
+    ours = made_from(make_input(model), model)
+    train_side_by_side(2, model, ours, plain, adamw(plain))
+    on_first = FSDP.full_optim_state_dict(model, ours, make_input(model))
+    state = FSDP.full_optim_state_dict(model, ours, make_input(model), rank0_only=False)
+    assert sorted(state["state"]) == sorted(FSDP.optim_state_dict(model, ours)["state"])
+    for given in (
+        FSDP.shard_full_optim_state_dict(state, model, make_input(model)),
+        FSDP.scatter_full_optim_state_dict(on_first or None, model, make_input(model)),
+    ):
+        fresh = made_from(make_input(model), model)
+        fresh.load_state_dict(given)
+        assert_same(FSDP.optim_state_dict(model, fresh), state)
+        for param, entry in ours.state.items():
+            if param.numel():
+                assert torch.equal(fresh.state[param]["exp_avg"], entry["exp_avg"])
+        for group, other in zip(fresh.param_groups, ours.param_groups):
+            assert (group["lr"], group["weight_decay"]) == (other["lr"], other["weight_decay"])
+
+
+@pytest.mark.parametrize("by", ["optim_input", "optim"])
+@pytest.mark.parametrize("make_input", INPUTS)
+@ranks(2)
+def test_rekeyed_states_reach_the_parameters_of_a_plain_optimizer(rank, world_size, make_input, by):
+    """Also where its groups come in another order than those that were saved."""
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    ours = made_from(groups(model) if "groups" in make_input.__name__ else None, model)
+    train_side_by_side(2, model, ours, plain, adamw(plain))
+    state = FSDP.optim_state_dict(model, ours)
+    theirs = made_from(make_input(plain), plain)
+    chosen = {"optim": theirs} if by == "optim" else {"optim_input": make_input(plain)}
+    numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, **chosen)
+    theirs.load_state_dict(numbered)
+    found = by_name(theirs, plain)
+    wanted = {tuple(sorted(group["params"])): group["lr"] for group in state["param_groups"]}
+    assert {tuple(sorted(group["params"])): group["lr"] for group in found["param_groups"]} == wanted
+    for name, entry in state["state"].items():
+        assert torch.equal(found["state"][name]["exp_avg"], entry["exp_avg"]), name
+    chosen = {"optim": theirs} if by == "optim" else {"optim_input": make_input(plain)}
+    back = FSDP.rekey_optim_state_dict(theirs.state_dict(), OptimStateKeyType.PARAM_NAME, plain, **chosen)
+    for name, entry in state["state"].items():
+        assert torch.equal(back["state"][name]["exp_avg"], entry["exp_avg"]), name
+    resume(model, ours, back)
+
+
+@ranks(2)
+def test_groups_that_are_not_those_saved_are_refused(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    ours = grouped(model, lambda name: name.endswith("bias"))
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    state = FSDP.optim_state_dict(model, ours)
+    first, *rest = plain.parameters()
+    other = [{"params": rest}, {"params": [first]}]
+    with pytest.raises(ValueError, match=r"in one group of the optimizer, but were saved in groups with"):
+        FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, other)
+    partial = {"state": {}, "param_groups": [{"lr": 1.0, "params": ["shift"]}]}
+    params = dict(model.named_parameters())
+    apart = [{"params": [params.pop("_fsdp_wrapped_module.shift")]}, {"params": list(params.values())}]
+    with pytest.raises(ValueError, match=r"no group with any of 'stem.weight'.*options are not known"):
+        FSDP.shard_full_optim_state_dict(partial, model, apart)
+
+
+@ranks(2)
+def test_what_is_no_input_of_an_optimizer(rank, world_size):
+    model, _ = wrapped_and_plain(Net, per_block, True)
+    state = {"state": {}, "param_groups": [{"lr": 1.0, "params": ["shift"]}]}
+    shift = model.module.shift
+    twice = [*model.parameters(), shift]
+    for error, message, given in (
+        (TypeError, "iterable of parameters or of parameter groups, not int", 3),
+        (TypeError, "iterable of parameters or of parameter groups, not Parameter", shift),
+        (TypeError, "mixes parameter groups with a Parameter", [*groups(model), shift]),
+        (TypeError, "not a str", ["shift"]),
+        (ValueError, "holds no parameters", []),
+        (ValueError, "has no 'params', only \\['lr'\\]", [{"lr": 3}]),
+        (ValueError, "not one of the model's", Net().parameters()),
+        (ValueError, r"'shift'.* occurs twice .*\(rank \d\)", twice),
+    ):
+        with pytest.raises(error, match=message):
+            FSDP.shard_full_optim_state_dict(state, model, given)
+
+
+@each_front
+@ranks(2)
+def test_a_parameter_in_two_optimizers(rank, world_size, front, tmp_path):
+    """One state dict has one state for it."""
+    model = shard(front, Net() if front != "composable" else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    one, other = adamw(model), torch.optim.SGD(list(model.parameters())[-1:], lr=0.1)
+    message = r"parameter '.*' .*is in two optimizers \(AdamW and SGD\).*one optimizer"
+    before = copy.deepcopy(one.state_dict())
+    for refused in (
+        lambda: functions.get_optimizer_state_dict(model, (each for each in (one, other))),
+        lambda: functions.get_state_dict(model, [one, other]),
+        lambda: functions.set_optimizer_state_dict(model, [one, other], {"state": {}, "param_groups": []}),
+        lambda: fsdp_wrap.checkpoint.save(tmp_path, model, [one, other]),
+        lambda: fsdp_wrap.checkpoint.load(tmp_path, model, [one, other]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    assert not list(tmp_path.iterdir()) and one.state_dict() == before
+
+
+@each_form
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@ranks(2)
+def test_a_parameter_twice_in_one_optimizer(rank, world_size, use_orig_params, tmp_path):
+    model = whole(Net(), use_orig_params=use_orig_params)
+    twice = torch.optim.SGD([*model.parameters(), next(model.parameters())], lr=0.1)
+    for refused in (
+        lambda: FSDP.optim_state_dict(model, twice),
+        lambda: FSDP.sharded_optim_state_dict(model, twice),
+        lambda: resume(model, twice, {"state": {}, "param_groups": []}),
+        lambda: fsdp_wrap.checkpoint.save(tmp_path, model, twice),
+    ):
+        with pytest.raises(ValueError, match=r"parameter 'shift'.* occurs twice .*pass it once"):
+            refused()

@@ -1,0 +1,191 @@
+"""Parameters that some ranks use and others do not: all ranks decide alike whether there is a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bed import ranks
+from fronts import each_front, full_state, no_sync, shard, twins
+from fsdp_wrap import MixedPrecision, ShardingStrategy, set_gradients_in_place
+from fsdp_wrap.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    compress,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
+
+each_form = pytest.mark.parametrize("front", ["flat", "orig"])
+
+
+class Partly(nn.Module):
+    """With parameters that all ranks use, one of them, the last of them without effect, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.randn(7, 5))
+        self.one = nn.Parameter(torch.randn(9, 5))
+        self.zero = nn.Parameter(torch.randn(3, 5))
+        self.none = nn.Parameter(torch.randn(6, 5))
+        self.last = nn.Parameter(torch.randn(40))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        loss = self.all.square().sum() * (rank + 1)
+        if rank == 0:
+            loss = loss + self.one[0].square().sum()
+        if rank == 1:
+            loss = loss + (self.zero * -0.0).sum()  # gradients of -0.0
+        return loss + self.last[:3].square().sum()
+
+
+def trained(plain: Partly, size: int, steps: int = 2) -> dict[str, torch.Tensor]:
+    """What a plain module becomes that sees the batches of all ranks."""
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (sum(plain(each) for each in range(size)) / size).backward()
+        optimizer.step()
+    return plain.state_dict()
+
+
+def train(model: nn.Module, rank: int, steps: int = 2) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(rank).backward()
+        optimizer.step()
+
+
+def assert_trained(front: str, model: nn.Module, plain: Partly, size: int, tolerance: float = 1e-6) -> None:
+    before, found = plain.none.detach().clone(), full_state(model)
+    expected = trained(plain, size)
+    for name in ("all", "one", "zero", "last"):
+        torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
+    if front != "flat":  # whose unused parameters get gradients of zeros
+        assert torch.equal(found["none"], before)
+
+
+@each_front
+@ranks(2, 3)
+def test_ranks_step_alike(rank, world_size, front):
+    plain, model = twins(front, Partly)
+    train(model, rank)
+    assert_trained(front, model, plain, world_size)
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
+@ranks(4)
+def test_replicas_step_alike(rank, world_size, front, strategy):
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
+    plain, model = twins(front, Partly, **options)
+    train(model, rank)
+    assert_trained(front, model, plain, world_size)
+
+
+@each_form
+@ranks(2)
+def test_gloo_keeps_the_sign_of_zeros(rank, world_size, front, monkeypatch):
+    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", "0")
+    for way in ("plain", "exchange"):
+        monkeypatch.setenv("FSDP_WRAP_GLOO", way)
+        plain, model = twins(front, Partly)
+        train(model, rank)
+        assert_trained(front, model, plain, world_size)
+
+
+@each_form
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@ranks(2)
+def test_low_precision_in_reductions(rank, world_size, front, dtype):
+    plain, model = twins(front, Partly, mixed_precision=MixedPrecision(reduce_dtype=dtype))
+    train(model, rank)
+    assert_trained(front, model, plain, world_size, tolerance=1e-2)
+
+
+@each_form
+@ranks(2)
+def test_accumulated_and_in_place(rank, world_size, front):
+    plain, model = twins(front, Partly)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    with no_sync(model):
+        (model(rank) / 2).backward()
+    (model(1 - rank) / 2).backward()  # now every rank has used what one did
+    optimizer.step()
+    optimizer.zero_grad()
+    set_gradients_in_place(model)
+    model(rank).backward()
+    optimizer.step()
+    assert_trained(front, model, plain, world_size)
+
+
+HOOKS = {"reduce_scatter": reduce_scatter_hook, "fp16": fp16_compress_hook}
+
+
+@each_form
+@pytest.mark.parametrize("way", ["int8", "bf16", *HOOKS])
+@ranks(2)
+def test_reductions_that_round(rank, world_size, front, way):
+    """Gradients too small for what travels are zeros, and still gradients."""
+    plain, model = twins(front, lambda: Wide(Partly()))
+    if way in HOOKS:
+        state = (DefaultState if way == "reduce_scatter" else LowPrecisionState)(dist.group.WORLD)
+        model.register_comm_hook(state, HOOKS[way])
+    else:
+        compress(model, reductions=way)
+    before = {name: value.clone() for name, value in full_state(model).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    (model(rank) * 1e-9).backward()
+    optimizer.step()
+    found = full_state(model)
+    for name in ("all", "one", "zero", "last"):
+        name = f"part.{name}"
+        torch.testing.assert_close(found[name], before[name] * 0.95, rtol=1e-5, atol=1e-5, msg=name)
+    if front == "orig":
+        assert torch.equal(found["part.none"], before["part.none"])
+
+
+class Wide(nn.Module):
+    """Large enough to be compressed."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.wide = part, nn.Parameter(torch.randn(5000))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        return self.part(rank) + self.wide.square().sum()
+
+
+class Mixed(nn.Module):
+    """Of two segments, of which not all ranks use the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
+        self.one = nn.Parameter(torch.randn(9, 5))
+        self.other = nn.Parameter(torch.randn(9, 5))
+
+    def forward(self, use: bool) -> torch.Tensor:
+        return self.all.sum() + (self.one[0].double().sum() if use else 0)
+
+
+@each_form
+@ranks(2)
+def test_what_no_rank_uses_has_no_gradient_on_any(rank, world_size, front):
+    """A flat parameter of which one rank uses a part has one on all ranks."""
+    model = shard(front, Mixed())
+    for user in (0, 1, None):
+        model.zero_grad()
+        model(rank == user).backward()
+        found = {name.removeprefix("_fsdp_wrapped_module."): p for name, p in model.named_parameters()}
+        for name, param in found.items():
+            doubtful = {"other": False, "one": user is not None, "_flat_param_1": user is not None}
+            used = doubtful.get(name, True) and param.numel() > 0
+            assert (param.grad is not None) == used, (name, user)
