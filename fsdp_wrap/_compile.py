@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 
+from fsdp_wrap._torch_private import trace_rules
+
 __all__ = ["skip_runtime_frames"]
 
 
 @functools.cache
 def skip_runtime_frames() -> None:
     """Tells dynamo to leave this package's frames alone, but not what they call."""
-    # Late, since this import is slow; an optimizer's constructor imports dynamo as well.
-    from torch._dynamo import trace_rules
-
-    trace_rules.add(__name__.partition(".")[0])
+    trace_rules().add(__name__.partition(".")[0])

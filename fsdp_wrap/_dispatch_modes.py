@@ -9,7 +9,8 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from fsdp_wrap._torch_private import FakeProcessGroup, HashStore, current_dispatch_mode
 
 __all__ = ["stand_in_for_modes"]
 
@@ -23,13 +24,11 @@ def stand_in_for_modes(rank: int, size: int) -> dist.ProcessGroup | None:
         rank: This process's rank in the group that the other way is for.
         size: How many ranks it has.
     """
-    return _make_stand_in(rank, size) if _get_current_dispatch_mode() is not None else None
+    return _make_stand_in(rank, size) if current_dispatch_mode() is not None else None
 
 
 @functools.cache
 def _make_stand_in(rank: int, size: int) -> dist.ProcessGroup:
-    from torch._C._distributed_c10d import FakeProcessGroup, HashStore  # not where torch is without c10d
-
     group = dist.ProcessGroup(HashStore(), rank, size)
     backend = FakeProcessGroup._create_internal(rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)

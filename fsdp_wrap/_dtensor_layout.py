@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up
@@ -20,6 +19,7 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
+from fsdp_wrap._torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap.flat_param import Allocator
 
 __all__ = ["DTensorLayout"]
@@ -198,9 +198,9 @@ class DTensorLayout:
                 views = [*map(torch.Tensor.view_as, tensors, folds)]
             else:
                 views = [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
-            torch._foreach_copy_(boxes, views)
+            foreach_copy_(boxes, views)
             if gaps:
-                torch._foreach_zero_(gaps)
+                foreach_zero_(gaps)
 
         if len(folds) == len(self._cuts) and all(cut.whole == self._ranks for cut in self._cuts):
             return self._row_packer(travelling.view(self._ranks, -1), pack)
@@ -227,7 +227,7 @@ class DTensorLayout:
                 otherwise(tensors)
                 return
             pieces = [each for tensor, gap in zip(tensors, between) for each in (tensor, *gap)]
-            torch._chunk_cat(pieces, 0, self._ranks, out=parts)
+            chunk_cat(pieces, 0, self._ranks, out=parts)
 
         return pack
 

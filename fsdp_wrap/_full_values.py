@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._collectives import Communicator
@@ -17,6 +16,7 @@ from fsdp_wrap._device import Pending
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import assemble
 from fsdp_wrap._segment import Segment
+from fsdp_wrap._torch_private import ShardedTensor, default_device_of
 from fsdp_wrap._unit import Unit
 from fsdp_wrap._watch import deaths_told
 
@@ -145,7 +145,7 @@ def unsharded(value: Any) -> Any:
         with deaths_told():
             dist.all_reduce(data, op=dist.ReduceOp.MAX, group=value._process_group)
 
-    device = dist.distributed_c10d._get_pg_default_device(value._process_group)
+    device = default_device_of(value._process_group)
     like = torch.empty(1, dtype=metadata.tensor_properties.dtype, device=device).expand(metadata.size)
     return assemble(like, write, combine)
 

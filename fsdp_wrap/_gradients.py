@@ -23,6 +23,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._resizable import Buffer
+from fsdp_wrap._torch_private import foreach_copy_
 
 __all__ = ["Gradients"]
 
@@ -311,7 +312,7 @@ class _Place:
 
 def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
     if scale == 1.0:
-        torch._foreach_copy_(targets, grads)
+        foreach_copy_(targets, grads)
         return
     for target, grad in zip(targets, grads):
         if torch.promote_types(grad.dtype, target.dtype) == grad.dtype:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_wrap._compute_device import device_type_for
+from fsdp_wrap._torch_private import all_groups
 
 __all__ = [
     "Ranks",
@@ -101,7 +102,7 @@ def default_mesh() -> DeviceMesh:
 
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:
     """Whether a group, as a weak reference gives it, is no longer to be used, though it may live on."""
-    return group is None or group not in dist.distributed_c10d._world.pg_map
+    return group is None or group not in all_groups.pg_map
 
 
 def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fsdp_wrap._torch_private import make_wrapper_subclass, pin_memory_operator, pytree, to_copy_operator
 from fsdp_wrap._watch import deaths_told
 
 __all__ = ["Box", "IntervalTensor", "assemble", "boxes_of"]
@@ -99,7 +99,7 @@ class IntervalTensor(torch.Tensor):
     def __new__(
         cls, shape: torch.Size, start: int, piece: torch.Tensor, requires_grad: bool = False
     ) -> IntervalTensor:
-        self: IntervalTensor = torch.Tensor._make_wrapper_subclass(
+        self: IntervalTensor = make_wrapper_subclass(
             cls, shape, dtype=piece.dtype, device=piece.device, requires_grad=requires_grad
         )
         self.start, self.piece = start, piece
@@ -208,7 +208,7 @@ class IntervalTensor(torch.Tensor):
 _ON_PIECES = {
     _aten.detach.default,
     _aten.clone.default,
-    _aten._to_copy.default,
+    to_copy_operator,
     _aten.alias.default,
     _aten.empty_like.default,
     _aten.zeros_like.default,
@@ -217,7 +217,7 @@ _ON_PIECES = {
     _aten.zero_.default,
     _aten.fill_.Scalar,
     _aten.is_pinned.default,
-    _aten._pin_memory.default,
+    pin_memory_operator,
 }
 
 
@@ -236,7 +236,7 @@ def _new_empty(like: IntervalTensor, size: torch.Size, kwargs: dict[str, Any]) -
 
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("memory_format", None)  # pieces are 1-D
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     whole = [leaf for leaf in leaves if isinstance(leaf, IntervalTensor)]
     first = whole[0]
     for leaf in leaves:
@@ -245,7 +245,7 @@ def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             raise TypeError(f"{func}: a value of a sharded state dict cannot combine with a full tensor")
     pieces = [leaf.piece if isinstance(leaf, IntervalTensor) else leaf for leaf in leaves]
-    piece_args, piece_kwargs = tree_unflatten(pieces, spec)
+    piece_args, piece_kwargs = pytree.tree_unflatten(pieces, spec)
     result = func(*piece_args, **piece_kwargs)
     if not isinstance(result, torch.Tensor):
         return result

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
-from torch.utils._pytree import tree_map_only
 
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn, original_class
+from fsdp_wrap._torch_private import NormBase, pytree
 from fsdp_wrap._unit import units_in
 from fsdp_wrap._walks import walk
 from fsdp_wrap.flat_param import FlatParameter
@@ -30,7 +29,7 @@ __all__ = ["ReadsOnAccess", "copies_values", "load_parts", "loads_plainly"]
 
 _PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
-    _NormBase._load_from_state_dict,  # adds an entry that old versions lack; here none is missing
+    NormBase._load_from_state_dict,  # adds an entry that old versions lack; here none is missing
 )
 
 
@@ -60,7 +59,7 @@ class ReadsOnAccess(ABC):
         def whole(value: ReadsOnAccess) -> torch.Tensor:
             return value.read(0, value.shape.numel()).view(value.shape)
 
-        return func(*tree_map_only(ReadsOnAccess, whole, args), **(kwargs or {}))
+        return func(*pytree.tree_map_only(ReadsOnAccess, whole, args), **(kwargs or {}))
 
 
 @dataclass(frozen=True)

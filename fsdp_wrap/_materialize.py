@@ -20,6 +20,7 @@ from torch import nn
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._modules import Ignored, ParamSlot, own_modules, replace_tensor
 from fsdp_wrap._objects import all_gather_object
+from fsdp_wrap._torch_private import swap_tensor_impl
 from fsdp_wrap._walks import children_first
 
 __all__ = [
@@ -293,7 +294,7 @@ def _restore_identity(fqn: str, module: nn.Module, before: Mapping[str, torch.Te
 def _become(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """Gives a tensor object the contents of another, which is not to be used any more."""
     requires_grad = tensor.requires_grad and replacement.requires_grad
-    torch._C._swap_tensor_impl(tensor, replacement)
+    swap_tensor_impl(tensor, replacement)
     tensor.requires_grad_(requires_grad)
     tensor.__dict__.update(replacement.__dict__)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._held_gradients import NamedGradient, Share
+from fsdp_wrap._torch_private import foreach_mul_, foreach_norm
 
 __all__ = [
     "accumulation_dtype",
@@ -63,7 +64,7 @@ def power(kinds: Iterable[Sequence[torch.Tensor]], p: float, device: torch.devic
     for kind in kinds:
         # Other powers take no faster way, and their sums leave the range of float32 more easily.
         wide = accumulation_dtype(kind[0].dtype) if p in (1.0, 2.0, math.inf) else torch.float64
-        of_kind = torch.stack(torch._foreach_norm(_rows(kind), p, dtype=wide)).to(device, torch.float64)
+        of_kind = torch.stack(foreach_norm(_rows(kind), p, dtype=wide)).to(device, torch.float64)
         norms.append(of_kind if math.isinf(p) else of_kind**p)
     return merged(norms or [torch.zeros(1, dtype=torch.float64, device=device)], p)
 
@@ -149,4 +150,4 @@ def scale(kinds: Iterable[list[torch.Tensor]], total: torch.Tensor, bound: float
         factor = torch.clamp(bound / (total + 1e-6), max=1.0)
     for kind in kinds:
         like = torch.empty((), dtype=accumulation_dtype(kind[0].dtype), device=kind[0].device)
-        torch._foreach_mul_(kind, like.fill_(factor))
+        foreach_mul_(kind, like.fill_(factor))

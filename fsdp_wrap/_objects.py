@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from fsdp_wrap._torch_private import AllgatherOptions, ReduceScatterOptions, default_device_of
 
 __all__ = ["all_gather_object", "all_gather_single", "broadcast_object", "reduce_scatter_single"]
 
@@ -73,7 +74,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    device = dist.distributed_c10d._get_pg_default_device(group)
+    device = default_device_of(group)
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from fsdp_wrap._full_values import FullValue, full_values, handles_of
 from fsdp_wrap._handle import ParamHandle
@@ -16,6 +15,7 @@ from fsdp_wrap._interval import Interval
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import Place, clean_fqn
 from fsdp_wrap._segment import Segment
+from fsdp_wrap._torch_private import pytree
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap._walks import walk
 
@@ -76,7 +76,7 @@ class Original:
         Raises:
             ValueError: If it has dimensions, and so is not elementwise.
         """
-        for leaf in tree_leaves(value):
+        for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 raise ValueError(
                     f"optimizer state '{key}' of parameter '{self.fqn}' has shape {tuple(leaf.shape)}, the "

@@ -46,6 +46,6 @@ def check_buffers(module: nn.Module, ignored: Ignored) -> None:
 def _refuse_shapeless(fqn: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         raise ValueError(
-            f"'{fqn}' is an {type(tensor).__name__} of a lazy module and has no shape yet; run one forward of the "
-            "plain model, on a batch as in training, before sharding it"
+            f"'{fqn}' is an {type(tensor).__name__} of a lazy module and has no shape yet; run one forward "
+            "of the plain model on a batch before sharding it"
         )

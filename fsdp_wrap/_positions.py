@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from fsdp_wrap._events import Phase
+from fsdp_wrap._torch_private import default_store
 
 __all__ = ["GroupPositions", "Note", "Tree", "UnitPositions", "positions_of"]
 
@@ -249,7 +250,7 @@ def _directory() -> Path:
 
 def _agree(proposal: str) -> str:
     """Returns the same word on all ranks, and another one after torch.distributed was initialised anew."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if store is None:
         raise RuntimeError("the default process group has no store")
     turn = store.add(f"fsdp_wrap/turn/{dist.get_rank()}", 1)  # a store may outlive its group

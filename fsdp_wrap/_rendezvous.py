@@ -16,12 +16,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_wrap._channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._groups import Ranks
 from fsdp_wrap._shared_memory import PeerMemory, own_memory
 from fsdp_wrap._signals import Life, require_futex
+from fsdp_wrap._torch_private import default_store
 
 __all__ = ["Exchange", "Hosts", "can_share", "find_hosts", "open_channel"]
 
@@ -125,7 +125,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, value: Any, has_ended: Callable[[int], bool]) -> None:
         self._members, self._has_ended = ranks.members, has_ended
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         name = f"fsdp_wrap/exchange/{ranks.group.group_name}"
         turn = self._store.add(f"{name}/{ranks.rank}", 1)  # the store may have seen another group of the name
         self._keys = [f"{name}/{other}/{turn}" for other in range(ranks.size)]

@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._full_values import FirstRank, handles_of
 from fsdp_wrap._interval_tensor import boxes_of
 from fsdp_wrap._load_checks import check_fits, key_problems, refuse_problems
 from fsdp_wrap._load_parts import ReadsOnAccess, load_parts, loads_plainly
 from fsdp_wrap._precision import is_castable
+from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import StateDictType
 from fsdp_wrap.full_stream import FullParams, param_aliases
@@ -266,7 +266,7 @@ def _install(directory: Path, written: Mapping[str, Path], single: bool) -> None
 
 def import_safetensors(
     module: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Loads `model.safetensors`, or the files of `model.safetensors.index.json`; nothing is communicated.
 
     Every rank reads what it holds of each tensor and no more, unless modules load in ways of their own. Names
@@ -300,8 +300,8 @@ def import_safetensors(
     unexpected = [name for name in given if name not in expected]
     refuse_problems(module, key_problems(missing, unexpected) if strict and plain else ())
     if plain and load_parts(module, given, strict=False):
-        return _IncompatibleKeys(missing, unexpected)
-    result: _IncompatibleKeys = module.load_state_dict(_whole(given), strict)
+        return IncompatibleKeys(missing, unexpected)
+    result: IncompatibleKeys = module.load_state_dict(_whole(given), strict)
     return result
 
 

@@ -27,6 +27,7 @@ from fsdp_wrap._refusals import (
     refuse_outdated,
     refuse_parameter_views,
 )
+from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._traffic import Traffic
 from fsdp_wrap._tree import iter_tensors, map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
@@ -345,7 +346,7 @@ class Schedule:
         self._order_check.begin_backward()
         for unit in self._units:
             unit.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
     def _end_backward(self) -> None:

@@ -12,6 +12,7 @@ from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._resizable import ResidentBuffer
+from fsdp_wrap._torch_private import foreach_copy_, set_version_counters
 
 __all__ = ["Segment"]
 
@@ -20,8 +21,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 _FREED = 1 << 31
 """The version of leaves whose memory is freed, which no graph has saved."""
-
-_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class Segment:
@@ -58,7 +57,7 @@ class Segment:
         self._keeps_memory = False
         self._version = 0
         self._counted = (self.leaves[0],)  # all leaves are views of one tensor, whose counter they share
-        _set_versions(self._counted, (_FREED,))
+        set_version_counters(self._counted, (_FREED,))
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
@@ -73,7 +72,7 @@ class Segment:
     def arrange(self) -> None:
         """Fills the unsharded buffer with what was gathered into another."""
         self.full.allocate()
-        torch._foreach_copy_(*self._copies)
+        foreach_copy_(*self._copies)
         self.gathered.free()
 
     def admit(self, changed: bool) -> None:
@@ -83,7 +82,7 @@ class Segment:
             changed: Whether their values are others than before: what graphs saved then is refused.
         """
         self._version += changed
-        _set_versions(self._counted, (self._version,))
+        set_version_counters(self._counted, (self._version,))
 
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
@@ -92,7 +91,7 @@ class Segment:
         it saved them. Gradients that took the parameters' place stay until they are reduced.
         """
         self._version = self._counted[0]._version
-        _set_versions(self._counted, (_FREED,))
+        set_version_counters(self._counted, (_FREED,))
         if self._keeps_memory or self.gradients.lie_in(self.full):
             return
         if self.full.resizable:

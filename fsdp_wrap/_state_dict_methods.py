@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._load_checks import check_fits
 from fsdp_wrap._load_parts import load_parts
@@ -17,6 +16,7 @@ from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._taking import taking
+from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -186,7 +186,7 @@ class StateDictMethods(nn.Module):
         schedule_of(self._unit).require_idle("load_state_dict()")
         drop_stale_loads(self)
         if load_parts(self, state_dict):
-            return _IncompatibleKeys([], [])
+            return IncompatibleKeys([], [])
         copied = with_wrapped_metadata(self, state_dict)
         problems = expand_local(self, units_in(self), copied)
         if problems:

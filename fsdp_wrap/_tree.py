@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from fsdp_wrap._torch_private import pytree
 
 __all__ = ["iter_tensors", "map_tensors"]
 

@@ -16,6 +16,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap._precision import BufferCasts, InputCasts
+from fsdp_wrap._torch_private import graph_task, will_execute
 from fsdp_wrap._walks import walk
 from fsdp_wrap.api import BackwardPrefetch
 
@@ -341,14 +342,10 @@ class Use:
         return self._awaited == 0
 
 
-graph_task = torch._C._current_graph_task_id
-"""Returns the id of the backward that runs in this thread, or -1."""
-
-
 def _will_run(nodes: Iterable[Node]) -> int:
     """Counts the nodes that the running backward will execute."""
     try:
-        return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+        return sum(will_execute(node) for node in nodes)
     except RuntimeError:  # leaves captured by torch.autograd.grad: they are not executed
         return 0
 

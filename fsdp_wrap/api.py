@@ -8,7 +8,8 @@ from enum import Enum, auto
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdp_wrap._torch_private import BatchNorm
 
 __all__ = [
     "BackwardPrefetch",
@@ -91,7 +92,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
 
     def __post_init__(self) -> None:
         self.check()

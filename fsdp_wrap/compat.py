@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp import fully_sharded_data_parallel as torch_wrapper
 from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
@@ -34,6 +33,7 @@ from fsdp_wrap import (
 from fsdp_wrap._clients import adapt_clients
 from fsdp_wrap._installation import Installation
 from fsdp_wrap._mesh import HYBRID_STRATEGIES
+from fsdp_wrap._torch_private import torch_fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
@@ -48,7 +48,7 @@ def _wrapper_names() -> dict[str, Any]:
     """Returns the public names of torch's wrapper with what they stand for before any installation."""
     public = {"FlatParameter": torch_fsdp, "ShardedGradScaler": torch_scaler}
     for module in (torch_fsdp, torch_api, torch_wrap, torch_wrapper):
-        public.update((name, module) for name in module.__all__ if name not in _fully_shard.__all__)
+        public.update((name, module) for name in module.__all__ if name not in torch_fully_shard.__all__)
     return {name: getattr(module, name) for name, module in public.items()}
 
 

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_wrap._full_values import FirstRank, handles_of
 from fsdp_wrap._interval_tensor import IntervalTensor
@@ -24,6 +23,7 @@ from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_params import refuse_shared
 from fsdp_wrap._originals import Originals
+from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
 from fsdp_wrap._watch import deaths_told
 from fsdp_wrap.api import (
@@ -144,7 +144,7 @@ def set_model_state_dict(
     if options.broadcast_from_rank0:
         model_state_dict = _from_first_rank(model, model_state_dict)
     elif not model_state_dict:
-        return _IncompatibleKeys([], [])
+        return IncompatibleKeys([], [])
     # Pieces take their part of full tensors without communication.
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return model.load_state_dict(model_state_dict, strict=options.strict)

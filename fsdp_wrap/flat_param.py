@@ -17,6 +17,7 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
+from fsdp_wrap._torch_private import foreach_copy_, foreach_zero_, make_subclass
 from fsdp_wrap._use_notes import UseNotes
 
 __all__ = ["FlatLayout", "FlatParameter"]
@@ -44,7 +45,7 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True  # by which clients know sharded parameters
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
-        self: FlatParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self: FlatParameter = make_subclass(cls, data, requires_grad)
         self._fqns = tuple(extent.fqn for extent in extents)
         self._shapes = tuple(extent.shape for extent in extents)
         self._numels = tuple(extent.shape.numel() for extent in extents)
@@ -174,9 +175,9 @@ class FlatLayout:
         views, gaps = self.views(travelling), self.padding(travelling)
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            torch._foreach_copy_(views, tensors)
+            foreach_copy_(views, tensors)
             if gaps:
-                torch._foreach_zero_(gaps)
+                foreach_zero_(gaps)
 
         return pack
 

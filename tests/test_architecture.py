@@ -22,6 +22,7 @@ PACKAGE = Path(fsdp_wrap.__file__).parent
 
 LAYERS = [
     [
+        "_torch_private.py",
         "api.py",
         "_wrap_plan.py",
         "wrap.py",
@@ -177,7 +178,7 @@ FILE_LINES = {
     "_dtensor_layout.py": 350,
     "_handle.py": 350,
     "_exec_order.py": 150,
-    "_schedule.py": 400,
+    "_schedule.py": 430,
     "_init.py": 300,
     "full_params.py": 200,
     "state_dict.py": 350,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from fsdp_wrap._safetensors import write_safetensors
+from fsdp_wrap._torch_private import load_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import nested, refuse_damaged
 from fsdp_wrap.checkpoint._metadata import read_metadata
@@ -130,7 +130,7 @@ def _read(folder: Path, metadata: Metadata, key: str) -> Any:
     if isinstance(entry, TensorStorageMetadata):
         state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with errors_of_all_ranks(_ALONE, f"reading {key} in {folder}"):
-        _load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=ValuesPlanner(trusted=False))
+        load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=ValuesPlanner(trusted=False))
     return state[key]
 
 

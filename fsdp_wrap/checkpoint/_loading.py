@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
+from fsdp_wrap._torch_private import load_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._manifest import (
     DamagedCheckpoint,
@@ -104,7 +104,7 @@ def load(
     manifest = _verified(team, folder)
     reading = team.together(lambda: _Reading.planned(subject, folder, manifest, team, strict))
     with errors_of_all_ranks(team, f"reading {folder}"), team.collectives():
-        _load_state_dict(
+        load_state_dict(
             reading.flat,
             KnownReader(folder, reading.metadata),
             team.group,

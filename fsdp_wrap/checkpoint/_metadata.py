@@ -12,6 +12,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp_wrap._torch_private import StorageInfo, get_layout
+
 __all__ = ["METADATA", "read_metadata"]
 
 METADATA = ".metadata"
@@ -19,9 +21,9 @@ METADATA = ".metadata"
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): get_layout,
     ("collections", "OrderedDict"): collections.OrderedDict,
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    (filesystem.__name__, "_StorageInfo"): StorageInfo,
     **{
         (metadata.__name__, name): getattr(metadata, name)
         for name in (

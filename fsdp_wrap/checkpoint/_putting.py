@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fsdp_wrap._modules import WRAPPED_ATTR, original_class
+from fsdp_wrap._torch_private import NormBase
 from fsdp_wrap.checkpoint._state import Subject, staged
 from fsdp_wrap.checkpoint._team import Team
 
@@ -96,7 +96,7 @@ def _loads_its_own_way(module: nn.Module) -> bool:
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     makers = [getattr(hook, "hook", hook) for hook in hooks]
     users = [maker for maker in makers if not str(getattr(maker, "__module__", "")).startswith("torch.")]
-    plain = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+    plain = (nn.Module._load_from_state_dict, NormBase._load_from_state_dict)
     own_class = original_class(module)
     own_way = own_class._load_from_state_dict not in plain
     return own_way or bool(users) or own_class.set_extra_state is not nn.Module.set_extra_state

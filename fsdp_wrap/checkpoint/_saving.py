@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -203,6 +203,7 @@ def _in_background(team: Team) -> Team:
     group = known() if known is not None else None
     if group is None:
         ranks = dist.get_process_group_ranks(team.group)
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = cast(dist.ProcessGroup, made)  # this rank is one of them
         _background_groups[team.group] = weakref.ref(group)
     return team.over(group)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-
+from fsdp_wrap._torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._claim import Claim
 from fsdp_wrap.checkpoint._folders import Begun
@@ -90,7 +89,7 @@ class Save:
             begun.folder(self.parent), begun.step, team.size, self.progress and team.is_first
         )
         with errors_of_all_ranks(team, self._doing(begun)), team.collectives():
-            _save_state_dict(state, writer, team.group, no_dist=team.group is None)
+            save_state_dict(state, writer, team.group, no_dist=team.group is None)
 
     def _publish(self, begun: Begun, places: Sequence[Place], held: ExitStack) -> None:
         """Shows the step, on the first rank, if all that the manifest names has arrived there."""

@@ -16,7 +16,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
-    _StorageWriterTransforms,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from fsdp_wrap._torch_private import StorageWriterTransforms
 from fsdp_wrap.checkpoint._manifest import Manifest
 from fsdp_wrap.checkpoint._metadata import METADATA
 
@@ -104,7 +104,7 @@ class KnownReader(FileSystemReader):
         return self._metadata
 
 
-class _Sums(_StorageWriterTransforms):
+class _Sums(StorageWriterTransforms):
     """Hands items on to their file and sums up their bytes."""
 
     def __init__(self, count: Callable[[int], object]) -> None:

@@ -1,0 +1,167 @@
+"""The private names of torch that this package touches, and what each is for.
+
+What can be imported is imported here, and from here by the other files. What belongs to torch's objects they
+read there, by names that `PURPOSES` lists too. A new torch may drop any of them: tests/test_torch_private.py
+looks for each by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
+from torch.distributed.fsdp import _fully_shard as torch_fully_shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+
+__all__ = [
+    "AllgatherOptions",
+    "BatchNorm",
+    "DTensorSpec",
+    "FakeProcessGroup",
+    "HashStore",
+    "IncompatibleKeys",
+    "NormBase",
+    "PURPOSES",
+    "ReduceScatterOptions",
+    "ShardedTensor",
+    "StorageInfo",
+    "StorageWriterTransforms",
+    "TensorMeta",
+    "all_groups",
+    "chunk_cat",
+    "current_dispatch_mode",
+    "default_device_of",
+    "default_store",
+    "execution_engine",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_zero_",
+    "get_layout",
+    "graph_task",
+    "load_state_dict",
+    "make_subclass",
+    "make_wrapper_subclass",
+    "pin_memory_operator",
+    "pytree",
+    "save_state_dict",
+    "set_version_counters",
+    "swap_tensor_impl",
+    "to_copy_operator",
+    "torch_fully_shard",
+    "trace_rules",
+    "will_execute",
+]
+
+PURPOSES = {
+    "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
+    "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
+    "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
+    "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
+    "torch._C._swap_tensor_impl": "gives a parameter on the meta device its values and keeps its identity",
+    "torch.Tensor._make_subclass": "makes `FlatParameter`s",
+    "torch.Tensor._make_wrapper_subclass": "makes `IntervalTensor`s, which have no memory of their own",
+    "torch.Tensor._version": "whether a gradient was written since we last saw it",
+    "torch.Tensor._has_grad_dtype_override": "whether a user has set `grad_dtype`; from 2.15 on",
+    "torch.Tensor._base": "whether a parameter is a view of another tensor",
+    "torch.Tensor._backward_hooks": "refuses parameters with hooks that would never be called",
+    "torch.Tensor._post_accumulate_grad_hooks": "refuses parameters with hooks that would never be called",
+    "torch.UntypedStorage._cdata": "whether two tensors share memory",
+    "torch.UntypedStorage._swap_data_ptr_": "lends a buffer memory that other ranks see; without, over gloo",
+    "torch._foreach_copy_": "many small copies in one call",
+    "torch._foreach_zero_": "many small fills in one call",
+    "torch._foreach_mul_": "scales many gradients in one call",
+    "torch._foreach_norm": "norms of many gradients in one call",
+    "torch._chunk_cat": "writes gradients into the reduce buffer, cut by ranks, in one call",
+    "torch.ops.aten._to_copy": "the operator of `to()`, for `IntervalTensor`s",
+    "torch.ops.aten._pin_memory": "the operator of `pin_memory()`, for `IntervalTensor`s",
+    "torch.utils._pytree": "walks the arguments and results of modules, and state",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "whether something like CommDebugMode counts",
+    "torch._dynamo.trace_rules": "keeps torch.compile out of the runtime's frames",
+    "torch.nn.Module._parameters": "shows leaves or sharded parameters without the cost of setattr",
+    "torch.nn.Module._buffers": "casts buffers in place, and saves and loads them",
+    "torch.nn.Module._modules": "walks and rewrites trees of modules",
+    "torch.nn.Module._non_persistent_buffers_set": "which buffers are not part of a state dict",
+    "torch.nn.Module._state_dict_hooks": "calls users' hooks where we save a state dict ourselves",
+    "torch.nn.Module._state_dict_pre_hooks": "calls users' hooks where we save a state dict ourselves",
+    "torch.nn.Module._load_state_dict_pre_hooks": "whether a module changes what it loads",
+    "torch.nn.Module._load_state_dict_post_hooks": "whether a module changes what it has loaded",
+    "torch.nn.Module._load_from_state_dict": "whether a module loads in a way of its own",
+    "torch.nn.Module._apply": "moves and casts of wrapped modules go to the shards",
+    "torch.nn.MultiheadAttention._reset_parameters": "initialises it from the meta device",
+    "torch.nn.modules.module._IncompatibleKeys": "what `load_state_dict` returns",
+    "torch.nn.modules.batchnorm._BatchNorm": "the default of `MixedPrecision`, as in torch",
+    "torch.nn.modules.batchnorm._NormBase": "its way of loading needs no full parameters",
+    "torch._C._distributed_c10d.AllgatherOptions": "gathers without the cost of torch's function",
+    "torch._C._distributed_c10d.ReduceScatterOptions": "reductions without the cost of torch's function",
+    "torch._C._distributed_c10d.FakeProcessGroup": "shows counting modes the collectives in shared memory",
+    "torch._C._distributed_c10d.HashStore": "shows counting modes the collectives in shared memory",
+    "torch._C._distributed_c10d.FakeProcessGroup._create_internal": "makes one",
+    "torch._C._distributed_c10d.Backend.Options._timeout": "how long a group's collectives may take",
+    "torch.distributed.ProcessGroup._allgather_base": "gathers, up to torch 2.12",
+    "torch.distributed.ProcessGroup._reduce_scatter_base": "reductions, up to torch 2.12",
+    "torch.distributed.ProcessGroup._device_types": "on which devices a group can communicate",
+    "torch.distributed.ProcessGroup._get_backend": "how long a group's collectives may take",
+    "torch.distributed.ProcessGroup._register_backend": "makes the group that counting modes see",
+    "torch.distributed.ProcessGroup._set_default_backend": "makes the group that counting modes see",
+    "torch.distributed.distributed_c10d._world": "whether a group was destroyed",
+    "torch.distributed.device_mesh.DeviceMesh._pg_registry": "kept meshes must not keep groups alive",
+    "torch.distributed.distributed_c10d._get_default_store": "what ranks tell each other at first",
+    "torch.distributed.distributed_c10d._get_pg_default_device": "where pickled objects travel from",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes `DTensor`s of shards without communication",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes `DTensor`s of shards without communication",
+    "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
+    "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
+    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "loads in a group of our choice",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "is admitted when metadata are unpickled",
+    "torch.serialization._get_layout": "is admitted when metadata are unpickled",
+    "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
+    "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": (
+        "lets torch's functions for state dicts find our wrapper, in `compat`"
+    ),
+    "torch.distributed.fsdp._fully_shard": "the names of FSDP2, which `compat` leaves alone",
+}
+"""What each is for, by its path."""
+
+execution_engine = torch.autograd.Variable._execution_engine
+graph_task = torch._C._current_graph_task_id
+"""Returns the id of the backward that runs in this thread, or -1."""
+will_execute = torch._C._will_engine_execute_node
+set_version_counters = torch._C._autograd._unsafe_set_version_counter
+swap_tensor_impl = torch._C._swap_tensor_impl
+make_subclass = torch.Tensor._make_subclass
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
+chunk_cat = torch._chunk_cat
+to_copy_operator = torch.ops.aten._to_copy.default
+pin_memory_operator = torch.ops.aten._pin_memory.default
+default_device_of = dist.distributed_c10d._get_pg_default_device
+default_store = dist.distributed_c10d._get_default_store
+all_groups = dist.distributed_c10d._world
+"""All process groups of this process that were not destroyed."""
+get_layout = torch.serialization._get_layout
+
+
+def trace_rules() -> Any:
+    """Returns dynamo's rules of what to trace. Late, since the import is slow."""
+    from torch._dynamo import trace_rules as rules
+
+    return rules

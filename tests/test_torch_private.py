@@ -1,0 +1,180 @@
+"""The private names of torch that the package touches: all in one file, and all there in the installed torch.
+
+Nothing here imports the package, which may not even load where torch has dropped a name.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+PACKAGE = Path(__file__).parents[1] / "fsdp_wrap"
+PRIVATE = PACKAGE / "_torch_private.py"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+OF_CLIENTS = {"_clients.py"}
+"""Touches private names of other libraries only."""
+
+NOT_TORCHS = {"_fields", "_make", "_replace", "_core"}
+"""Of named tuples and numpy."""
+
+INSTANCES = {"torch.nn.Module": nn.Module()}
+"""What stands for a class whose instances alone have the name."""
+
+
+SINCE = {
+    "torch.UntypedStorage._swap_data_ptr_": (2, 13),
+    "torch.Tensor._has_grad_dtype_override": (2, 15),
+}
+"""Versions from which on a name must be there; before, the package does without."""
+
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+def purposes() -> dict[str, str]:
+    for node in ast.parse(PRIVATE.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PURPOSES":
+            return ast.literal_eval(node.value)
+    raise AssertionError("there are no PURPOSES")
+
+
+PURPOSES = purposes()
+
+
+def look_up(path: str) -> Any:
+    """Returns what a path names; a module, something in it, or an attribute of a class's instances.
+
+    Raises:
+        AttributeError: If it is not there.
+    """
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        break
+    for place in range(count, len(parts)):
+        owner = INSTANCES.get(".".join(parts[:place]), found)
+        if isinstance(owner, type) and not hasattr(owner, parts[place]) and sets(owner, parts[place]):
+            return None
+        found = getattr(owner, parts[place])
+    return found
+
+
+def sets(cls: type, name: str) -> bool:
+    """Whether a class gives its instances an attribute, by its source."""
+    return re.search(rf"self\.{name}(: .*)? = ", inspect.getsource(cls)) is not None
+
+
+@pytest.mark.parametrize("path", [path for path in PURPOSES if VERSION >= SINCE.get(path, VERSION)])
+def test_torch_has(path):
+    try:
+        look_up(path)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"torch {torch.__version__} has no {path} ({PURPOSES[path]}): {error}", pytrace=False)
+
+
+@pytest.mark.parametrize(
+    "path", ["torch._C._gone", "torch.nn.Module._gone", "torch._gone.at_all", "torch.nn.Linear._gone"]
+)
+def test_what_torch_dropped_is_missed(path):
+    with pytest.raises((AttributeError, ImportError), match="_gone"):
+        look_up(path)
+
+
+def is_private(name: str) -> bool:
+    return re.match("_(?!_)", name) is not None
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yields what a file imports from torch, by path."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attributes(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yields (name, whole expression) of private attributes, methods of `super()` included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr, ast.unparse(node)
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Yields names that a file gives to things of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_wrap"):
+            yield from (alias.name for alias in node.names)
+
+
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+OWN = {name for tree in TREES.values() for name in defined(tree)} - {path.split(".")[-1] for path in PURPOSES}
+LISTED = {path.split(".")[-1] for path in PURPOSES}
+
+
+def touched(tree: ast.AST) -> list[str]:
+    """Returns what only the one file may do, and attributes of torch's objects that it does not list."""
+    imported = [path for path in imports(tree) if any(map(is_private, path.split(".")))]
+    named = [
+        whole
+        for name, whole in attributes(tree)
+        if re.match(r"(torch|dist)\.", whole) or name not in OWN | LISTED | NOT_TORCHS
+    ]
+    return imported + named
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name not in {PRIVATE.name, *OF_CLIENTS}])
+def test_no_other_file_names_what_is_private_to_torch(path):
+    assert touched(TREES[path]) == [], f"see {PRIVATE.name}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from torch._C import something",
+        "from torch.nn.modules.module import _Something",
+        "import torch._something",
+        "torch._C._something()",
+        "dist.distributed_c10d._something",
+        "group._something_of_c10d()",
+        "torch.Tensor._version",
+    ],
+)
+def test_the_check_sees_all_forms(statement):
+    assert touched(ast.parse(statement)) != []
+
+
+def test_nothing_is_listed_without_need():
+    used = {name for tree in TREES.values() for name, _ in attributes(tree)}
+    for tree in TREES.values():
+        strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        used.update(value for value in strings if isinstance(value, str) and value.isidentifier())
+        used.update(part for path in imports(tree) for part in path.split("."))
+    assert LISTED - used == set()
+
+
+def test_the_one_file_imports_and_reads_what_it_lists():
+    tree = TREES[PRIVATE]
+    paths = {path for path in imports(tree) if any(map(is_private, path.split(".")))}
+    read = {whole for _, whole in attributes(tree) if re.match(r"(torch|dist)\.", whole)}
+    read = {re.sub(r"^dist\.", "torch.distributed.", whole) for whole in read}
+    inner = {whole for whole in read if any(other.startswith(f"{whole}.") for other in read)}
+    assert paths | (read - inner) <= set(PURPOSES)
