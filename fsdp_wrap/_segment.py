@@ -17,7 +17,7 @@ from fsdp_wrap._torch_private import foreach_copy_, set_version_counters
 __all__ = ["Segment"]
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 _FREED = 1 << 31
 """The version of leaves whose memory is freed, which no graph has saved."""
@@ -34,6 +34,7 @@ class Segment:
 
     Attributes:
         trainable: Whether any leaf needs a gradient now.
+        versions: Of the leaves, when they were freed last; the runtime's writes do not move them.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class Segment:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
         self._keeps_memory = False
-        self._version = 0
-        self._counted = (self.leaves[0],)  # all leaves are views of one tensor, whose counter they share
-        set_version_counters(self._counted, (_FREED,))
+        self.versions = [*map(_VERSION, self.leaves)]
+        self._counted, self._freed = tuple(self.leaves), (_FREED,) * len(self.leaves)
+        set_version_counters(self._counted, self._freed)
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
@@ -81,8 +82,9 @@ class Segment:
         Args:
             changed: Whether their values are others than before: what graphs saved then is refused.
         """
-        self._version += changed
-        set_version_counters(self._counted, (self._version,))
+        if changed:
+            self.versions = [version + 1 for version in self.versions]
+        set_version_counters(self._counted, tuple(self.versions))
 
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
@@ -90,8 +92,8 @@ class Segment:
         Autograd refuses the leaves until they are filled again, as it does tensors that were changed since
         it saved them. Gradients that took the parameters' place stay until they are reduced.
         """
-        self._version = self._counted[0]._version
-        set_version_counters(self._counted, (_FREED,))
+        self.versions = [*map(_VERSION, self.leaves)]
+        set_version_counters(self._counted, self._freed)
         if self._keeps_memory or self.gradients.lie_in(self.full):
             return
         if self.full.resizable:
