@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from fsdp_wrap._transport import ReduceScatter, Transport
 __all__ = ["HandleState", "ParamHandle"]
 
 _NOTHING = Finished()
+_LAYOUT, _WRITTEN = attrgetter("layout"), methodcaller("written")
 _GATHERED, _VERSION = attrgetter("gathered"), attrgetter("layout.version")
 _FOLLOW_REPLACED = Segment.follow_replaced
 
@@ -201,6 +202,10 @@ class ParamHandle:
     def _change_values(self, versions: list[int]) -> None:
         self._versions, self._changed = versions, True
         self.values += 1
+
+    def written(self) -> list[tuple[list[int], list[int]]]:
+        """Returns what changes when sharded parameters are written to, as their layouts tell it."""
+        return [*map(_WRITTEN, map(_LAYOUT, self.segments))]
 
     def _shard_versions(self) -> list[int]:
         return [*map(_VERSION, self.segments)]

@@ -29,7 +29,6 @@ __all__ = [
     "refuse_outdated",
     "refuse_parameter_views",
     "refuse_pieces",
-    "refuse_written",
 ]
 
 _VERSION = attrgetter("_version")
@@ -56,11 +55,27 @@ def refuse_outdated(use: Use) -> None:
     Raises:
         RuntimeError: In any case.
     """
-    how = "were converted to another dtype" if use.converted else "have changed (by a step, say)"
+    name = use.unit.name
+    if use.converted:
+        what = f"parameters of {name} were converted to another dtype"
+    else:
+        written = _written_since(use)
+        of = f"parameter '{written}' of {name} was" if written else f"parameters of {name} were"
+        what = f"{of} written to, or its data replaced (by a step, say),"
     raise RuntimeError(
-        f"the parameters of {use.unit.name} {how} between forward and backward, which needs them as they "
-        "were; run the forward again, or change them after the last backward of what it computed"
+        f"the {what} between forward and backward on rank {dist.get_rank()}; backward needs the forward's "
+        "values: change parameters after the last backward of what was computed, or run the forward again"
     )
+
+
+def _written_since(use: Use) -> str | None:
+    """Names the first parameter that was written to since a use's forward, as far as that can be seen."""
+    handle = use.unit.handle
+    for segment, before in zip(handle.segments if handle is not None else (), use.written):
+        for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.layout.written())):
+            if old != now:
+                return use.unit.name_of(fqn)
+    return None
 
 
 def refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:
@@ -92,26 +107,6 @@ def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
                     f"{dist.get_rank()} (as clamp_ and Embedding(max_norm=...) do), which is lost when the "
                     "unit reshards: compute with a changed copy, edit parameters between steps (inside "
                     "summon_full_params, or each shard by itself), or leave the module out by ignored_states"
-                )
-
-
-def refuse_written(use: Use) -> None:
-    """Refuses the backward of a use after whose forward the sharded parameters were written to.
-
-    Raises:
-        RuntimeError: If they were, as far as it can be seen.
-    """
-    unit = use.unit
-    for segment, before in zip(unit.handle.segments if unit.handle is not None else (), use.written):
-        now = segment.layout.written()
-        for fqn, *pair in zip(segment.layout.fqns, zip(*before), zip(*now)) if now != before else ():
-            if pair[0] != pair[1]:
-                if use.converted:
-                    refuse_outdated(use)
-                raise RuntimeError(
-                    f"the parameter '{unit.name_of(fqn)}' of {unit.name} was written to (by a step, say), or "
-                    f"its data replaced, between forward and backward on rank {dist.get_rank()}; gradients "
-                    "would be of neither value: change parameters after backward, or run the forward again"
                 )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from fsdp_wrap._refusals import (
     refuse_graph,
     refuse_outdated,
     refuse_parameter_views,
-    refuse_written,
 )
 from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._traffic import Traffic
@@ -38,8 +36,6 @@ from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
 
 __all__ = ["Schedule", "require_idle", "schedule_of"]
-
-_LAYOUT, _WRITTEN = attrgetter("layout"), methodcaller("written")
 
 
 class Schedule:
@@ -153,7 +149,7 @@ class Schedule:
         refuse_edits(unit, unit.handle)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         if with_grad:
-            use.written = [*map(_WRITTEN, map(_LAYOUT, unit.handle.segments))]
+            use.written = unit.handle.written()
         for tensor in with_grad:
             tensor.register_hook(  # type: ignore[no-untyped-call]
                 lambda grad: self._pre_backward(use, inputs, grad)
@@ -261,7 +257,6 @@ class Schedule:
             self._traffic.unshard(unit, Phase.BACKWARD)
             if handle is not None:
                 handle.show_leaves()  # checkpointing inside of the unit computes with them again
-        refuse_written(use)
         if use.outdated:
             self._traffic.reshard(unit, Phase.BACKWARD)
             refuse_outdated(use)

@@ -307,7 +307,7 @@ class Use:
         """How many of its inputs report when their gradients are done."""
         self.task = -1
         """The graph task in which its backward is open."""
-        self.written: Sequence[tuple[list[int], list[int]]] = ()
+        self.written: list[tuple[list[int], list[int]]] = []
         """What the layouts said when the forward was over."""
         self._awaited = 0
         self._values = 0 if unit.handle is None else unit.handle.values
@@ -315,13 +315,15 @@ class Use:
 
     @property
     def outdated(self) -> bool:
-        """Whether the leaves have other values now than it computed with."""
+        """Whether the leaves have other values now than it computed with, or the shards were written to."""
         handle = self.unit.handle
         if handle is None:
             return False
         if handle.resident:
             handle.note_values()
-        return self._values != handle.values
+        if self._values != handle.values:
+            return True
+        return bool(self.written) and self.written != handle.written()
 
     @property
     def converted(self) -> bool:
