@@ -103,7 +103,10 @@ class Schedule:
                 self._prefetch_forward(unit)
         self._depth += 1
         unit.running += 1
-        unit.buffers.show_cast()
+        if unit.options.full_in_eval and unit.leaves_mixed_precision:
+            unit.buffers.show_original()
+        else:
+            unit.buffers.show_cast()
         if unit.handle is not None:
             unit.handle.show_leaves()
         return Use(unit, part)
@@ -214,6 +217,8 @@ class Schedule:
             self._traffic.reshard(unit, Phase.FORWARD)
             if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
+                if unit.options.full_in_eval:
+                    unit.follow_mode()
                 refuse_changes(unit, unit.handle)
 
     def _hook_leaves(self, unit: Unit) -> None:
@@ -229,12 +234,12 @@ class Schedule:
         """Runs when a gradient reaches one of a use's outputs.
 
         Raises:
-            RuntimeError: If the unit's parameters have another dtype than in the use's forward.
+            RuntimeError: If the unit's leaves have been made anew, in another dtype, since the use's forward.
         """
         if use.outdated:
             raise RuntimeError(
-                f"the parameters of {use.unit.name} were converted to another dtype between forward and "
-                "backward; run the forward again"
+                f"the parameters of {use.unit.name} were converted to another dtype, or it was evaluated in "
+                "full precision, between forward and backward; run the forward again"
             )
         if not self._backward_open:
             self._open_backward()
@@ -367,6 +372,7 @@ class Schedule:
             self._traffic.reshard(unit, Phase.IDLE)
             if unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
+                unit.follow_mode()
         self._traffic.gather(unit, Phase.IDLE)
         unit.hold(True)
 

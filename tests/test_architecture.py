@@ -179,7 +179,7 @@ FILE_LINES = {
     "_layout.py": 120,
     "flat_param.py": 400,
     "_dtensor_layout.py": 350,
-    "_handle.py": 350,
+    "_handle.py": 370,
     "_exec_order.py": 150,
     "_schedule.py": 430,
     "_init.py": 300,
