@@ -65,6 +65,8 @@ def _prepared(
     if device is not None:
         args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs))
     casts = unit.options.casts
+    if unit.options.full_in_eval and unit.leaves_mixed_precision:
+        return None, args, kwargs
     returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
     computed = casts.root if unit is schedule.root else casts.nested
     if computed is not None:

@@ -64,6 +64,7 @@ class ParamHandle:
         transport: How parameters and gradients travel in training.
         without_values: Names, within the unit, of the parameters that are on the meta device still.
         trainable: Whether any parameter of the unit needs a gradient now.
+        in_full: Whether it computes in the master dtype, whatever its policies say.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
         resident: Whether leaves alias the shards.
         kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
@@ -82,6 +83,7 @@ class ParamHandle:
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
         self._trained = [True in layout.trains for layout in layouts]
+        self.in_full = False
         self._contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes_of(layouts))]
         self._note_contents()
@@ -114,7 +116,10 @@ class ParamHandle:
         self.transport = transport
 
     def _dtypes_of(self, layouts: Iterable[Layout]) -> list[SegmentDtypes]:
-        return segment_dtypes([*zip((each.dtype for each in layouts), self._policies, self._trained)])
+        masters = [layout.dtype for layout in layouts]
+        if self.in_full:
+            return [*map(SegmentDtypes.full, masters)]
+        return segment_dtypes([*zip(masters, self._policies, self._trained)])
 
     def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
         segment = Segment(layout, dtypes, self.communicator, self._contributors)
@@ -291,6 +296,18 @@ class ParamHandle:
             self.values += 1
             self._changed = True
             self._remake(moved)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether its policies let it compute or reduce in another than the master dtype."""
+        masters = (segment.layout.dtype for segment in self.segments)
+        return any(each.mixed for each in segment_dtypes([*zip(masters, self._policies, self._trained)]))
+
+    def compute_in_full(self, in_full: bool) -> None:
+        """Lets a sharded unit compute and reduce in its master dtype from now on, or as its policies say."""
+        assert self.state is HandleState.SHARDED and not self.accumulates
+        self.in_full = in_full
+        self._remake([False] * len(self.segments))
 
     def _remake(self, moved: Sequence[bool]) -> None:
         """Makes segments of other dtypes anew, and lets others follow their layouts that have moved."""

@@ -67,6 +67,16 @@ class SegmentDtypes:
     grad: torch.dtype
     arriving: torch.dtype | None
 
+    @classmethod
+    def full(cls, master: torch.dtype) -> SegmentDtypes:
+        """Returns the dtypes of a segment that keeps to its master dtype."""
+        return cls(master, master, master, master, master)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it computes or reduces in another than its master dtype."""
+        return self.param != self.master or self.reduce != self.master
+
     def __str__(self) -> str:
         used = {"computed in": self.param, "reduced in": self.reduce}
         others = [f"{how} {_short(dtype)}" for how, dtype in used.items() if dtype != self.master]
@@ -153,7 +163,7 @@ def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) 
     found = []
     for master, policy, _ in segments:
         if not is_castable(master):
-            found.append(SegmentDtypes(master, master, master, master, master))
+            found.append(SegmentDtypes.full(master))
             continue
         reduce = policy.reduced_in(master)
         if policy.follows_grad:
@@ -259,6 +269,13 @@ class BufferCasts:
             with torch.inference_mode(False), torch.no_grad():
                 for cast in self._casts:
                     cast.show_cast(self._dtype)
+
+    def show_original(self) -> None:
+        """Lets the modules compute with buffers in their own dtype, from now on."""
+        self._computes = False
+        with torch.inference_mode(False), torch.no_grad():
+            for cast in self._casts:
+                cast.show_original()
 
     @torch.no_grad()
     def hold_original(self) -> None:

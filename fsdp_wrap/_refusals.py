@@ -57,7 +57,7 @@ def refuse_outdated(use: Use) -> None:
     """
     name = use.unit.name
     if use.converted:
-        what = f"parameters of {name} were converted to another dtype"
+        what = f"parameters of {name} were converted to another dtype, or it was evaluated in full precision,"
     else:
         written = _written_since(use)
         of = f"parameter '{written}' of {name} was" if written else f"parameters of {name} were"

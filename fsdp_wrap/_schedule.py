@@ -100,7 +100,10 @@ class Schedule:
                 self._prefetch_forward(unit)
         self._depth += 1
         unit.running += 1
-        unit.buffers.show_cast()
+        if unit.options.full_in_eval and unit.leaves_mixed_precision:
+            unit.buffers.show_original()
+        else:
+            unit.buffers.show_cast()
         if unit.handle is not None:
             unit.handle.show_leaves()
         return Use(unit, part)
@@ -213,6 +216,8 @@ class Schedule:
             self._traffic.reshard(unit, Phase.FORWARD)
             if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
+                if unit.options.full_in_eval:
+                    unit.follow_mode()
                 refuse_changes(unit, unit.handle)
 
     def _hook_leaves(self, unit: Unit) -> None:
@@ -411,6 +416,7 @@ class Schedule:
             self._traffic.reshard(unit, Phase.IDLE)
             if unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
+                unit.follow_mode()
         self._traffic.gather(unit, Phase.IDLE)
         unit.hold(True)
 

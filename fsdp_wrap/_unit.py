@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -20,7 +21,10 @@ from fsdp_wrap._torch_private import graph_task, will_execute
 from fsdp_wrap._walks import walk
 from fsdp_wrap.api import BackwardPrefetch
 
-__all__ = ["Unit", "UnitOptions", "Use", "graph_task", "iter_units", "units_in"]
+__all__ = ["FULL_PRECISION_IN_EVAL", "Unit", "UnitOptions", "Use", "graph_task", "iter_units", "units_in"]
+
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""The environment variable, torch's, that leaves out mixed precision in eval mode where it is 1."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class UnitOptions:
         forward_targets: Units whose all-gathers forward issues with this one; none for the default.
         backward_targets: The same for backward.
         gradients_in_place: Whether a gradient may take the memory of its parameter.
+        full_in_eval: Whether mixed precision is left out while the module is in eval mode.
     """
 
     reshard_after_forward: bool = True
@@ -58,6 +63,7 @@ class UnitOptions:
     forward_targets: tuple[Unit, ...] = ()
     backward_targets: tuple[Unit, ...] = ()
     gradients_in_place: bool = False
+    full_in_eval: bool = False
 
     def copied(self, memo: dict[int, Any]) -> UnitOptions:
         """Returns the same for a unit's deep copy; units that are not copied stay what they are."""
@@ -167,7 +173,36 @@ class Unit:
     def survives(self) -> bool:
         """Whether a new iteration takes over its full parameters."""
         wanted = self.held or not self.options.reshards_after_backward
-        return wanted and self.handle is not None and self.handle.is_current
+        if not wanted or self.handle is None or not self.handle.is_current:
+            return False
+        return self.handle.in_full == self.leaves_mixed_precision
+
+    @property
+    def leaves_mixed_precision(self) -> bool:
+        """Whether a forward that begins now leaves out the unit's mixed precision."""
+        options = self.options
+        if not options.full_in_eval or (self.module._modules.get(WRAPPED_ATTR) or self.module).training:
+            return False
+        if self.handle is None:
+            return not options.casts.restores_outputs  # those are to full precision
+        return self.handle.mixes
+
+    def follow_mode(self) -> None:
+        """Lets a sharded unit compute in the precision that its module's mode asks for.
+
+        Raises:
+            RuntimeError: If that changes while gradients in the former precision wait for a backward.
+        """
+        in_full, handle = self.leaves_mixed_precision, self.handle
+        if handle is None or handle.in_full == in_full:
+            return
+        if handle.accumulates:
+            raise RuntimeError(
+                f"{self.name} went to {'eval' if in_full else 'train'} mode, and so to another precision "
+                f"({FULL_PRECISION_IN_EVAL}=1), on rank {dist.get_rank()} while gradients left by no_sync "
+                "wait for a backward; evaluate before or after the accumulation"
+            )
+        handle.compute_in_full(in_full)
 
     def keeps_parameters(self, use: Use, has_grad_outputs: bool, as_root: bool) -> bool:
         """Whether its full parameters stay for the backward of a use, after the forward."""
@@ -212,6 +247,7 @@ class Unit:
         self._generation = handle.generation
         self.arrivals.expect(found[0] for found in trainable)
         self._all_train = len(trainable) == len(leaves)
+        self._hooked = {id(found[0]): found[0] for found in leaves if id(found[0]) in self._hooked}
         new = [found for found in trainable if id(found[0]) not in self._hooked]
         self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
         return new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
 from fsdp_wrap._schedule import require_idle, schedule_of
 from fsdp_wrap._settings import Settings, ShowsSettings
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
-from fsdp_wrap._unit import Unit, UnitOptions, units_in
+from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -534,6 +535,7 @@ def _unit_options(
         backward_prefetch=backward_prefetch,
         forward_prefetch=bool(forward_prefetch),
         casts=InputCasts.of(mixed_precision, module),
+        full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
     )
 
 

@@ -1,0 +1,194 @@
+"""`FSDP_USE_FULL_PREC_IN_EVAL=1`: in eval mode units compute as a plain model in full precision."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bed import ranks
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+LOW = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
+BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """A block with buffers that training changes, which notes what it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.norm.running_mean is not None
+        self.seen = [x.dtype, self.fc.weight.dtype, self.norm.running_mean.dtype]
+        return x + self.norm(self.fc(x))
+
+
+@contextmanager
+def _variable(value: str = "1") -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
+        yield
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 3))
+    for norm in (net[1].norm, net[2].norm):
+        norm.running_mean.uniform_(), norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+def _wrapped(net: nn.Module, **options: object) -> FSDP:
+    options = {"mixed_precision": LOW, "auto_wrap_policy": ModuleWrapPolicy({Block}), **options}
+    return FSDP(copy.deepcopy(net), **options)
+
+
+def _plain(model: FSDP) -> nn.Sequential:
+    plain = _net()
+    plain.load_state_dict({key: value.cpu() for key, value in model.state_dict().items()})
+    return plain.eval()
+
+
+def _seen(model: FSDP) -> list[list[torch.dtype]]:
+    return [module.seen for module in model.modules() if isinstance(module, Block)]
+
+
+def _train(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+    model.train()
+    model(BATCH).float().square().mean().backward()
+    assert _seen(model) == [[torch.bfloat16] * 3] * 2
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@each_form
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_evaluation_between_steps_equals_a_plain_model(rank, world_size, strategy, offload, use_orig_params):
+    options = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "cpu_offload": CPUOffload(offload),
+        "use_orig_params": use_orig_params,
+    }
+    with _variable():
+        model = _wrapped(_net(), forward_prefetch=True, **options)
+    control = _wrapped(_net(), forward_prefetch=True, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, control)]
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        plain = _plain(model)
+        model.eval()
+        with mode():
+            for _ in range(2):
+                assert torch.equal(model(BATCH), plain(BATCH))
+                assert _seen(model) == [[torch.float32] * 3] * 2
+        for each, optimizer in zip((model, control), optimizers):
+            _train(each, optimizer)
+    expected = control.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@each_form
+@ranks(2)
+def test_backward_in_eval_is_in_full_precision(rank, world_size, use_orig_params):
+    with _variable():
+        model = _wrapped(_net(), use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _train(model, optimizer)
+    plain = _plain(model)
+    model.eval()
+    for net in (model, plain):
+        net(BATCH + rank).square().mean().backward()
+    assert _seen(model) == [[torch.float32] * 3] * 2
+    with FSDP.summon_full_params(model, with_grads=True):
+        for full, param in zip(model.parameters(), plain.parameters()):
+            grad = param.grad / world_size
+            dist.all_reduce(grad)
+            assert torch.equal(full.grad, grad)
+    optimizer.zero_grad()
+    _train(model, optimizer)
+
+
+@ranks(2)
+def test_each_unit_follows_its_own_mode(rank, world_size):
+    with _variable():
+        model = _wrapped(_net()[:3], mixed_precision=replace(LOW, cast_forward_inputs=True))
+    low, full = [torch.bfloat16] * 3, [torch.float32] * 3
+    for training, expected in (((), [full, full]), ((2,), [full, low]), ((1, 2), [low, low])):
+        model.eval()
+        for index in training:
+            model.module[index].train()
+        with torch.no_grad():
+            model(BATCH)
+        assert _seen(model) == expected
+    model.train().module[1].eval()
+    with pytest.raises(RuntimeError, match="same dtype"):  # as in torch, a unit in eval mode casts no inputs
+        model(BATCH)
+
+
+@ranks(2)
+def test_the_variable_counts_when_modules_are_wrapped(rank, world_size):
+    model = _wrapped(_net()).eval()
+    with _variable(), torch.no_grad():
+        model(BATCH)
+        other = _wrapped(_net()).eval()
+    assert _seen(model) == [[torch.bfloat16] * 3] * 2
+    with torch.no_grad():
+        other(BATCH)
+        assert _seen(other) == [[torch.float32] * 3] * 2
+        with _variable("0"):
+            off = _wrapped(_net()).eval()
+        off(BATCH)
+    assert _seen(off) == [[torch.bfloat16] * 3] * 2
+
+
+@each_form
+@ranks(2)
+def test_what_waits_for_a_backward_is_not_lost(rank, world_size, use_orig_params):
+    with _variable():
+        model = _wrapped(_net(), use_orig_params=use_orig_params)
+    loss = model(BATCH).sum()
+    with torch.no_grad():
+        model.eval()(BATCH)
+    with pytest.raises(RuntimeError, match="evaluated in full precision, between forward and backward"):
+        loss.backward()
+    with model.no_sync():
+        model.train()(BATCH).sum().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients left by no_sync wait"):
+        model.eval()(BATCH)
+    model.train()(BATCH).sum().backward()
+    assert all(param.grad is not None for param in model.parameters() if param.numel())
+
+
+@ranks(2)
+def test_nothing_stays_of_the_other_mode(rank, world_size):
+    with _variable():
+        model = _wrapped(_net())
+    leaves = []
+    for block in (model.module[1].module, model.module[2].module):
+        block.fc.register_forward_hook(lambda fc, *_: leaves.append(weakref.ref(fc.weight)))
+    for training in (True, False, True):
+        model.train(training)
+        model(BATCH).sum().backward()
+    gc.collect()
+    assert [leaf() is None for leaf in leaves] == [True] * 4 + [False] * 2
+    copied = copy.deepcopy(model.eval()).eval()
+    with torch.no_grad():
+        expected = _plain(model)(BATCH)
+        assert torch.equal(model(BATCH), expected) and torch.equal(copied(BATCH), expected)
