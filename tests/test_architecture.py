@@ -85,6 +85,7 @@ LAYERS = [
     [
         "_exec_order.py",
         "_arrivals.py",
+        "_initial_values.py",
         "_unit.py",
         "_traffic.py",
         "_refusals.py",
