@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bed import ranks, run_isolated
 from fronts import FRONTS, each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap import ShardingStrategy, _communicators, fully_shard
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -206,6 +206,10 @@ def differ(rank: int, world_size: int, folder: str, front: str, shared: str, how
     with pytest.raises(RuntimeError) as caught:
         if how in ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO"):
             os.environ[how] = CULPRITS[how][rank].partition("=")[2]
+        if how == "library":
+            _communicators.__version__ = CULPRITS[how][rank].partition(" ")[2]
+        if how == "torch":
+            torch.__version__ = f"{CULPRITS[how][rank].partition(' ')[2]}.{rank}+cpu"
         rows = 4 - rank if how == "shape" else 4
         dtype = torch.float16 if how == "dtype" and rank else torch.bfloat16 if how == "dtype" else None
         module = nn.Sequential(nn.Linear(8, rows, bias=False, dtype=dtype), nn.Flatten())
@@ -225,6 +229,8 @@ CULPRITS = {
     "shape": ["'0.weight' of shape (4, 8), torch.float32", "'0.weight' of shape (3, 8), torch.float32"],
     "dtype": ["'0.weight' of shape (4, 8), torch.bfloat16", "'0.weight' of shape (4, 8), torch.float16"],
     "FSDP_WRAP_SHARED_MEMORY": ["FSDP_WRAP_SHARED_MEMORY=0", "FSDP_WRAP_SHARED_MEMORY=1"],
+    "library": ["fsdp_wrap 0.1.0", "fsdp_wrap 0.2.0"],
+    "torch": ["torch 2.13", "torch 2.14"],
     "FSDP_WRAP_GLOO": ["FSDP_WRAP_GLOO=plain", "FSDP_WRAP_GLOO=exchange"],
 }
 
