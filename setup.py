@@ -1,4 +1,9 @@
+import runpy
+from pathlib import Path
+
 from setuptools import setup
+
+VERSION = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_version.py"))["__version__"]
 
 SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
@@ -13,7 +18,7 @@ CLIENTS = [
 
 setup(
     name="fsdp-wrap",
-    version="0.1.0",
+    version=VERSION,
     description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
     license="BSD-3-Clause",
     packages=["fsdp_wrap", "fsdp_wrap.checkpoint"],

@@ -2,6 +2,7 @@
 
 from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._interval_tensor import IntervalTensor
+from fsdp_wrap._version import __version__ as __version__
 from fsdp_wrap.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -68,4 +69,3 @@ __all__ = [
     "set_gradients_in_place",
 ]
 
-__version__ = "0.1.0"

@@ -43,15 +43,34 @@ class Agreement:
         Raises:
             RuntimeError: If it is not the same.
         """
+        rank, other = self.first(what, lines)
+        if other != lines:
+            error = f"ranks differ in {what}: {_difference(rank, other, self._rank, lines)}. {rule}"
+            assert self._store is not None
+            self._store.set(self._word, error)
+            raise RuntimeError(error)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return self._store is not None
+
+    def first(self, what: str, lines: list[str]) -> tuple[int, list[str]]:
+        """Tells, once, what this rank has.
+
+        Args:
+            what: Names what it is.
+            lines: What this rank has.
+
+        Returns:
+            The first rank that came here, with what that had; this one if it is, or has been here before.
+        """
         if self._store is None or what in self._told:
-            return
+            return self._rank, lines
         self._told.add(what)
         key, own = f"{self._name}/of/{what}", "\n".join([str(self._rank), *lines])
         rank, *other = self._store.compare_set(key, "", own).decode().split("\n")
-        if other != lines:
-            error = f"ranks differ in {what}: {_difference(int(rank), other, self._rank, lines)}. {rule}"
-            self._store.set(self._word, error)
-            raise RuntimeError(error)
+        return int(rank), other
 
     def look(self) -> None:
         """Raises a RuntimeError if another rank has found a difference."""

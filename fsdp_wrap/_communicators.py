@@ -28,6 +28,7 @@ from fsdp_wrap._rendezvous import Exchange, can_share, find_hosts, open_channel
 from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._shared_memory import SharedBuffer, own_memory
 from fsdp_wrap._two_level import TwoLevelCommunicator
+from fsdp_wrap._version import __version__
 
 __all__ = ["make_communicator"]
 
@@ -45,6 +46,8 @@ _GLOO = "FSDP_WRAP_GLOO"
 _SHARED_MEMORY = "FSDP_WRAP_SHARED_MEMORY"
 _SAME_ENVIRONMENT = "Set it alike on all ranks before wrapping: it chooses the way of communicating"
 
+_SAME_VERSIONS = "Install the same on all ranks: others communicate in ways of their own"
+
 
 def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: bool = True) -> Communicator:
     """Chooses the way of communicating for a group (None: this rank alone) and a device.
@@ -56,15 +59,17 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
 
     Raises:
         ValueError: If an environment variable that has a say has a value that is unknown.
-        RuntimeError: If it has another one on another rank.
+        RuntimeError: If it has another one on another rank, or that runs another version.
     """
     if ranks is None or ranks.size == 1:
         return SoloCommunicator(device)
+    agreement = positions_of(ranks.group).agreement
+    agreement.require("versions", _versions(), _SAME_VERSIONS)
     if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
         return GroupCommunicator(ranks, device)
     least = _least_exchanged(ranks.size)
     shares = _setting(_SHARED_MEMORY, "0", "1") != "0"
-    positions_of(ranks.group).agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
+    agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
     if shares and shared_memory:
         return AutomaticCommunicator(ranks, device, least)
     return _between_any(ranks, device, least)
@@ -91,6 +96,12 @@ def _settings() -> list[str]:
     """Names the variables with their values, of which the default is that of one not set."""
     settings = {_SHARED_MEMORY: os.environ.get(_SHARED_MEMORY, "1"), _GLOO: os.environ.get(_GLOO, "not set")}
     return [f"{name}={value}" for name, value in settings.items()]
+
+
+def _versions() -> list[str]:
+    """Names this library, by whose version ranks read notes of each other, and torch but for its patches."""
+    major, minor, *_ = torch.__version__.split(".")
+    return [f"fsdp_wrap {__version__}", f"torch {major}.{minor}"]
 
 
 def _setting(name: str, *known: str) -> str | None:

@@ -16,6 +16,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compile import skip_runtime_frames
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._initial_values import InitialValues, sample
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import (
     Values,
@@ -210,6 +211,7 @@ def assemble_unit(
     """Makes a unit of a module whose tensors are where they belong."""
     segments = _segments(slots, spec.policy_of)
     communicator, replicas = spec.communicators()
+    samples = sample([slot.param for slot in segment] for segment in segments.values())
     lenders = _borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
     layouts = [
         make_layout(segment, FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}", communicator)
@@ -226,6 +228,7 @@ def assemble_unit(
         lenders=lenders,
         buffers=BufferCasts(modules, spec.buffer_dtype),
         parts=spec.parts,
+        initial=InitialValues(samples, layouts),
     )
     for fqn, below in units_in(module).items():
         below.nest(fqn)

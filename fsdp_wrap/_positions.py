@@ -472,9 +472,7 @@ class Tree:
         return self._numbers[group]
 
 
-Contents = Callable[[], list[str]]
-
-_SAME_MODEL = "All ranks must shard the same model"
+Agree = Callable[[Agreement, str], None]
 
 
 class UnitPositions:
@@ -487,7 +485,7 @@ class UnitPositions:
         reducing: Of those in which it reduces gradients.
         keeping: Of those that keep its parameters between forward and backward.
         waits: Whether waiting for a collective means that it has completed.
-        contents: What it is made of, which must be alike on all ranks, as a list of lines.
+        agree: Called with each group's agreement and the unit's name there, before its first collective.
     """
 
     def __init__(
@@ -498,14 +496,14 @@ class UnitPositions:
         reducing: Iterable[GroupPositions],
         keeping: Iterable[GroupPositions],
         waits: bool,
-        contents: Contents,
+        agree: Agree,
     ) -> None:
-        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits, contents)
+        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits, agree)
         kept = f"gathers {name} from neighbours"
-        self.gather_kept = CollectivePositions(kept, tree, keeping, waits, contents)
-        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits, contents)
+        self.gather_kept = CollectivePositions(kept, tree, keeping, waits, agree)
+        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits, agree)
         in_copy = f"reduces {name} in a copy"
-        self.reduction_in_copy = CollectivePositions(in_copy, tree, gathering, waits, contents)
+        self.reduction_in_copy = CollectivePositions(in_copy, tree, gathering, waits, agree)
         self._note = Note(name)
         self._world = next((group.world for group in reducing), None)
 
@@ -539,9 +537,9 @@ class CollectivePositions:
     """
 
     def __init__(
-        self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool, contents: Contents
+        self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool, agree: Agree
     ) -> None:
-        self._text, self._contents = text, contents
+        self._text, self._agree = text, agree
         self._tree = tree
         self._waits = waits
         self._groups = tuple(dict.fromkeys(groups))
@@ -573,6 +571,6 @@ class CollectivePositions:
     def _make_note(self, group: GroupPositions) -> Note:
         number = self._tree.number_in(group)
         text = self._text if number == 1 else f"{self._text} of root number {number}"
-        group.agreement.require(f"what {text.partition(' ')[2]} consists of", self._contents(), _SAME_MODEL)
+        self._agree(group.agreement, text.partition(" ")[2])
         self._notes[group] = Note(text)
         return self._notes[group]

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterable
 
+import torch.distributed as dist
+
+from fsdp_wrap._agreement import Agreement
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._handle import HandleState
+from fsdp_wrap._initial_values import find_difference
 from fsdp_wrap._positions import Tree, UnitPositions
 from fsdp_wrap._unit import Unit
 
 __all__ = ["Traffic"]
+
+_SAME_MODEL = "All ranks must shard the same model"
+_CURE = (
+    "what is trained is a mixture of models. Initialise with the same seed on all ranks, pass "
+    "sync_module_states=True to the wrapper, or broadcast or load the parameters before sharding"
+)
 
 
 class Traffic:
@@ -26,10 +38,45 @@ class Traffic:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         tree, units = Tree(), list(units)
-        self._positions = {unit: _positions_of(unit, tree) for unit in units}
+        self._told_of_values = False
+        self._positions = {unit: self._positions_of(unit, tree) for unit in units}
         self._communicators = {one for unit in units for one in _communicators_of(unit)}
         self.iteration = 0
         self.reducing: Unit | None = None
+
+    def _positions_of(self, unit: Unit, tree: Tree) -> UnitPositions:
+        communicators = _communicators_of(unit)
+        within = unit.options.reshards_within
+        return UnitPositions(
+            unit.name,
+            tree,
+            gathering=[one.positions for one in communicators[:1] if one.positions is not None],
+            # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
+            reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
+            keeping=[] if within is None or within.positions is None else [within.positions],
+            waits=all(one.device.type == "cpu" for one in communicators),
+            agree=functools.partial(self._agree, unit),
+        )
+
+    def _agree(self, unit: Unit, agreement: Agreement, name: str) -> None:
+        """Checks that the ranks of a group have the same unit, and warns once if it began differently."""
+        agreement.require(f"what {name} consists of", _contents_of(unit), _SAME_MODEL)
+        handle = unit.handle
+        if handle is None or unit.initial is None or self._told_of_values or not agreement.compares:
+            return
+        lines = unit.initial.lines([segment.layout for segment in handle.segments])
+        if not any(lines):  # who has loaded values says nothing
+            return
+        rank, others = agreement.first(f"the initial values of {name}", lines)
+        differs = find_difference(lines, others)
+        if differs is not None:
+            self._told_of_values = True
+            fqns = [fqn for segment in handle.segments for fqn in segment.layout.fqns]
+            warnings.warn(
+                f"the parameter '{unit.name_of(fqns[differs])}' began with other values on rank "
+                f"{dist.get_rank()} than on rank {rank}, and each rank keeps its own: {_CURE}",
+                stacklevel=2,
+            )
 
     def begin_iteration(self) -> int:
         """Counts the outermost forwards; returns the number of the new one.
@@ -153,18 +200,3 @@ def _contents_of(unit: Unit) -> list[str]:
         for segment in ([] if unit.handle is None else unit.handle.segments)
         for fqn, leaf in zip(segment.layout.fqns, segment.leaves)
     ]
-
-
-def _positions_of(unit: Unit, tree: Tree) -> UnitPositions:
-    communicators = _communicators_of(unit)
-    within = unit.options.reshards_within
-    return UnitPositions(
-        unit.name,
-        tree,
-        gathering=[one.positions for one in communicators[:1] if one.positions is not None],
-        # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
-        reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
-        keeping=[] if within is None or within.positions is None else [within.positions],
-        waits=all(one.device.type == "cpu" for one in communicators),
-        contents=lambda: _contents_of(unit),
-    )

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from fsdp_wrap._arrivals import Arrivals
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._initial_values import InitialValues
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
 from fsdp_wrap._precision import BufferCasts, InputCasts
 from fsdp_wrap._torch_private import graph_task, will_execute
@@ -93,6 +94,7 @@ class Unit:
         lenders: Owners of parameters that the module uses as well; they run whenever this unit does.
         buffers: The casts of its buffers.
         parts: The modules of which each has a forward of its own, where `module` only holds them together.
+        initial: What its parameters began with, if known.
 
     Attributes:
         running: Forward calls in progress.
@@ -112,6 +114,7 @@ class Unit:
         lenders: Sequence[Unit] = (),
         buffers: BufferCasts | None = None,
         parts: Iterable[nn.Module] = (),
+        initial: InitialValues | None = None,
     ) -> None:
         self.module = module
         self.parts = frozenset(parts)
@@ -120,6 +123,7 @@ class Unit:
         self.handle = handle
         self.options = options
         self.left = left
+        self.initial = initial
         self.lenders = lenders
         self.buffers = buffers or BufferCasts((), None)
         self.fqn = ""

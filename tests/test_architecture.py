@@ -22,6 +22,7 @@ PACKAGE = Path(fsdp_wrap.__file__).parent
 
 LAYERS = [
     [
+        "_version.py",
         "_torch_private.py",
         "api.py",
         "_wrap_plan.py",
@@ -85,6 +86,7 @@ LAYERS = [
     [
         "_exec_order.py",
         "_arrivals.py",
+        "_initial_values.py",
         "_unit.py",
         "_traffic.py",
         "_refusals.py",
@@ -359,7 +361,7 @@ def test_the_package_only_re_exports():
         constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants
         assert docstring or constant or isinstance(node, ast.ImportFrom), ast.unparse(node)
     imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported == set(fsdp_wrap.__all__)
+    assert imported == {*fsdp_wrap.__all__, "__version__"}
 
 
 # One writer, one seam.

@@ -6,8 +6,10 @@ import gc
 import json
 import multiprocessing.util
 import os
+import re
 import signal
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks, run_isolated
-from fronts import each_front, shard
+from fronts import FRONTS, each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap import ShardingStrategy, _communicators, fully_shard
+from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
+from fsdp_wrap.wrap import ModuleWrapPolicy
 
 DESTROYED = "^the process group of this wrapped module was destroyed; wrap it anew$"
 
@@ -202,6 +206,10 @@ def differ(rank: int, world_size: int, folder: str, front: str, shared: str, how
     with pytest.raises(RuntimeError) as caught:
         if how in ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO"):
             os.environ[how] = CULPRITS[how][rank].partition("=")[2]
+        if how == "library":
+            _communicators.__version__ = CULPRITS[how][rank].partition(" ")[2]
+        if how == "torch":
+            torch.__version__ = f"{CULPRITS[how][rank].partition(' ')[2]}.{rank}+cpu"
         rows = 4 - rank if how == "shape" else 4
         dtype = torch.float16 if how == "dtype" and rank else torch.bfloat16 if how == "dtype" else None
         module = nn.Sequential(nn.Linear(8, rows, bias=False, dtype=dtype), nn.Flatten())
@@ -221,6 +229,8 @@ CULPRITS = {
     "shape": ["'0.weight' of shape (4, 8), torch.float32", "'0.weight' of shape (3, 8), torch.float32"],
     "dtype": ["'0.weight' of shape (4, 8), torch.bfloat16", "'0.weight' of shape (4, 8), torch.float16"],
     "FSDP_WRAP_SHARED_MEMORY": ["FSDP_WRAP_SHARED_MEMORY=0", "FSDP_WRAP_SHARED_MEMORY=1"],
+    "library": ["fsdp_wrap 0.1.0", "fsdp_wrap 0.2.0"],
+    "torch": ["torch 2.13", "torch 2.14"],
     "FSDP_WRAP_GLOO": ["FSDP_WRAP_GLOO=plain", "FSDP_WRAP_GLOO=exchange"],
 }
 
@@ -235,3 +245,73 @@ def test_what_differs_between_ranks_is_named_on_all(front, shared, how, tmp_path
         for other, culprit in enumerate(CULPRITS[how]):
             assert f"rank {other} has {culprit}" in report["error"]
         assert report["took"] < LIMIT / 2
+
+
+# Initial values.
+
+
+def unlike() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def begun(front: str, how: str, rank: int) -> nn.Module:
+    """Shards a model of a seed of this rank's own, or of another."""
+    torch.manual_seed({"same seed": 0, "hybrid": rank // 2}.get(how, rank))
+    with torch.device("meta" if how == "meta" else "cpu"):
+        module = unlike()
+    if how == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2))
+        if front == "composable":
+            return fully_shard(module, mesh=mesh)
+        hybrid = ShardingStrategy.HYBRID_SHARD
+        return FSDP(module, device_mesh=mesh, sharding_strategy=hybrid, use_orig_params=front == "orig")
+    options = {
+        "synced": {"sync_module_states": True},
+        "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    }
+    model = shard(front, module, ModuleWrapPolicy({nn.Linear}), **options.get(how, {}))
+    if how == "meta":
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            param.detach().fill_(rank)
+    elif how == "loaded":
+        torch.manual_seed(5)
+        full = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, unlike().state_dict(), options=full)
+    elif how == "edited":
+        with FSDP.summon_full_params(model), torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+    return model
+
+
+DIFFERENT = {"seeds": "1", "not sharded": "2", "hybrid": "1"}
+"""What is told of, with the module whose parameter is named."""
+
+BY_BOTH = ["seeds", "hybrid", "same seed", "loaded"]
+
+WAYS_TO_BEGIN = [
+    *((front, how) for front in FRONTS for how in BY_BOTH),
+    *((front, how) for front in ("flat", "orig") for how in ("not sharded", "synced", "edited")),
+    ("composable", "meta"),
+]
+
+
+@pytest.mark.parametrize(("front", "how"), WAYS_TO_BEGIN)
+@ranks(4)
+def test_ranks_that_begin_with_other_values_are_told_once(rank, world_size, front, how):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = begun(front, how, rank)
+        for _ in range(3):
+            model(torch.ones(2, 6)).sum().backward()
+    told = [str(each.message) for each in caught if "began with other values" in str(each.message)]
+    everywhere: list[list[str]] = [[]] * world_size
+    dist.all_gather_object(everywhere, told)
+    assert all(len(each) <= 1 for each in everywhere)
+    assert any(everywhere) == (how in DIFFERENT)
+    for other, texts in enumerate(everywhere):
+        for text in texts:
+            culprit = rf"'{DIFFERENT[how]}\.weight' began with other values on rank {other} than on rank \d, "
+            assert re.search(culprit, text)
+            assert "same seed" in text and "sync_module_states=True" in text
