@@ -39,7 +39,7 @@ def run_forward(
     own = schedule_of(unit)
     returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
-        output = _run_transformed(unit, call, args, kwargs, part)
+        output = _run_transformed(Transformed([*unit.lenders, unit], part), call, args, kwargs)
         return output if returned is None else cast_floating(output, returned)
     uses: list[tuple[Schedule, Use]] = []
     try:
@@ -63,9 +63,8 @@ def run_forward(
 
 
 def _run_transformed(
-    unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None
+    transformed: Transformed, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    transformed = Transformed([*unit.lenders, unit], part)
     try:
         transformed.enter()
         output = call(*args, **kwargs)

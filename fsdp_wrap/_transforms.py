@@ -1,8 +1,9 @@
 """`Transformed`: forward calls inside a transform of `torch.func`, where no hook of the runtime could run.
 
-What a transform calls computes with tensors of its own kind, and neither buffers may be written to nor hooks be
-registered there. So the runtime does its part outside of all transforms, and the modules compute with copies of
-the full parameters: graphs that need them later need no gather. Gradients reach the leaves through the copies.
+What a transform calls computes with tensors of its own kind, and neither may buffers be written to nor hooks
+be registered there. So the runtime does its part outside of all transforms, and the modules compute with
+copies of the full parameters: graphs that need them later need no gather. Gradients reach the leaves through
+the copies.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ class Transformed:
                 for fqn, copy in zip(segment.layout.fqns, of_segment):
                     if copy._version:
                         raise RuntimeError(
-                            f"the forward of {unit.name} wrote to the parameter '{unit.name_of(fqn)}' in place "
-                            f"on rank {dist.get_rank()}, which is lost: inside a transform of torch.func it "
-                            "computes with a copy; edit parameters between steps, inside summon_full_params"
+                            f"the forward of {unit.name} wrote to the parameter '{unit.name_of(fqn)}' in "
+                            f"place on rank {dist.get_rank()}, which is lost: inside a transform of "
+                            "torch.func it computes with a copy; edit parameters between steps (inside "
+                            "summon_full_params, or each shard by itself)"
                         )
 
     def exit(self) -> None:
@@ -81,5 +83,5 @@ class Transformed:
 def _copy(leaf: nn.Parameter) -> torch.Tensor:
     copy = leaf.clone()
     copy.__dict__.update(leaf.__dict__)
-    copy._is_param = True  # type: ignore[attr-defined]  # modules may ask whether it is a parameter
+    copy._is_param = True  # modules may ask whether it is a parameter
     return copy
