@@ -90,7 +90,6 @@ class ParamHandle:
         self._summing = replicas
         self._summoned: list[SummonedSegment] = []
         self._shows_leaves = True
-        self._copies: Sequence[Sequence[torch.Tensor]] | None = None
         self.show_sharded()
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
@@ -247,25 +246,6 @@ class ParamHandle:
             self._shows_leaves = True
             for segment in self.segments:
                 segment.layout.show_leaves()
-
-    def show_copies(
-        self, copies: Sequence[Sequence[torch.Tensor]] | None
-    ) -> Sequence[Sequence[torch.Tensor]] | None:
-        """Lets the modules compute with copies of the leaves, by segment, where they compute with the leaves.
-
-        Args:
-            copies: What to show; None for the leaves again.
-
-        Returns:
-            What they computed with before, likewise.
-        """
-        before, self._copies = self._copies, copies
-        for number, segment in enumerate(self.segments):
-            if copies is None:
-                segment.layout.show_leaves()
-            else:
-                segment.layout.show(copies[number])
-        return before
 
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""

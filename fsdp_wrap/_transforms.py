@@ -16,11 +16,9 @@ from torch import nn
 
 from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._torch_private import outside_transforms
-from fsdp_wrap._unit import Unit, Use, graph_task
+from fsdp_wrap._unit import Copies, Unit, Use, graph_task
 
 __all__ = ["Transformed"]
-
-_Copies = Sequence[Sequence[torch.Tensor]]
 
 
 class Transformed:
@@ -34,7 +32,7 @@ class Transformed:
     def __init__(self, units: Sequence[Unit], part: nn.Module | None) -> None:
         self._units, self._part = units, part
         self._uses: list[tuple[Schedule, Use]] = []
-        self._shown: list[tuple[Unit, _Copies, _Copies | None]] = []
+        self._shown: list[tuple[Unit, Copies, Copies | None]] = []
 
     def enter(self) -> None:
         """Unshards, and lets the modules compute with copies; `exit` must follow, also if this raises.
@@ -48,7 +46,7 @@ class Transformed:
                 self._uses.append((schedule, schedule.pre_forward(unit, self._part)))
                 if unit.handle is not None:
                     copies = [[*map(_copy, segment.leaves)] for segment in unit.handle.segments]
-                    self._shown.append((unit, copies, unit.handle.show_copies(copies)))
+                    self._shown.append((unit, copies, unit.show_copies(copies)))
 
     def require_unchanged(self) -> None:
         """Refuses a forward that has written to the copies, which are lost.
@@ -72,8 +70,7 @@ class Transformed:
         """Ends the call, whether it returned or raised, and reshards."""
         with outside_transforms():
             for unit, _, before in reversed(self._shown):
-                assert unit.handle is not None
-                unit.handle.show_copies(before)
+                unit.show_copies(before)
             for schedule, use in self._uses:
                 schedule.exit_forward(use)
                 if graph_task() == -1:  # or the backward that recomputes will reshard
