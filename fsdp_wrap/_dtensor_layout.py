@@ -259,7 +259,7 @@ class DTensorLayout:
 
     # what the modules show
 
-    def show(self, params: Sequence[nn.Parameter]) -> None:
+    def show(self, params: Sequence[torch.Tensor]) -> None:
         Display(self.places, params).show()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:

@@ -10,6 +10,8 @@ from torch import nn
 
 from fsdp_wrap._precision import cast_floating, floating_dtype
 from fsdp_wrap._schedule import Schedule, schedule_of
+from fsdp_wrap._torch_private import current_transform
+from fsdp_wrap._transforms import Transformed
 from fsdp_wrap._tree import map_tensors
 from fsdp_wrap._unit import Unit, Use
 
@@ -36,6 +38,9 @@ def run_forward(
         return call(*args, **kwargs)
     own = schedule_of(unit)
     returned, args, kwargs = _prepared(unit, own, args, kwargs)
+    if current_transform() is not None:
+        output = _run_transformed(Transformed([*unit.lenders, unit], part), call, args, kwargs)
+        return output if returned is None else cast_floating(output, returned)
     uses: list[tuple[Schedule, Use]] = []
     try:
         for lender in unit.lenders:
@@ -55,6 +60,18 @@ def run_forward(
     finally:
         for schedule, use in uses:
             schedule.exit_forward(use)
+
+
+def _run_transformed(
+    transformed: Transformed, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    try:
+        transformed.enter()
+        output = call(*args, **kwargs)
+        transformed.require_unchanged()
+        return output
+    finally:
+        transformed.exit()
 
 
 def _prepared(

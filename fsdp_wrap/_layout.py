@@ -77,7 +77,7 @@ class Layout(Buffers, ShardedGradients, Observed, Protocol):
         """Copies this rank's part of an unsharded buffer back into the shard."""
         ...
 
-    def show(self, params: Sequence[nn.Parameter]) -> None:
+    def show(self, params: Sequence[torch.Tensor]) -> None:
         """Shows one tensor per original parameter in the modules."""
         ...
 

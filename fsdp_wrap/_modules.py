@@ -96,7 +96,8 @@ class Display:
                     self._plain.append((module.__dict__, name, tensor))
                 elif uncovers:
                     self._covers.append((module.__dict__, name))
-                if type(module).__setattr__ is not nn.Module.__setattr__:
+                registrable = param is None or param.is_leaf  # RNNs look themselves for what is not
+                if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
                     self._told.append((module, name, param))  # RNNs update a second list of their weights
 
     def show(self) -> None:

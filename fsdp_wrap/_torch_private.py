@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
+from torch._C._functorch import peek_interpreter_stack as current_transform
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
@@ -42,6 +44,7 @@ __all__ = [
     "all_groups",
     "chunk_cat",
     "current_dispatch_mode",
+    "current_transform",
     "default_device_of",
     "default_store",
     "execution_engine",
@@ -54,6 +57,7 @@ __all__ = [
     "load_state_dict",
     "make_subclass",
     "make_wrapper_subclass",
+    "outside_transforms",
     "pin_memory_operator",
     "pytree",
     "save_state_dict",
@@ -89,6 +93,9 @@ PURPOSES = {
     "torch.ops.aten._pin_memory": "the operator of `pin_memory()`, for `IntervalTensor`s",
     "torch.utils._pytree": "walks the arguments and results of modules, and state",
     "torch.utils._python_dispatch._get_current_dispatch_mode": "whether something like CommDebugMode counts",
+    "torch._C._functorch.peek_interpreter_stack": "whether a transform of `torch.func` runs",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "lets us write buffers in one",
+    "torch.nn.Parameter._is_param": "lets copies of parameters pass for such, in transforms",
     "torch._dynamo.trace_rules": "keeps torch.compile out of the runtime's frames",
     "torch.nn.Module._parameters": "shows leaves or sharded parameters without the cost of setattr",
     "torch.nn.Module._buffers": "casts buffers in place, and saves and loads them",

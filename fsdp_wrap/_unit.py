@@ -22,7 +22,19 @@ from fsdp_wrap._torch_private import graph_task, will_execute
 from fsdp_wrap._walks import walk
 from fsdp_wrap.api import BackwardPrefetch
 
-__all__ = ["FULL_PRECISION_IN_EVAL", "Unit", "UnitOptions", "Use", "graph_task", "iter_units", "units_in"]
+__all__ = [
+    "FULL_PRECISION_IN_EVAL",
+    "Copies",
+    "Unit",
+    "UnitOptions",
+    "Use",
+    "graph_task",
+    "iter_units",
+    "units_in",
+]
+
+Copies = Sequence[Sequence[torch.Tensor]]
+"""Of the leaves, by segment."""
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable, torch's, that leaves out mixed precision in eval mode where it is 1."""
@@ -137,6 +149,7 @@ class Unit:
         self._open_uses = 0
         self._backward = _Backward.UNREACHED
         self.needed_to_end = False
+        self._copies: Copies | None = None
 
     @property
     def name(self) -> str:
@@ -236,6 +249,20 @@ class Unit:
     def restart(self) -> None:
         """Waits for the forwards of all parts again."""
         self._to_run = set(self.parts)
+
+    def show_copies(self, copies: Copies | None) -> Copies | None:
+        """Lets the modules compute with copies of the leaves, by segment, or with the leaves again.
+
+        Returns:
+            The copies that they computed with before, if they did.
+        """
+        before, self._copies = self._copies, copies
+        for number, segment in enumerate([] if self.handle is None else self.handle.segments):
+            if copies is None:
+                segment.layout.show_leaves()
+            else:
+                segment.layout.show(copies[number])
+        return before
 
     def newly_trainable(self) -> list[tuple[nn.Parameter, int, int]]:
         """Returns (leaf, segment, index) of leaves that need gradients and were not returned before."""

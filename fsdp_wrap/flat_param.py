@@ -235,7 +235,7 @@ class FlatLayout:
     def read_shard(self, own: torch.Tensor) -> None:
         self.flat_param.data.copy_(own.data)
 
-    def show(self, params: Sequence[nn.Parameter]) -> None:
+    def show(self, params: Sequence[torch.Tensor]) -> None:
         Display(self.places, params, self._front.plain).show()
 
     def show_sharded(self) -> None:

@@ -92,6 +92,7 @@ LAYERS = [
         "_refusals.py",
         "_finalization.py",
         "_schedule.py",
+        "_transforms.py",
         "_forward.py",
     ],
     [

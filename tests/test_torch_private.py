@@ -27,7 +27,15 @@ OF_CLIENTS = {"_clients.py"}
 NOT_TORCHS = {"_fields", "_make", "_replace", "_core"}
 """Of named tuples and numpy."""
 
-INSTANCES = {"torch.nn.Module": nn.Module()}
+
+class Special(torch.Tensor):
+    """Of which a parameter is marked as one, for it keeps its class."""
+
+
+INSTANCES = {
+    "torch.nn.Module": nn.Module(),
+    "torch.nn.Parameter": nn.Parameter(torch.zeros(1).as_subclass(Special)),
+}
 """What stands for a class whose instances alone have the name."""
 
 
