@@ -20,7 +20,8 @@ def check_param(slot: ParamSlot) -> None:
     """Refuses a parameter that leaves could not stand for.
 
     Raises:
-        TypeError: If its class may behave differently from a plain parameter, or a TorchScript module uses it.
+        TypeError: If its class may behave differently from a plain parameter, or a TorchScript module
+            uses it.
         ValueError: If it has gradient hooks, or no shape yet.
     """
     param = slot.param

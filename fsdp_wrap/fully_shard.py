@@ -134,9 +134,9 @@ def _outermost(modules: Any) -> list[nn.Module]:
         refuse_taken(module)
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"fully_shard changes a module's class, and that of a {type(module).__name__} (torch.jit.script, "
-                "trace or load) must stay; shard the plain module (torch.compile works on it), or the module "
-                "around this one with its parameters, if any, in ignored_params"
+                f"fully_shard changes a module's class, and that of a {type(module).__name__} "
+                "(torch.jit.script, trace or load) must stay; shard the plain module (torch.compile works on "
+                "it), or the module around this one with its parameters, if any, in ignored_params"
             )
         if type(module).forward is nn.Module.forward:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Modules made by TorchScript are refused by name where they would be sharded; what shards nothing of them runs."""
+"""Modules made by TorchScript are refused by name where they would be sharded, and run where not."""
 
 from __future__ import annotations
 
