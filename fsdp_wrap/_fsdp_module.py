@@ -52,7 +52,9 @@ class FSDPModule(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, and lets the modules show them until it is resharded.
 
-        The next forward takes them over, unless an optimizer has changed the sharded ones since.
+        The next forward takes them over, unless an optimizer has changed the sharded ones since. Between a
+        forward and its backward they are what the forward computed with: `torch.autograd.grad(loss,
+        layer.weight)` gives this rank's own gradient then, and knows nothing of a sharded parameter.
 
         Args:
             async_op: Return at once; the handle's `wait`, or the forward, waits.

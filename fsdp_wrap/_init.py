@@ -39,7 +39,7 @@ from fsdp_wrap._modules import (
     mark_owned,
     own_modules,
 )
-from fsdp_wrap._param_checks import check_buffers, check_param
+from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
 from fsdp_wrap._precision import BufferCasts, SegmentPolicy
 from fsdp_wrap._refusals import refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._schedule import guard_parametrizations
@@ -162,13 +162,15 @@ def check_module(
     Raises:
         ValueError: If a tensor is on the meta device and nothing can initialise it, or a parameter has
             gradient hooks. Where values come from the first rank, also if another rank refused its module.
-        TypeError: If a parameter is of a class whose behaviour leaves could not carry over.
+        TypeError: If a parameter is of a class whose behaviour leaves could not carry over, or belongs to a
+            TorchScript module.
     """
     slots = collect_slots(module, ignored)
     error: Exception | None = None
     try:
         for slot in slots:
             check_param(slot)
+        check_borrowed(module, ignored)
         check_buffers(module, ignored)
         check_materializable(module, slots, ignored, values)
     except (TypeError, ValueError) as found:

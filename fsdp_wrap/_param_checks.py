@@ -6,19 +6,27 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fsdp_wrap._modules import Ignored, ParamSlot, own_modules
+from fsdp_wrap._modules import Ignored, ParamSlot, collect_borrowed, own_modules
 
-__all__ = ["check_buffers", "check_param"]
+__all__ = ["check_borrowed", "check_buffers", "check_param"]
+
+_PLAIN_MODULE_OR_IGNORED = (
+    "a compiled module keeps its parameters as they were and cannot show others; shard the plain module "
+    "(torch.compile works on it), or leave this one out by ignored_states (ignored_params of fully_shard)"
+)
 
 
 def check_param(slot: ParamSlot) -> None:
     """Refuses a parameter that leaves could not stand for.
 
     Raises:
-        TypeError: If its class may behave differently from a plain parameter.
+        TypeError: If its class may behave differently from a plain parameter, or a TorchScript module
+            uses it.
         ValueError: If it has gradient hooks, or no shape yet.
     """
     param = slot.param
+    for module, _ in slot.places:
+        _refuse_scripted(slot.fqn, module)
     _refuse_shapeless(slot.fqn, param)
     if type(param) is not nn.Parameter:
         raise TypeError(
@@ -32,6 +40,16 @@ def check_param(slot: ParamSlot) -> None:
         )
 
 
+def check_borrowed(module: nn.Module, ignored: Ignored) -> None:
+    """Refuses TorchScript modules that use a parameter which another unit has taken.
+
+    Raises:
+        TypeError: If there is one.
+    """
+    for fqn, (user, _), _ in collect_borrowed(module, ignored):
+        _refuse_scripted(fqn, user)
+
+
 def check_buffers(module: nn.Module, ignored: Ignored) -> None:
     """Refuses buffers that have no shape yet.
 
@@ -41,6 +59,14 @@ def check_buffers(module: nn.Module, ignored: Ignored) -> None:
     for prefix, each in own_modules(module, ignored.modules):
         for name, buffer in each.named_buffers(prefix, recurse=False):
             _refuse_shapeless(name, buffer)
+
+
+def _refuse_scripted(fqn: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"parameter '{fqn}' belongs to a {type(module).__name__} (torch.jit.script, trace or load): "
+            f"{_PLAIN_MODULE_OR_IGNORED}"
+        )
 
 
 def _refuse_shapeless(fqn: str, tensor: torch.Tensor) -> None:

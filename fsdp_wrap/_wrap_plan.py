@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
@@ -89,7 +90,7 @@ def plan_wrapping(
             f"auto_wrap_policy must be a function or a policy object, not {policy!r}; "
             "for a set of module classes use ModuleWrapPolicy"
         )
-    targets = _with_those_apart(tree, targets, kwargs, *apart)
+    targets = _outside_of_scripts(tree, _with_those_apart(tree, targets, kwargs, *apart))
     _check_arguments(tree, targets, wrapper_cls)
     owners, left = _assign_tied_params(tree, targets)
     return WrapPlan(targets, owners, left, tree.places)
@@ -228,6 +229,16 @@ def _with_those_apart(
         elif module in targets:
             result[module] = targets[module]
     return result
+
+
+def _outside_of_scripts(tree: _Tree, targets: Targets) -> Targets:
+    """Leaves out what TorchScript modules hold, which call no wrapper that is put there."""
+    inside = {
+        module
+        for module, places in tree.places.items()
+        if any(isinstance(parent, torch.jit.ScriptModule) for parent, _ in places)
+    }
+    return {module: kwargs for module, kwargs in targets.items() if module not in inside}
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
 from fsdp_wrap._mesh import ranks_of
 from fsdp_wrap._modules import Ignored, ParamSlot, collect_slots
-from fsdp_wrap._param_checks import check_buffers, check_param
+from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
 from fsdp_wrap._precision import InputCasts, SegmentPolicy
 from fsdp_wrap._unit import UnitOptions
 from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
@@ -69,7 +69,8 @@ def fully_shard(
         `module` itself.
 
     Raises:
-        TypeError: If an argument is of the wrong type, or a parameter of a class that sharding would lose.
+        TypeError: If an argument is of the wrong type, a parameter is of a class that sharding would lose, or
+            a module was made by TorchScript.
         ValueError: If there is no process group, this rank is not in the mesh, a module is in a unit already
             or has no forward, a parameter cannot be cut, or an override of its dtype is none that is allowed.
 
@@ -86,6 +87,7 @@ def fully_shard(
     ignored = Ignored(params=frozenset(ignored_params or ()))
     slots = collect_slots(owner, ignored)
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
+    check_borrowed(owner, ignored)
     check_buffers(owner, ignored)
     policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, mp_policy) for slot in slots}
     options = UnitOptions(
@@ -130,6 +132,12 @@ def _outermost(modules: Any) -> list[nn.Module]:
         raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {found}")
     for module in modules:
         refuse_taken(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"fully_shard changes a module's class, and that of a {type(module).__name__} "
+                "(torch.jit.script, trace or load) must stay; shard the plain module (torch.compile works on "
+                "it), or the module around this one with its parameters, if any, in ignored_params"
+            )
         if type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"fully_shard unshards a module for its forward, and {type(module).__name__} has none; shard "

@@ -94,6 +94,10 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     Each wrapped module is a unit: its parameters are unshed from their shards just before its forward and
     backward and freed after them. Build the optimizer from `parameters()` after wrapping.
 
+    After a forward modules show sharded parameters again, which are not in its graph. For
+    `torch.autograd.grad` with respect to a parameter, take it while the forward runs, by a forward pre-hook
+    on its layer; the result is this rank's own gradient. `backward()` needs none of that.
+
     Args:
         module: The module to wrap.
         process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
