@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +116,50 @@ def test_killed_runs_resume_to_the_same_end(tmp_path, how):
         assert ended(run_isolated(run, folder, how, -1, 0.0, world_size=2)) == expected, (delay, before)
         assert names_in(folder) in kept(before), (delay, before)
     assert hit >= KILLS // 4, "too many moments came after the end of a run"
+
+
+# signals
+
+
+def interrupted(rank: int, world_size: int, folder: Path, handled: bool) -> str:
+    """The second rank gets SIGTERM while its background save writes; returns what the save says."""
+    model = per_block(net(), use_orig_params=True)
+    checkpoint.save(folder, model)
+    writes, goes_on, sync = threading.Event(), threading.Event(), os.fsync
+
+    def wait_and_sync(descriptor: int) -> None:
+        writes.set()
+        goes_on.wait()
+        sync(descriptor)
+
+    if rank == 1:
+        os.fsync = wait_and_sync
+        if handled:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+    pending = checkpoint.async_save(folder, model)
+    if rank == 1:
+        assert writes.wait(60)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        goes_on.set()
+    try:
+        return pending.result().name
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_a_signal_in_a_background_save_leaves_whole_steps(tmp_path, handled):
+    """A handler's exception does not end the save; a process that the signal ends leaves the earlier step."""
+    outcomes = run_isolated(interrupted, tmp_path, handled, world_size=2)
+    assert outcomes[0].kind == "passed", outcomes
+    if handled:
+        assert [outcome.value for outcome in outcomes] == ["step_00000002"] * 2
+    else:
+        assert outcomes[1].kind != "passed" and "rank 1 died" in outcomes[0].value
+        assert checkpoint.latest(tmp_path).name == "step_00000001"
+        checkpoint.save(tmp_path, net())
+    assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
 
 
 # corruption
