@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from fsdp_wrap._torch_private import default_store
+
 __all__ = ["Agreement"]
 
 
@@ -21,7 +23,7 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Where there are no other ranks to agree with there may be no store either.
         fake = dist.get_backend(group) == "fake"
-        self._store = None if fake else dist.distributed_c10d._get_default_store()
+        self._store = None if fake else default_store()
         self._rank = dist.get_rank()
         self._told: set[str] = set()
         if self._store is not None:

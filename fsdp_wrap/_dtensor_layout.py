@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_wrap._buffers import Stretches
 from fsdp_wrap._cut import Cut, cut_all, only_rows, round_up
 from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
-from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank, version_of
+from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
 from fsdp_wrap._shown import Shown
@@ -30,7 +30,8 @@ _ALIGNMENT_BYTES = 16
 _dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
 _dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _REQUIRES_GRAD = operator.attrgetter("_local_tensor"), operator.attrgetter("requires_grad")
-_DTYPE, _VERSION = operator.attrgetter("dtype"), operator.attrgetter("_version")
+_VERSION, _LOCAL_VERSION = operator.attrgetter("_version"), operator.attrgetter("_local_tensor._version")
+_DTYPE = operator.attrgetter("dtype")
 
 
 class DTensorLayout:
@@ -154,7 +155,8 @@ class DTensorLayout:
 
     @property
     def version(self) -> int:
-        return sum(map(version_of, self.sources))
+        version: int = sum(map(_VERSION, self.sources)) + sum(map(_LOCAL_VERSION, self.sources))
+        return version
 
     def written(self) -> tuple[list[int], list[int]]:
         held = [*map(_LOCAL, self.sources)]

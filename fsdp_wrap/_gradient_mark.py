@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["GradientMarks", "held_by_this_rank", "version_of"]
+__all__ = ["GradientMarks", "held_by_this_rank"]
 
 
 def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,7 @@ def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def _version_of(tensor: torch.Tensor) -> int:
     """Returns what grows with each change in place, of a `DTensor` or of what this rank holds of it."""
     return tensor._version + held_by_this_rank(tensor)._version
 
@@ -32,7 +32,7 @@ class _Mark:
         self._made = param.grad is None or (before is not None and before.made)
         if param.grad is None:
             param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-        self._grad, self._version = param.grad, version_of(param.grad)
+        self._grad, self._version = param.grad, _version_of(param.grad)
 
     @property
     def made(self) -> bool:
@@ -45,7 +45,7 @@ class _Mark:
         grad = self._param.grad
         if grad is None:
             return True
-        changed = grad is not self._grad or version_of(grad) != self._version
+        changed = grad is not self._grad or _version_of(grad) != self._version
         return changed and not held_by_this_rank(grad).any()
 
 

@@ -25,7 +25,8 @@ from fsdp_wrap._transport import ReduceScatter, Transport
 __all__ = ["HandleState", "ParamHandle"]
 
 _NOTHING = Finished()
-_GATHERED, _FOLLOW_REPLACED = attrgetter("gathered"), Segment.follow_replaced
+_GATHERED, _VERSION = attrgetter("gathered"), attrgetter("layout.version")
+_FOLLOW_REPLACED = Segment.follow_replaced
 
 
 class HandleState(Enum):
@@ -63,6 +64,9 @@ class ParamHandle:
         without_values: Names, within the unit, of the parameters that are on the meta device still.
         trainable: Whether any parameter of the unit needs a gradient now.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
+        resident: Whether leaves alias the shards.
+        kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
+        values: How often the leaves have got other values; a graph needs those that they had in its forward.
     """
 
     def __init__(
@@ -83,8 +87,11 @@ class ParamHandle:
         self.state = HandleState.SHARDED
         self.generation = 0
         self._gathering: Pending = _NOTHING
-        self._kept: KeptParameters | None = None
-        self._versions: list[int] = []
+        self.kept: KeptParameters | None = None
+        self.values = 0
+        self._versions = self._shard_versions()
+        self._changed = False
+        self._lasting_since = -1
         self._reduction: Reduction | None = None
         self._reduce_scatter: ReduceScatter | None = None
         self._summing = replicas
@@ -118,6 +125,7 @@ class ParamHandle:
         self.without_values = [fqn for segment in self.segments for fqn in segment.layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
+        self.resident = any(not segment.full.temporary for segment in self.segments)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
@@ -172,28 +180,37 @@ class ParamHandle:
         """
         if self.state is not HandleState.SHARDED:
             return False
-        self._versions = self._shard_versions() if lasting else []
-        if self._kept is not None:
-            self._gathering = self._kept.gather(self.segments)
+        self._lasting_since = steps_taken() if lasting else -1
+        if self.kept is not None:
+            self._gathering = self.kept.gather(self.segments)
         else:
+            versions = [*map(_VERSION, self.segments)]
+            if versions != self._versions:
+                self._change_values(versions)
             gathered = [*map(_GATHERED, self.segments)]
             self._gathering = self.transport.gather_into(gathered, self._write_shards)
         self.state = HandleState.UNSHARDING
         return True
 
+    def note_values(self) -> None:
+        """Notices new values in leaves that are resident, which get them without a gather."""
+        versions = self._shard_versions()
+        if versions != self._versions:
+            self._change_values(versions)
+
+    def _change_values(self, versions: list[int]) -> None:
+        self._versions, self._changed = versions, True
+        self.values += 1
+
     def _shard_versions(self) -> list[int]:
-        return [steps_taken(), *(segment.layout.version for segment in self.segments)]
+        return [*map(_VERSION, self.segments)]
 
     @property
     def is_current(self) -> bool:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
-        return unsharded and self._versions == self._shard_versions()
-
-    @property
-    def keeps_parts(self) -> bool:
-        """Whether the next `unshard` gathers from the ranks that keep the full parameters between them."""
-        return self._kept is not None
+        lasting = self._lasting_since == steps_taken()
+        return unsharded and lasting and self._versions == self._shard_versions()
 
     def _write_shards(self) -> None:
         for segment in self.segments:
@@ -205,11 +222,13 @@ class ParamHandle:
             return False
         self._gathering.wait()
         self._gathering = _NOTHING
-        if self._kept is None:
+        if self.kept is None:
             for segment in self.segments:
                 if segment.gathered is not segment.full:
                     segment.arrange()
-        self._kept = None
+        changed, self._changed, self.kept = self._changed, False, None
+        for segment in self.segments:
+            segment.admit(changed)
         self.state = HandleState.UNSHARDED
         return True
 
@@ -221,11 +240,11 @@ class ParamHandle:
         """
         if self.state is HandleState.UNSHARDING:
             self.wait()  # a gather in flight still writes
-        self._kept = None
+        self.kept = None
         if self.state is not HandleState.UNSHARDED:
             return False
         if within is not None and not self._keeps_storage:  # which a gather from there may exchange
-            self._kept = KeptParameters(self.segments, within)
+            self.kept = KeptParameters(self.segments, within)
         self.show_sharded()
         for segment in self.segments:
             segment.free()
@@ -264,6 +283,8 @@ class ParamHandle:
         assert self.state is HandleState.SHARDED
         moved = [*map(_FOLLOW_REPLACED, self.segments)]
         if True in moved:
+            self.values += 1
+            self._changed = True
             self._remake(moved)
 
     def _remake(self, moved: Sequence[bool]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import ParamSlot
 from fsdp_wrap._steps import NOT_ELEMENTWISE, refuse_in_steps, refuse_pieces_in_steps
@@ -26,6 +26,7 @@ __all__ = [
     "refuse_earlier_optimizers",
     "refuse_edits",
     "refuse_graph",
+    "refuse_outdated",
     "refuse_parameter_views",
     "refuse_pieces",
     "refuse_written",
@@ -49,6 +50,19 @@ def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
         )
 
 
+def refuse_outdated(use: Use) -> None:
+    """Refuses the backward of a forward that computed with other values of the parameters.
+
+    Raises:
+        RuntimeError: In any case.
+    """
+    how = "were converted to another dtype" if use.converted else "have changed (by a step, say)"
+    raise RuntimeError(
+        f"the parameters of {use.unit.name} {how} between forward and backward, which needs them as they "
+        "were; run the forward again, or change them after the last backward of what it computed"
+    )
+
+
 def refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:
     """Refuses outputs of a unit's forward that lie in its full parameters' memory.
 
@@ -69,7 +83,7 @@ def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
     Raises:
         RuntimeError: If it has.
     """
-    for segment in handle.segments:
+    for segment in handle.segments if handle.state is HandleState.UNSHARDED else ():
         if [*map(_VERSION, segment.leaves)] != segment.versions:
             for index in segment.edited():
                 name = unit.name_of(segment.layout.fqns[index])
@@ -92,10 +106,12 @@ def refuse_written(use: Use) -> None:
         now = segment.layout.written()
         for fqn, *pair in zip(segment.layout.fqns, zip(*before), zip(*now)) if now != before else ():
             if pair[0] != pair[1]:
+                if use.converted:
+                    refuse_outdated(use)
                 raise RuntimeError(
-                    f"the parameter '{unit.name_of(fqn)}' was written to, or its data replaced, between "
-                    f"forward and backward on rank {dist.get_rank()}; gradients would be of neither value: "
-                    "change parameters after the backward, or run the forward again"
+                    f"the parameter '{unit.name_of(fqn)}' of {unit.name} was written to (by a step, say), or "
+                    f"its data replaced, between forward and backward on rank {dist.get_rank()}; gradients "
+                    "would be of neither value: change parameters after backward, or run the forward again"
                 )
 
 

@@ -27,6 +27,7 @@ from fsdp_wrap._refusals import (
     refuse_changes,
     refuse_edits,
     refuse_graph,
+    refuse_outdated,
     refuse_parameter_views,
     refuse_written,
 )
@@ -123,7 +124,7 @@ class Schedule:
             if id(tensor) not in seen:  # what was one tensor stays one: modules test `query is key`
                 view = seen[id(tensor)] = tensor.view_as(tensor)
                 assert view.grad_fn is not None
-                view.grad_fn.register_prehook(lambda _: self._on_input_gradient(use))
+                view.grad_fn.register_prehook(lambda grads: self._on_input_gradient(use, grads))
                 nodes.append(view.grad_fn)
             return seen[id(tensor)]
 
@@ -154,7 +155,9 @@ class Schedule:
         if with_grad:
             use.written = [*map(_WRITTEN, map(_LAYOUT, unit.handle.segments))]
         for tensor in with_grad:
-            tensor.register_hook(lambda _: self._pre_backward(use, inputs))  # type: ignore[no-untyped-call]
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: self._pre_backward(use, inputs, grad)
+            )
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
@@ -225,31 +228,69 @@ class Schedule:
 
     # backward
 
-    def _pre_backward(self, use: Use, inputs: list[Node]) -> None:
+    def _pre_backward(self, use: Use, inputs: list[Node], grad: torch.Tensor) -> torch.Tensor | None:
         """Runs when a gradient reaches one of a use's outputs.
 
+        Returns:
+            What stands for the gradient from now on, if it has to be watched.
+
         Raises:
-            RuntimeError: If the unit's parameters have another dtype than in the use's forward.
+            RuntimeError: If the unit's parameters have other values than in the use's forward.
         """
-        if use.outdated:
-            raise RuntimeError(
-                f"the parameters of {use.unit.name} were converted to another dtype between forward and "
-                "backward; run the forward again"
-            )
         if not self._backward_open:
             self._open_backward()
         unit, handle = use.unit, use.unit.handle
         assert handle is not None  # or its outputs had not been hooked
         if handle.bulky:
             self._make_room()
-        if unit.options.unshards_in_backward:
-            self._traffic.unshard(unit, Phase.BACKWARD)
-            handle.show_leaves()  # checkpointing inside of the unit computes with them again
-        refuse_written(use)
+        self._unshard_again(use)
         if use.open(graph_task(), inputs):
-            unit.look(_looks_after_each(unit))
+            unit.look()
             if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_with_room(unit)
+        return self._watched(use, grad) if torch.is_grad_enabled() else None  # create_graph
+
+    def _unshard_again(self, use: Use) -> None:
+        """Lets the modules of a unit show what they computed with in a use's forward.
+
+        Raises:
+            RuntimeError: If the unit's parameters have other values now.
+        """
+        unit, handle = use.unit, use.unit.handle
+        if unit.options.unshards_in_backward:
+            self._traffic.unshard(unit, Phase.BACKWARD)
+            if handle is not None:
+                handle.show_leaves()  # checkpointing inside of the unit computes with them again
+        refuse_written(use)
+        if use.outdated:
+            self._traffic.reshard(unit, Phase.BACKWARD)
+            refuse_outdated(use)
+
+    def _watched(self, use: Use, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Puts a view in the place of a gradient with a graph, where it enters or leaves a unit's backward.
+
+        A later backward, which needs the leaves, comes that way.
+        """
+        if grad is None or not grad.requires_grad:
+            return grad
+        view = grad.view_as(grad)
+        view.register_hook(lambda outer: self._pre_derivative(use, outer))  # type: ignore[no-untyped-call]
+        return view
+
+    def _pre_derivative(self, use: Use, grad: torch.Tensor) -> torch.Tensor | None:
+        """Runs when a gradient reaches one that an earlier backward has computed with a unit's leaves.
+
+        Returns:
+            What stands for the gradient from now on, if it has to be watched.
+
+        Raises:
+            RuntimeError: If the unit's parameters have other values than in the use's forward.
+        """
+        if not self._backward_open:
+            self._open_backward()
+        use.unit.enter_derivative()
+        self._unshard_again(use)
+        return self._watched(use, grad) if torch.is_grad_enabled() else None
 
     def on_leaf_gradient(self, unit: Unit, leaf: nn.Parameter, number: int, index: int) -> None:
         """Looks after a leaf, given with its place, has its gradient of the running backward.
@@ -265,7 +306,7 @@ class Schedule:
         if unit.options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
             unit.handle.segments[number].take_in_place(index)
-        all_came = unit.look(_looks_after_each(unit))
+        all_came = unit.look()
         if (self._traffic.reducing or self._prefetching_later) and unit.arrivals.crowded:
             self._make_room()
         if all_came and not unit.awaits_inputs:
@@ -274,19 +315,27 @@ class Schedule:
             else:
                 self._unit_backward_over(unit)
 
-    def _on_input_gradient(self, use: Use) -> None:
-        """Runs when the gradient of one of a use's watched inputs is done."""
+    def _on_input_gradient(
+        self, use: Use, grads: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor | None] | None:
+        """Runs when the gradient of one of a use's watched inputs is done.
+
+        Returns:
+            What stands for it from now on, if it has to be watched.
+        """
         unit = use.unit
-        if use.task != graph_task() or not use.input_done() or not unit.close(use):
-            return
-        if unit.gradients_to_come():
-            unit.look(_looks_after_each(unit))
-        else:
-            self._unit_backward_over(unit)
+        if use.task == graph_task() and use.input_done() and unit.close(use):
+            if unit.gradients_to_come():
+                unit.look()
+            else:
+                self._unit_backward_over(unit)
+        return (self._watched(use, grads[0]),) if torch.is_grad_enabled() else None  # create_graph
 
     def _unit_backward_over(self, unit: Unit) -> None:
         if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
-            self._keeps_graph = True
+            return
+        if unit.needed_to_end:
+            self._take_gradients(unit, Phase.BACKWARD)
             return
         unit.end_backward()
         if observers:
@@ -305,7 +354,7 @@ class Schedule:
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
         self._backward_open = True
-        self._keeps_graph = False
+        self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
         self._order.begin_backward()
         self._order_check.begin_backward()
@@ -330,7 +379,7 @@ class Schedule:
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
-        if not self._keeps_graph:
+        if not (self._keeps_graph and unit.reached):
             if unit.end_backward() and observers:
                 emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
             self._end_unsharded_backward(unit, Phase.FINAL_CALLBACK)
@@ -434,7 +483,7 @@ class Schedule:
 
     def _takes_in_place(self, unit: Unit) -> bool:
         """Whether nothing speaks against gradients in the place of the unit's parameters."""
-        freed = unit.options.reshards_after_backward and not unit.running
+        freed = unit.options.reshards_after_backward and not unit.running and not unit.needed_to_end
         return freed and self._reduces(unit) and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
@@ -506,11 +555,6 @@ def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, ParametrizationList):
             module.register_forward_pre_hook(ParametrizationGuard(unit))
-
-
-def _looks_after_each(unit: Unit) -> bool:
-    """Whether each gradient of a leaf has to be looked at: for its graph, or to be moved."""
-    return torch.is_grad_enabled() or unit.options.gradients_in_place
 
 
 def _look_after(unit: Unit, number: int, index: int) -> Callable[[nn.Parameter], None]:

@@ -12,12 +12,15 @@ from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes
 from fsdp_wrap._resizable import ResidentBuffer
-from fsdp_wrap._torch_private import foreach_copy_
+from fsdp_wrap._torch_private import foreach_copy_, set_version_counters
 
 __all__ = ["Segment"]
 
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
+
+_FREED = 1 << 31
+"""The version of leaves whose memory is freed, which no graph has saved."""
 
 
 class Segment:
@@ -31,7 +34,8 @@ class Segment:
 
     Attributes:
         trainable: Whether any leaf needs a gradient now.
-        versions: Of the leaves, when `edited` was called last; the runtime's writes do not move them.
+        versions: Of the leaves, when they were filled or freed last, or `edited` was called; the runtime's
+            writes do not move them.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class Segment:
             for leaf in self.leaves:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
-        self.versions = [*map(_VERSION, self.leaves)]
         self._keeps_memory = False
+        self.versions = [*map(_VERSION, self.leaves)]
+        self._counted, self._freed = tuple(self.leaves), (_FREED,) * len(self.leaves)
+        set_version_counters(self._counted, self._freed)
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
@@ -77,11 +83,24 @@ class Segment:
         foreach_copy_(*self._copies)
         self.gathered.free()
 
+    def admit(self, changed: bool) -> None:
+        """Lets autograd use the leaves, whose memory is filled.
+
+        Args:
+            changed: Whether their values are others than before: what graphs saved then is refused.
+        """
+        if changed:
+            self.versions = [version + 1 for version in self.versions]
+        set_version_counters(self._counted, tuple(self.versions))
+
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
 
-        Gradients that took the parameters' place stay until they are reduced.
+        Autograd refuses the leaves until they are filled again, as it does tensors that were changed since
+        it saved them. Gradients that took the parameters' place stay until they are reduced.
         """
+        self.versions = [*map(_VERSION, self.leaves)]
+        set_version_counters(self._counted, self._freed)
         if self._keeps_memory or self.gradients.lie_in(self.full):
             return
         if self.full.resizable:

@@ -61,6 +61,7 @@ __all__ = [
     "pin_memory_operator",
     "pytree",
     "save_state_dict",
+    "set_version_counters",
     "swap_tensor_impl",
     "to_copy_operator",
     "torch_fully_shard",
@@ -72,6 +73,7 @@ PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
+    "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
     "torch._C._swap_tensor_impl": "gives a parameter on the meta device its values and keeps its identity",
     "torch.Tensor._make_subclass": "makes `FlatParameter`s",
     "torch.Tensor._make_wrapper_subclass": "makes `IntervalTensor`s, which have no memory of their own",
@@ -147,6 +149,7 @@ execution_engine = torch.autograd.Variable._execution_engine
 graph_task = torch._C._current_graph_task_id
 """Returns the id of the backward that runs in this thread, or -1."""
 will_execute = torch._C._will_engine_execute_node
+set_version_counters = torch._C._autograd._unsafe_set_version_counter
 swap_tensor_impl = torch._C._swap_tensor_impl
 make_subclass = torch.Tensor._make_subclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass

@@ -78,7 +78,7 @@ class Traffic:
         if self.reducing is not None and handle.lends:
             self.finish_reduction()
         positions = self._positions[unit]
-        gather = positions.gather_kept if handle.keeps_parts else positions.gather
+        gather = positions.gather if handle.kept is None else positions.gather_kept
         gather.issue(phase, self.iteration)
         handle.unshard(lasting=phase is Phase.IDLE or not unit.options.reshards_after_backward)
         if observers:

@@ -96,6 +96,7 @@ class Unit:
         held: Whether the user has unsharded it by hand.
         schedule: In which it runs (`schedule_of` knows the type); None before its first use.
         arrivals: Of its leaves' gradients.
+        needed_to_end: Whether the leaves may be needed until the running backward of the tree ends.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Unit:
         self._open_uses = 0
         self._backward = _Backward.UNREACHED
         self._copies: Copies | None = None
+        self.needed_to_end = False
 
     @property
     def name(self) -> str:
@@ -238,18 +240,28 @@ class Unit:
         """Prepares for a backward of the tree, which may or may not reach this unit."""
         self._open_uses = 0
         self._backward = _Backward.UNREACHED
+        self.needed_to_end = False
         self.arrivals.begin()
         if self.handle is not None:
             self.handle.forget_zeroed()
 
-    def look(self, every: bool) -> bool:
+    def look(self) -> bool:
         """Begins or goes on with its backward; returns whether the gradients of all leaves have come.
 
-        Args:
-            every: Whether to look again after each that follows, not only where the schedule may have to act.
+        Each that follows is looked at, for its graph (`create_graph`) or to be moved, or only those after
+        which the schedule may have to act.
         """
         self._backward = _Backward.RUNNING
+        every = torch.is_grad_enabled() or self.options.gradients_in_place
         return self.arrivals.look(every, last=not self._open_uses)
+
+    def enter_derivative(self) -> None:
+        """Notes that its running backward is, in part, that of an earlier one.
+
+        Triggers tell nothing of that part, which may need the leaves until the backward of the tree ends.
+        """
+        self._backward = _Backward.RUNNING
+        self.needed_to_end = True
 
     def gradients_to_come(self) -> bool:
         """Whether the running backward will reach a leaf whose gradient has not arrived."""
@@ -278,11 +290,16 @@ class Unit:
 
     @property
     def needed_for_inputs(self) -> bool:
-        """Whether frozen leaves may be needed, for gradients of inputs, after all trainable ones have theirs.
+        """Whether leaves may be needed, for gradients of inputs, after all trainable ones have theirs.
 
-        Watched inputs tell when they are done; others leave the decision to the final callback.
+        Frozen ones may: watched inputs tell when they are done; others leave it to the final callback.
         """
-        return not self._all_train
+        return self.needed_to_end or not self._all_train
+
+    @property
+    def reached(self) -> bool:
+        """Whether the running backward of the tree has reached the unit and not left it."""
+        return self._backward is _Backward.RUNNING
 
     def end_backward(self) -> bool:
         """Ends the unit's backward; returns whether there was one."""
@@ -311,11 +328,22 @@ class Use:
         self.written: Sequence[tuple[list[int], list[int]]] = ()
         """What the layouts said when the forward was over."""
         self._awaited = 0
+        self._values = 0 if unit.handle is None else unit.handle.values
         self._generation = 0 if unit.handle is None else unit.handle.generation
 
     @property
     def outdated(self) -> bool:
-        """Whether the leaves it computed with have been replaced."""
+        """Whether the leaves have other values now than it computed with."""
+        handle = self.unit.handle
+        if handle is None:
+            return False
+        if handle.resident:
+            handle.note_values()
+        return self._values != handle.values
+
+    @property
+    def converted(self) -> bool:
+        """Whether the leaves it computed with have been replaced by others of another dtype."""
         handle = self.unit.handle
         return handle is not None and self._generation != handle.generation
 

@@ -207,7 +207,8 @@ class FlatLayout:
 
     @property
     def version(self) -> int:
-        return self.flat_param._version + sum(source._version for source in self.sources)
+        version: int = self.flat_param._version + sum(map(_VERSION, self._front.sources))
+        return version
 
     @property
     def shown_sharded(self) -> Shown:
