@@ -91,7 +91,7 @@ _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_S
 class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
-    Each wrapped module is a unit: its parameters are unshed from their shards just before its forward and
+    Each wrapped module is a unit: its parameters are unsharded just before its forward and
     backward and freed after them. Build the optimizer from `parameters()` after wrapping.
 
     After a forward modules show sharded parameters again, which are not in its graph. For
