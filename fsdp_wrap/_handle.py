@@ -293,8 +293,6 @@ class ParamHandle:
         assert self.state is HandleState.SHARDED
         moved = [*map(_FOLLOW_REPLACED, self.segments)]
         if True in moved:
-            self.values += 1
-            self._changed = True
             self._remake(moved)
 
     @property
@@ -311,6 +309,8 @@ class ParamHandle:
 
     def _remake(self, moved: Sequence[bool]) -> None:
         """Makes segments of other dtypes anew, and lets others follow their layouts that have moved."""
+        self.values += 1
+        self._changed = True
         wanted = self._dtypes_of(segment.layout for segment in self.segments)
         for index, (segment, dtypes) in enumerate(zip(self.segments, wanted)):
             if dtypes != segment.dtypes:

@@ -57,14 +57,16 @@ def refuse_outdated(use: Use) -> None:
     """
     name = use.unit.name
     if use.converted:
-        what = f"parameters of {name} were converted to another dtype, or it was evaluated in full precision,"
+        what = f"parameters of {name} were converted to another dtype"
+        why = " (or it was evaluated in full precision)" if use.unit.options.full_in_eval else ""
     else:
         written = _written_since(use)
         of = f"parameter '{written}' of {name} was" if written else f"parameters of {name} were"
-        what = f"{of} written to, or its data replaced (by a step, say),"
+        what, why = f"{of} written to, or its data replaced,", " (by a step, say)"
     raise RuntimeError(
-        f"the {what} between forward and backward on rank {dist.get_rank()}; backward needs the forward's "
-        "values: change parameters after the last backward of what was computed, or run the forward again"
+        f"the {what} between forward and backward on rank {dist.get_rank()}{why}; backward needs the "
+        "forward's values: change parameters after the last backward of what was computed, or run the "
+        "forward again"
     )
 
 

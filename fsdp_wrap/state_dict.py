@@ -85,7 +85,8 @@ def resolve_settings(
         ("optim_state_dict_config", optim_config, optim_type),
     ):
         if type(given) is not wanted:
-            check_kind(name, given, wanted)  # of the same name elsewhere?
+            if type(given).__name__ == wanted.__name__:  # of another package
+                check_kind(name, given, wanted)
             raise TypeError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
         if getattr(given, "_use_dtensor", False):
             raise ValueError(

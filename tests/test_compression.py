@@ -413,7 +413,7 @@ def test_wrong_calls_are_refused(rank, world_size):
     with pytest.raises(ValueError, match="needs a sharded module, and Net contains none"):
         compress(Net(), gathers="int8")
     with pytest.raises(
-        ValueError, match=r"same arguments: rank 0 .* chose .*'int8'.*; rank 1 .* chose .*'bf16'"
+        ValueError, match=r"same arguments: rank 0 chose .*'int8'.*; rank 1 chose .*'bf16'"
     ):
         compress(model, gathers=["int8", "bf16"][rank])
     handle = model.module.first.register_forward_hook(lambda *_: compress(model, gathers="int8"))
