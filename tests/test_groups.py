@@ -67,10 +67,12 @@ def start(rank: int, world_size: int, port: int, seconds: float = 30) -> None:
 @ranks(2)
 def test_default_groups_that_come_and_go_leave_nothing(rank, world_size, front):
     """The port is free for the next one; torch's caches of what happened to `DTensor`s stay."""
-    port = a_free_port(rank)
+    port, beside = a_free_port(rank), store_beside(rank)
     dist.destroy_process_group()
     found = []
-    for _ in range(4):
+    for turn in range(4):
+        beside.set(f"{turn}/{rank}", "")  # the former store is gone on all ranks: nobody meets it on the port
+        beside.wait([f"{turn}/{other}" for other in range(world_size)])
         start(rank, world_size, port)
         model = shard(front, net())
         step(model, torch.optim.AdamW(model.parameters(), foreach=True))
@@ -79,7 +81,8 @@ def test_default_groups_that_come_and_go_leave_nothing(rank, world_size, front):
         del model
         gc.collect()
         found.append(open_things())
-    assert found[-1] == found[1]
+    # A connection may close a moment after what it belonged to: there may be fewer.
+    assert all(found[-1][what] <= found[1][what] for what in found[1]), found
 
 
 def a_free_port(rank: int) -> int:
@@ -88,6 +91,14 @@ def a_free_port(rank: int) -> int:
     dist.broadcast_object_list(told)
     del store
     return int(told[0])
+
+
+def store_beside(rank: int) -> dist.TCPStore:
+    """A store of the test's own."""
+    server = dist.TCPStore("127.0.0.1", 0, 1, True) if rank == 0 else None
+    told = [server.port if server is not None else 0]
+    dist.broadcast_object_list(told)
+    return server or dist.TCPStore("127.0.0.1", told[0], None, False)
 
 
 @each_front
