@@ -261,6 +261,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a hung rank may outlive its parent")
 def test_no_rank_survives_its_parent(tmp_path):
     script = "import bed, sys, test_bed; bed.run_ranks(2, test_bed.announce_and_hang, sys.argv[1])"
@@ -302,6 +303,7 @@ def pid_of(rank, world_size):
 """
 
 
+@pytest.mark.slow
 def test_report_of_pytest(tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())

@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ IMPL = ("ddp", "fsdp1", "fsdp2", "fsdp_wrap", *SHARED.values())
 MB = 1 << 20
 
 
+@pytest.mark.slow
 def test_every_question_is_answered_and_shown(tmp_path):
     asked = questions()
     run(asked, tmp_path, Settings(IMPL, (*CASES, *FAKE), rounds=1))

@@ -139,6 +139,7 @@ def test_training_with_inductor_equals_eager(rank, world_size, way, use_orig_par
     _check_against_eager(way, "inductor", rank, use_orig_params=use_orig_params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @ranks(2)
 def test_compiled_training_in_other_strategies(rank, world_size, strategy):
@@ -158,6 +159,7 @@ def test_one_graph_break_per_unit(rank, world_size, use_orig_params):
         assert (_breaks(), _compiled()) == (breaks, graphs), counters["graph_break"]
 
 
+@pytest.mark.slow
 @each_form
 @ranks(2)
 def test_graphs_follow_what_trains_and_evaluation(rank, world_size, use_orig_params):

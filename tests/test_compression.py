@@ -106,6 +106,7 @@ def test_a_tail_stays_exact(dtype):
     assert torch.equal(found[:-3], through(CODECS["int4"], values[:-3]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_little_memory_beside_the_bytes(name):
     codec = CODECS[name]
@@ -257,6 +258,7 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
 LOW_BY_GLOO = {**LOW, "shared_memory": False}  # which widens small gradients before they travel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("front", "options", "chosen", "accumulates", "checkpoints", "most"),
     [
