@@ -24,6 +24,7 @@ Targets: TypeAlias = dict[nn.Module, Kwargs]
 Chain: TypeAlias = tuple[nn.Module, ...]
 MakeUnit: TypeAlias = Callable[[nn.Module, Kwargs, Set[nn.Parameter]], nn.Module]
 
+_COMPILED = "_orig_mod"  # under which what `torch.compile` returns holds the module
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -91,6 +92,7 @@ def plan_wrapping(
             "for a set of module classes use ModuleWrapPolicy"
         )
     targets = _outside_of_scripts(tree, _with_those_apart(tree, targets, kwargs, *apart))
+    targets = _outside_of_compiled(tree, targets)
     _check_arguments(tree, targets, wrapper_cls)
     owners, left = _assign_tied_params(tree, targets)
     return WrapPlan(targets, owners, left, tree.places)
@@ -239,6 +241,16 @@ def _outside_of_scripts(tree: _Tree, targets: Targets) -> Targets:
         if any(isinstance(parent, torch.jit.ScriptModule) for parent, _ in places)
     }
     return {module: kwargs for module, kwargs in targets.items() if module not in inside}
+
+
+def _outside_of_compiled(tree: _Tree, targets: Targets) -> Targets:
+    """Takes compiled modules for those of which they were made: they would call no wrapper put there."""
+    found: Targets = {}
+    for module, kwargs in targets.items():
+        compiled = next((parent for parent, name in tree.places[module] if name == _COMPILED), module)
+        if compiled is not tree.root:
+            found[compiled] = kwargs
+    return found
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -50,6 +50,13 @@ def _blocks_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
     return wrapped, wrapped
 
 
+def _compiled_blocks_by_policy(model: nn.Module, backend: str, **options) -> Compiled:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend)
+    wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
+    return wrapped, wrapped
+
+
 def _blocks_in_place(model: nn.Module, backend: str, **options) -> Compiled:
     for block in model.blocks:
         block.compile(backend=backend)
@@ -80,6 +87,7 @@ def _is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 WAYS: dict[str, Callable[..., Compiled]] = {
     "blocks-then-wrapped": _blocks_then_wrapped,
+    "compiled-blocks-by-policy": _compiled_blocks_by_policy,
     "blocks-in-place": _blocks_in_place,
     "wrapped-blocks": _wrapped_blocks,
     "whole-then-wrapped": _whole_then_wrapped,
