@@ -37,14 +37,14 @@ class Agreement:
 
         Args:
             what: Names what is compared.
-            lines: What this rank has.
+            lines: What this rank has. Names of parameters in front only tell: ranks may call them otherwise.
             rule: What to do about a difference.
 
         Raises:
             RuntimeError: If it is not the same.
         """
         rank, other = self.first(what, lines)
-        if other != lines:
+        if [*map(_compared, other)] != [*map(_compared, lines)]:
             error = f"ranks differ in {what}: {_difference(rank, other, self._rank, lines)}. {rule}"
             assert self._store is not None
             self._store.set(self._word, error)
@@ -78,9 +78,13 @@ class Agreement:
             raise RuntimeError(self._store.get(self._word).decode())
 
 
+def _compared(line: str) -> str:
+    return line.partition("' of ")[2] or line
+
+
 def _difference(rank: int, lines: list[str], other: int, others: list[str]) -> str:
     """Tells of the first line in which two ranks differ."""
     length = max(len(lines), len(others))
     padded = [[*each, *["nothing more"] * (length - len(each))] for each in (lines, others)]
-    one, two = next(pair for pair in zip(*padded) if pair[0] != pair[1])
+    one, two = next(pair for pair in zip(*padded) if _compared(pair[0]) != _compared(pair[1]))
     return f"rank {rank} has {one} where rank {other} has {two}"

@@ -102,7 +102,7 @@ def default_mesh() -> DeviceMesh:
 
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:
     """Whether a group, as a weak reference gives it, is no longer to be used, though it may live on."""
-    return group is None or group not in all_groups.pg_map
+    return group is None or group not in all_groups()
 
 
 def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:

@@ -205,6 +205,9 @@ class IntervalTensor(torch.Tensor):
         return f"IntervalTensor(shape={shape}, start={self.start}, piece={self.piece!r})"
 
 
+_LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default}
+"""What comparing needs; they tell of what this rank holds."""
+
 _ON_PIECES = {
     _aten.detach.default,
     _aten.clone.default,
@@ -218,6 +221,7 @@ _ON_PIECES = {
     _aten.fill_.Scalar,
     _aten.is_pinned.default,
     pin_memory_operator,
+    *_LOOKS,
 }
 
 
@@ -247,7 +251,7 @@ def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     pieces = [leaf.piece if isinstance(leaf, IntervalTensor) else leaf for leaf in leaves]
     piece_args, piece_kwargs = pytree.tree_unflatten(pieces, spec)
     result = func(*piece_args, **piece_kwargs)
-    if not isinstance(result, torch.Tensor):
+    if not isinstance(result, torch.Tensor) or func in _LOOKS:
         return result
     if result is first.piece:  # in place
         return first

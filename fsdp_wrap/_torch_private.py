@@ -162,9 +162,12 @@ to_copy_operator = torch.ops.aten._to_copy.default
 pin_memory_operator = torch.ops.aten._pin_memory.default
 default_device_of = dist.distributed_c10d._get_pg_default_device
 default_store = dist.distributed_c10d._get_default_store
-all_groups = dist.distributed_c10d._world
-"""All process groups of this process that were not destroyed."""
 get_layout = torch.serialization._get_layout
+
+
+def all_groups() -> Any:
+    """Returns all process groups that were not destroyed; where ranks are threads, those of this one."""
+    return dist.distributed_c10d._world.pg_map
 
 
 def trace_rules() -> Any:

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import warnings
+from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 
@@ -256,6 +257,20 @@ def test_what_differs_between_ranks_is_named_on_all(front, shared, how, tmp_path
         for other, culprit in enumerate(CULPRITS[how]):
             assert f"rank {other} has {culprit}" in report["error"]
         assert report["took"] < LIMIT / 2
+
+
+@each_front
+@ranks(2)
+def test_ranks_may_call_the_parameters_of_a_unit_otherwise(rank, world_size, front):
+    """As where each leaves out another of several modules of one shape."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    expected = torch.ones(1, 4)
+    for layer in layers:
+        expected = layer(expected)
+    names = ["first", "second"] if rank == 0 else ["one", "two"]
+    model = shard(front, nn.Sequential(OrderedDict(zip(names, layers))))
+    torch.testing.assert_close(model(torch.ones(1, 4)), expected)
 
 
 # Initial values.

@@ -283,6 +283,8 @@ def test_pieces_are_loaded_without_communication(rank, world_size, kind, name, w
     torch.save(take(source, kind), stored)
     stored.seek(0)
     state = torch.load(stored, weights_only=True)
+    for fqn, value in take(source, kind).items():
+        assert bool((state[fqn] == value).all()) and torch.equal(state[fqn], value)
     with count_collectives() as counts:
         assert str(load(model, kind, state)) == "<All keys matched successfully>"
     assert counts == {}
