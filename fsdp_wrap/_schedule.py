@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fsdp_wrap._errors import NotIdleError
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._finalization import BackwardEnd
@@ -527,12 +528,12 @@ class Schedule:
         """Refuses what must not happen in the middle of a forward or backward.
 
         Raises:
-            RuntimeError: If a unit's forward is running or a backward is in progress.
+            NotIdleError: If a unit's forward is running or a backward is in progress.
         """
         running = next((unit for unit in self._units if unit.running), None)
         if running is not None or graph_task() != -1:
             where = f"the forward of {running.name}" if running is not None else "a backward"
-            raise RuntimeError(f"{doing} must not run inside {where}")
+            raise NotIdleError(f"{doing} must not run inside {where}")
 
 
 def schedule_of(unit: Unit) -> Schedule:
@@ -545,7 +546,7 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
     """Refuses what must not happen in the middle of a forward or backward of any of the units.
 
     Raises:
-        RuntimeError: As `Schedule.require_idle`.
+        NotIdleError: As `Schedule.require_idle`.
     """
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.require_idle(doing)

@@ -27,6 +27,7 @@ LAYERS = [
         "api.py",
         "_wrap_plan.py",
         "wrap.py",
+        "_errors.py",
         "_events.py",
         "_walks.py",
         "_modules.py",
