@@ -31,8 +31,8 @@ def run_forward(
     dtype and without communication: a rank may do so alone.
 
     Raises:
-        RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the output
-            is a view of a parameter.
+        RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the forward
+            has written to a parameter.
     """
     if not torch.is_grad_enabled() and _shown_in_full(unit):
         return call(*args, **kwargs)
@@ -55,7 +55,7 @@ def run_forward(
         if returned is not None:
             output = cast_floating(output, returned)
         for (schedule, use), nodes in zip(uses, inputs):
-            schedule.post_forward(use, output, nodes)
+            output = schedule.post_forward(use, output, nodes)
         return output
     finally:
         for schedule, use in uses:

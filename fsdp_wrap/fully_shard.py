@@ -57,8 +57,8 @@ def fully_shard(
             resharded after the last.
         mesh: Of one dimension, or of two (replicate, shard); by default all ranks.
         reshard_after_forward: Whether the full parameters are freed between forward and backward; by default
-            those of all but the root. A number lets so many neighbouring ranks keep them between them; that of
-            all ranks is True, and 1 is False, with a warning, since it is easily taken for True.
+            those of all but the root. A number lets so many neighbouring ranks keep them between them; that
+            of all ranks is True, and 1 is False, with a warning, since it is easily taken for True.
         shard_placement_fn: Chooses for a parameter the `Shard(dim)` to cut it along; None is `Shard(0)`. The
             size of another dimension than the first must be a multiple of the ranks.
         mp_policy: Dtypes of computation and communication.
@@ -192,8 +192,8 @@ def _resolved(reshard_after_forward: Any, ranks: int) -> bool | int | None:
         raise TypeError(f"reshard_after_forward is a bool, an int or None, not {reshard_after_forward!r}")
     if reshard_after_forward == 1:
         warnings.warn(
-            "reshard_after_forward=1 lets each rank keep all of the unit's parameters, as False does; if they "
-            "are to be freed, pass True",
+            "reshard_after_forward=1 lets each rank keep all of the unit's parameters, as False does; pass "
+            "True if they are to be freed",
             stacklevel=3,
         )
         return False

@@ -91,6 +91,7 @@ LAYERS = [
         "_unit.py",
         "_traffic.py",
         "_refusals.py",
+        "_returned.py",
         "_finalization.py",
         "_schedule.py",
         "_transforms.py",
