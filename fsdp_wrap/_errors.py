@@ -1,8 +1,15 @@
-"""Errors that are of several types: of ours, and of what torch raises in the same place."""
+"""Errors of several types: of ours, and of what programs written for torch catch in the same place."""
 
 from __future__ import annotations
 
-__all__ = ["ChangedBetweenError", "NotIdleError"]
+__all__ = [
+    "AlreadyShardedError",
+    "CannotCutError",
+    "ChangedBetweenError",
+    "NoSuchDimensionError",
+    "NotIdleError",
+    "WithoutValuesError",
+]
 
 
 class NotIdleError(RuntimeError, AssertionError, ValueError):
@@ -11,3 +18,19 @@ class NotIdleError(RuntimeError, AssertionError, ValueError):
 
 class ChangedBetweenError(RuntimeError, AssertionError):
     """Parameters were changed between a forward and its backward."""
+
+
+class AlreadyShardedError(ValueError, AssertionError):
+    """A module is in a unit already; torch's `fully_shard` raises an AssertionError."""
+
+
+class NoSuchDimensionError(ValueError, AssertionError):
+    """A parameter is to be cut along a dimension that it does not have; torch raises an AssertionError."""
+
+
+class CannotCutError(ValueError, NotImplementedError):
+    """A parameter cannot be cut as it was asked for; torch raises a NotImplementedError."""
+
+
+class WithoutValuesError(ValueError, RuntimeError):
+    """Parameters on the meta device were to compute; torch raises a RuntimeError."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
@@ -43,6 +44,7 @@ __all__ = [
     "TensorMeta",
     "all_groups",
     "chunk_cat",
+    "composable_registry",
     "current_dispatch_mode",
     "current_transform",
     "default_device_of",
@@ -130,6 +132,7 @@ PURPOSES = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
+    "torch.distributed._composable.contract.REGISTRY_KEY": "tells `replicate()` what is sharded, and us what it took",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
