@@ -54,7 +54,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def client_rank(rank: int, port: int, wrapped: bool, fully_shard: bool = False) -> Iterator[None]:
-    """Stands for torchrun, and for `fsdp_wrap.compat` if the client shall use our wrapper, or `fully_shard`."""
+    """Stands for torchrun, and `fsdp_wrap.compat` if the client shall use our wrapper and `fully_shard`."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
