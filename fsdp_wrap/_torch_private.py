@@ -21,6 +21,11 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as 
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.fsdp import _fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as get_module_fsdp_state
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -32,11 +37,18 @@ __all__ = [
     "AllgatherOptions",
     "BatchNorm",
     "DTensorSpec",
+    "FSDPMeshInfo",
+    "FSDPParam",
+    "FSDPParamGroup",
+    "FSDPState",
+    "FSDPStateContext",
     "FakeProcessGroup",
+    "HSDPMeshInfo",
     "HashStore",
     "IncompatibleKeys",
     "NormBase",
     "PURPOSES",
+    "ParamModuleInfo",
     "ReduceScatterOptions",
     "ShardedTensor",
     "StorageInfo",
@@ -55,6 +67,7 @@ __all__ = [
     "foreach_norm",
     "foreach_zero_",
     "get_layout",
+    "get_module_fsdp_state",
     "graph_task",
     "load_state_dict",
     "make_subclass",
@@ -144,7 +157,15 @@ PURPOSES = {
     "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": (
         "lets torch's functions for state dicts find our wrapper, in `compat`"
     ),
-    "torch.distributed.fsdp._fully_shard": "the names of FSDP2, which `compat` leaves alone",
+    "torch.distributed.fsdp._fully_shard": "the names of FSDP2, which `compat` leaves alone or rebinds",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": "tells programs of a unit's mesh",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": "tells programs of a unit's mesh",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "as what programs read parameters",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo": "tells programs who shows a parameter",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "as what programs read units",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "as what programs read trees",
+    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": "finds our units, in `compat`",
 }
 """What each is for, by its path."""
 

@@ -136,6 +136,8 @@ LAYERS = [
         "fully_shard.py",
         "_safetensors.py",
         "_installation.py",
+        "_fully_shard_state.py",
+        "_fully_shard_names.py",
         "_clients.py",
         "compat.py",
         "checkpoint/_claim.py",
