@@ -16,7 +16,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compile import skip_runtime_frames
 from fsdp_wrap._composition import announce_sharded, find_replicated
-from fsdp_wrap._errors import AlreadySharded
+from fsdp_wrap._errors import AlreadyShardedError
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._initial_values import InitialValues, sample
 from fsdp_wrap._layout import Layout
@@ -239,7 +239,8 @@ def assemble_unit(
         below.nest(fqn)
     guard_parametrizations(unit, modules)
     skip_runtime_frames()
-    _taken.update(modules)
+    if handle is not None or any(each._buffers for each in modules):  # else it may become a unit again
+        _taken.update(modules)
     for each in modules:
         mark_managed(each)
     for each in spec.parts or (module,):
@@ -298,7 +299,7 @@ _taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def refuse_taken(module: nn.Module) -> None:
     """Refuses a module that a unit has taken already, as its own or as part of it."""
     if module in _taken:
-        raise AlreadySharded(
+        raise AlreadyShardedError(
             f"this {type(module).__name__} is already wrapped, or part of a wrapped module; wrap parts "
             "before the whole, each once"
         )
