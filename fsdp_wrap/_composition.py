@@ -26,7 +26,7 @@ def announce_sharded(module: nn.Module) -> None:
 
 
 def find_replicated(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
-    """Returns the modules that `replicate()` has taken, of those given and what is below, with all in them."""
+    """Returns the modules that `replicate()` has taken, at and below those given, with all in them."""
     return frozenset(
         inner
         for module in modules

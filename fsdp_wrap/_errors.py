@@ -1,14 +1,19 @@
-"""Errors of several types: of ours, and of what programs written for torch catch in the same place."""
+"""Errors that are of several types: of ours, and of what torch raises in the same place."""
 
 from __future__ import annotations
 
+import pickle
+
 __all__ = [
     "AlreadyShardedError",
-    "CannotCutError",
     "ChangedBetweenError",
-    "NoSuchDimensionError",
+    "NoDimensionError",
+    "NoPlacementError",
+    "NoValuesError",
     "NotIdleError",
-    "WithoutValuesError",
+    "NotPicklableError",
+    "OtherCommsError",
+    "UnevenCutError",
 ]
 
 
@@ -21,16 +26,28 @@ class ChangedBetweenError(RuntimeError, AssertionError):
 
 
 class AlreadyShardedError(ValueError, AssertionError):
-    """A module is in a unit already; torch's `fully_shard` raises an AssertionError."""
+    """A module is in a unit already."""
 
 
-class NoSuchDimensionError(ValueError, AssertionError):
-    """A parameter is to be cut along a dimension that it does not have; torch raises an AssertionError."""
+class NoDimensionError(ValueError, AssertionError):
+    """A parameter is to be cut along a dimension that it does not have."""
 
 
-class CannotCutError(ValueError, NotImplementedError):
-    """A parameter cannot be cut as it was asked for; torch raises a NotImplementedError."""
+class NoPlacementError(TypeError, ValueError):
+    """What is to tell how a parameter is cut does not."""
 
 
-class WithoutValuesError(ValueError, RuntimeError):
-    """Parameters on the meta device were to compute; torch raises a RuntimeError."""
+class UnevenCutError(ValueError, NotImplementedError):
+    """A parameter would be cut into chunks that no rank could hold."""
+
+
+class NoValuesError(ValueError, RuntimeError):
+    """Parameters on the meta device were to compute."""
+
+
+class OtherCommsError(RuntimeError, AssertionError):
+    """Something else decides how a unit communicates."""
+
+
+class NotPicklableError(TypeError, pickle.PicklingError):
+    """A sharded module was to be pickled."""

@@ -239,7 +239,8 @@ def assemble_unit(
         below.nest(fqn)
     guard_parametrizations(unit, modules)
     skip_runtime_frames()
-    _taken.update(modules)
+    if handle is not None or any(each._buffers for each in modules):  # else it may become a unit again
+        _taken.update(modules)
     for each in modules:
         mark_managed(each)
     for each in spec.parts or (module,):

@@ -145,7 +145,7 @@ PURPOSES = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
-    "torch.distributed._composable.contract.REGISTRY_KEY": "tells `replicate()` what is sharded, and us what it took",
+    "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",

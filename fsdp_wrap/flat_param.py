@@ -131,6 +131,7 @@ class FlatLayout:
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.full_numel = self.shard_numel * allocator.size
         self.noted_numel = 0
+        self.average_hook: Callable[[torch.Tensor], None] | None = None
         self._first = self.shard_numel * allocator.rank
         self._allocate = allocator.empty_on_host if offload else allocator.empty
         shard = self._allocate(self.shard_numel, self.dtype)

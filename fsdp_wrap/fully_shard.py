@@ -13,11 +13,17 @@ from torch.distributed.tensor import Shard
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._composition import find_replicated
+from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._errors import CannotCutError, NoSuchDimensionError
-from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, run_as_unit
+from fsdp_wrap._errors import AlreadyShardedError, NoDimensionError, NoPlacementError, UnevenCutError
+from fsdp_wrap._fsdp_module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    run_as_unit,
+    share_comm_ctx,
+)
 from fsdp_wrap._groups import Ranks, default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
 from fsdp_wrap._layout import Layout
@@ -29,7 +35,7 @@ from fsdp_wrap._precision import InputCasts, SegmentPolicy
 from fsdp_wrap._unit import Unit, UnitOptions
 from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 
 _Placements = Callable[[nn.Parameter], Shard | None]
 
@@ -155,6 +161,8 @@ def _outermost(modules: Any) -> list[nn.Module]:
         raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {found}")
     for module in modules:
         refuse_taken(module)
+        if UNIT_ATTR in module.__dict__:
+            raise AlreadyShardedError(f"fully_shard was applied to this {type(module).__name__} before")
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"fully_shard changes a module's class, and that of a {type(module).__name__} "
@@ -190,16 +198,16 @@ def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> in
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise TypeError(
+        raise NoPlacementError(
             f"shard_placement_fn must return a Shard or None, not {placement!r} (for parameter '{slot.fqn}')"
         )
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not 0 <= dim < len(shape):
-        raise NoSuchDimensionError(
+        raise NoDimensionError(
             f"parameter '{slot.fqn}' of shape {tuple(shape)} has no dimension {placement.dim}"
         )
     if dim and shape[dim] % ranks:
-        raise CannotCutError(
+        raise UnevenCutError(
             f"parameter '{slot.fqn}' of shape {tuple(shape)} cannot be cut along dimension {dim}: its size "
             f"must be a multiple of the {ranks} ranks (only dimension 0 can be cut unevenly)"
         )
