@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from typing import Any
 
 from torch import nn
 
-from fsdp_wrap import api, forward_methods
 from fsdp_wrap._fully_shard_state import state_of
 from fsdp_wrap._installation import Installation
 from fsdp_wrap._torch_private import get_module_fsdp_state, torch_fully_shard
 from fsdp_wrap.fully_shard import fully_shard
 
 __all__ = ["adapt_fully_shard", "fully_shard_names"]
-
-_OURS = (api, forward_methods, importlib.import_module(fully_shard.__module__))
 
 _TORCHS = {name: getattr(torch_fully_shard, name) for name in torch_fully_shard.__all__}
 """What the public names of torch's FSDP2 stand for before any installation."""
@@ -40,7 +38,7 @@ They keep it: ours are instances of it, too, as are the modules of torch's `repl
 
 def fully_shard_names() -> dict[str, tuple[Any, Any]]:
     """Returns (torch's, ours) for every public name of torch's FSDP2 that we have."""
-    ours = {name: value for module in _OURS for name, value in vars(module).items()}
+    ours = vars(sys.modules["fsdp_wrap"])  # by now all of it
     return {name: (old, ours[name]) for name, old in _TORCHS.items() if name in ours}
 
 
