@@ -50,6 +50,7 @@ LAYERS = [
         "_objects.py",
         "_exchange.py",
         "_collectives.py",
+        "_mapped_file.py",
         "_shared_memory.py",
         "_signals.py",
         "_channel.py",
