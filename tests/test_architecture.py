@@ -201,7 +201,7 @@ FILE_LINES = {
     "fully_sharded_data_parallel.py": 455,
     "fully_shard.py": 300,
     "compat.py": 150,
-    "__init__.py": 62,
+    "__init__.py": 65,
 }
 """About how long a file should be; one that is longer by more than a quarter has a second job."""
 

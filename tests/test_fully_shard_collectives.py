@@ -49,7 +49,7 @@ class ThreadCommunicator(SoloCommunicator):
 
 
 @contextmanager
-def threads_as_ranks() -> Iterator[Callable[[Callable[[int], Any]], None]]:
+def threads_as_ranks(world_size: int = RANKS) -> Iterator[Callable[[Callable[[int], Any]], None]]:
     """Gives a function that runs its argument on every rank, each a thread with process groups of its own."""
     multi_threaded_pg._install_threaded_pg()
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -61,13 +61,13 @@ def threads_as_ranks() -> Iterator[Callable[[Callable[[int], Any]], None]]:
 
         def thread(rank: int) -> None:
             try:
-                dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+                dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
                 body(rank)
             except BaseException as error:
                 multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
                 errors.append(error)
 
-        started = [threading.Thread(target=thread, args=(rank,)) for rank in range(RANKS)]
+        started = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
         for each in started:
             each.start()
         for each in started:
