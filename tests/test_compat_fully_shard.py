@@ -257,9 +257,9 @@ def test_a_script_from_the_command_line(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ours", [False, True], ids=["torch's", "ours"])
-@ranks(2)
+@ranks(4)
 def test_torchs_pipelines_over_sharded_stages(rank, world_size, ours):
-    """Two stages on each rank, both sharded over the ranks: unsharded, resharded and reduced by hand."""
+    """Two stages on each rank, each sharded over two ranks: unsharded, resharded and reduced by hand."""
     with compat.install(fully_shard=ours):
         from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
         from torch.distributed.device_mesh import init_device_mesh
@@ -267,25 +267,24 @@ def test_torchs_pipelines_over_sharded_stages(rank, world_size, ours):
         from torch.distributed.pipelining import stage as imported_later
 
         assert issubclass(ReplicateModule, imported_later.FSDPModule), "which it looks for as well"
-        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("pipeline", "data"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+        place, shard = mesh.get_coordinate()
         torch.manual_seed(0)
-        stages = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
-        plain = copy.deepcopy(stages)
-        for stage in stages:
+        plain = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
+        own = {number: copy.deepcopy(plain[number]) for number in (place, place + 2)}
+        for stage in own.values():
             for linear in (stage[0], stage[2]):
                 torch_fsdp.fully_shard(linear, mesh=mesh["data"])
             torch_fsdp.fully_shard(stage, mesh=mesh["data"])
         inputs, targets = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
-        group = mesh.get_group("pipeline")
-        device = torch.device("cpu")
-        parts = [PipelineStage(stage, n, 2, device, group=group) for n, stage in enumerate(stages)]
-        schedule = ScheduleInterleaved1F1B(parts, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-        for one in range(world_size):
-            loss = nn.functional.mse_loss(plain[1](plain[0](inputs[one])), targets[one])
-            (loss / world_size).backward()
+        device, group = torch.device("cpu"), mesh.get_group("pipeline")
+        stages = [PipelineStage(stage, number, 4, device, group=group) for number, stage in own.items()]
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        for one, target in zip(inputs, targets):
+            (nn.functional.mse_loss(nn.Sequential(*plain)(one), target) / 2).backward()
         for _ in range(2):
-            schedule.step(inputs[rank], target=targets[rank])
-            for stage, other in zip(stages, plain):
-                for param, expected in zip(stage.parameters(), other.parameters()):
+            schedule.step(*([] if place else [inputs[shard]]), target=targets[shard] if place else None)
+            for number, stage in own.items():
+                for param, expected in zip(stage.parameters(), plain[number].parameters()):
                     torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
                     param.grad = None
