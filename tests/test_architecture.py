@@ -127,6 +127,7 @@ LAYERS = [
     ],
     [
         "_settings.py",
+        "_internals.py",
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
         "distributed_state_dict.py",
@@ -135,6 +136,7 @@ LAYERS = [
         "_safetensors.py",
         "_installation.py",
         "_clients.py",
+        "_helpers.py",
         "compat.py",
         "checkpoint/_claim.py",
         "checkpoint/_team.py",
