@@ -41,6 +41,7 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
 
+    Buffers stay in the dtype that forwards compute with (`buffer_dtype`); state dicts have them in their own.
     Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
     must therefore be the same on all ranks, save with `rank0_only`.
 
@@ -138,10 +139,15 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 def summon(unit: Unit) -> list[Unit]:
     """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
 
+    Their buffers are shown in their own dtype.
+
     Raises:
         RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
     """
-    return _summon(unit, _EVERYWHERE)
+    summoned = _summon(unit, _EVERYWHERE)
+    for each in summoned:
+        each.buffers.hold_original()
+    return summoned
 
 
 def _summon(unit: Unit, how: Summoning) -> list[Unit]:
@@ -150,7 +156,6 @@ def _summon(unit: Unit, how: Summoning) -> list[Unit]:
         if not is_summoned(each):
             if each.handle is not None:
                 each.handle.summon(how)
-            each.buffers.hold_original()
             summoned.append(each)
         elif not how.rank0_only:
             refuse_hidden(each)
@@ -183,6 +188,8 @@ def dismiss(units: Iterable[Unit], writeback: bool) -> None:
             _take_edits(units)
         kept = writeback
     finally:
+        for unit in units:
+            unit.buffers.release()
         _release(units, kept)
 
 
@@ -194,7 +201,6 @@ def _take_edits(units: Iterable[Unit]) -> None:
 
 def _release(units: Iterable[Unit], writeback: bool) -> None:
     for unit in units:
-        unit.buffers.release()
         if unit.handle is not None:
             unit.handle.dismiss(writeback)
 

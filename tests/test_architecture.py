@@ -132,6 +132,7 @@ LAYERS = [
     ],
     [
         "_settings.py",
+        "_internals.py",
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
         "distributed_state_dict.py",
@@ -142,6 +143,7 @@ LAYERS = [
         "_fully_shard_state.py",
         "_fully_shard_names.py",
         "_clients.py",
+        "_helpers.py",
         "compat.py",
         "checkpoint/_claim.py",
         "checkpoint/_team.py",
