@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
+from fsdp_wrap._held_by import HeldBy
 from fsdp_wrap._in_flight import KeptParameters, NotedReduction, Reduction
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
@@ -56,6 +57,7 @@ class ParamHandle:
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
         policies: Dtypes of each layout.
+        held_by: The ranks that hold one copy of the unit between them, for what is saved of it.
 
     Attributes:
         state: What is in memory.
@@ -77,8 +79,10 @@ class ParamHandle:
         communicator: Communicator,
         replicas: Communicator,
         policies: Sequence[SegmentPolicy],
+        held_by: HeldBy,
     ) -> None:
         self.communicator = communicator
+        self.held_by = held_by
         self.replicas = replicas
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
@@ -104,7 +108,7 @@ class ParamHandle:
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
-        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies)
+        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
         handle.travel_by(self.transport)
         handle.keep_storage(self._keeps_storage)
         if self._reduce_scatter is not None:

@@ -18,6 +18,7 @@ from fsdp_wrap._compile import skip_runtime_frames
 from fsdp_wrap._composition import announce_sharded, find_replicated
 from fsdp_wrap._errors import AlreadyShardedError
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._held_by import HeldBy
 from fsdp_wrap._initial_values import InitialValues, sample
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import (
@@ -223,7 +224,8 @@ def assemble_unit(
         for number, segment in enumerate(segments.values())
     ]
     policies = [kind[-1] for kind in segments]
-    handle = ParamHandle(layouts, communicator, replicas, policies) if layouts else None
+    held_by = HeldBy.of(spec.mesh, spec.device)
+    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None
     modules = [each for _, each in own_modules(module, spec.ignored.modules)]
     unit = Unit(
         module,

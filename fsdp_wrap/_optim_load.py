@@ -179,8 +179,7 @@ def _cut(original: Original, key: str, value: Any, counted: frozenset[str]) -> A
         return value
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and value.shape == original.shape and (value.dim() > 0 or key not in counted):
-        piece = value.reshape(-1)[interval.start : interval.stop]
-        return IntervalTensor(original.shape, interval.start, piece.clone())
+        return original.piece(value.reshape(-1)[interval.start : interval.stop].clone())
     if not original.uncut:
         original.refuse_cut(key, value)
     return value

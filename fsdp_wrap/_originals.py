@@ -11,7 +11,9 @@ from torch import nn
 
 from fsdp_wrap._full_values import FullValue, full_values, handles_of
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval import Interval
+from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import Place, clean_fqn
 from fsdp_wrap._segment import Segment
@@ -69,6 +71,13 @@ class Original:
     def left_out(self) -> bool:
         """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
         return self.source.numel() == 0 and self.shape.numel() > 0
+
+    def piece(self, held: torch.Tensor) -> IntervalTensor:
+        """Returns what this rank holds of something of the parameter's shape."""
+        spread = None
+        if self.handle is not None and self.segment is not None:
+            spread = Spread(self.handle.held_by, self.interval.at, self.segment.layout.shard_numel)
+        return IntervalTensor(self.shape, self.interval.start, held, spread=spread)
 
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.

@@ -381,7 +381,7 @@ class FlatLayout:
             first = self.first + start - extent.start if stop > start else 0
             offset = start if source is self.flat_param else 0
             data = self.flat_param.data[start:stop]
-            result.append(Interval(extent.fqn, extent.shape, first, data, source, offset))
+            result.append(Interval(extent.fqn, extent.shape, first, data, source, offset, extent.start))
         return result
 
     def held_by_rank(self) -> list[list[int]]:

@@ -211,7 +211,7 @@ def _piece(original: Original, key: str, value: Any) -> Any:
     if original.uncut:
         return value
     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == original.source.shape:
-        return IntervalTensor(original.shape, original.interval.start, original.interval.within(value))
+        return original.piece(original.interval.within(value))
     original.refuse_cut(key, value)
     return value
 

@@ -69,6 +69,8 @@ LAYERS = [
         "_gradient_hooks.py",
         "_shown.py",
         "_layout.py",
+        "_boxes.py",
+        "_held_by.py",
         "_interval_tensor.py",
         "_gradient_mark.py",
         "_use_notes.py",
@@ -136,6 +138,7 @@ LAYERS = [
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
         "distributed_state_dict.py",
+        "_torch_helpers.py",
         "_fsdp_module.py",
         "fully_shard.py",
         "_safetensors.py",
@@ -371,7 +374,7 @@ def test_the_package_only_re_exports():
         constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants
         assert docstring or constant or isinstance(node, ast.ImportFrom), ast.unparse(node)
     imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported == {*fsdp_wrap.__all__, "__version__"}
+    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers"}
 
 
 # One writer, one seam.
