@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,11 +36,22 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group and this process's place in it."""
+    """A process group, or what stands in for one, and this process's place in it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @property
+    def communicate(self) -> bool:
+        """Whether there is a process group; what only tells a rank and a size carries nothing."""
+        return isinstance(self.group, dist.ProcessGroup)
+
+    @property
+    def reference(self) -> Callable[[], dist.ProcessGroup | None]:
+        """What gives the group as long as it lives, and does not keep it alive."""
+        # What stands in for one holds nothing that must go, and may be known to nobody else.
+        return weakref.ref(self.group) if self.communicate else partial(_itself, self.group)
 
     @property
     def members(self) -> list[int]:
@@ -50,21 +62,36 @@ class Ranks:
 def ranks_in(group: Any) -> Ranks:
     """Returns this process's place in a group.
 
+    What has the methods `rank()` and `size()` stands in for a group, so that a module can be wrapped as one
+    rank of many would, without the others.
+
     Raises:
         ValueError: If it is not part of it.
-        TypeError: If it is no process group.
+        TypeError: If it is neither.
     """
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup or None, not {type(group).__name__}"
-        )
+        return _stand_in(group)
     if outside or dist.get_rank(group) < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not part of the process_group that it was given: wrap only on the "
             "ranks of the group, or pass each rank the group that it belongs to"
         )
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
+
+
+def _stand_in(group: Any) -> Ranks:
+    rank, size = (getattr(group, name, None) for name in ("rank", "size"))
+    if not (callable(rank) and callable(size)):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, something with its methods rank() and "
+            f"size(), or None, not {type(group).__name__}"
+        )
+    return Ranks(group, rank(), size())
 
 
 def default_group(user: str) -> dist.ProcessGroup:

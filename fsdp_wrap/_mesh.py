@@ -46,8 +46,13 @@ class ShardMesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups in use."""
-        return [ranks.group for ranks in self._axes]
+        """The process groups in use; none where something stands in for them."""
+        return [ranks.group for ranks in self._axes if ranks.communicate]
+
+    @property
+    def first(self) -> Ranks:
+        """Ranks over which parameters are sharded, or else replicated."""
+        return self._axes[0]
 
     @property
     def _axes(self) -> list[Ranks]:
@@ -58,8 +63,8 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     """Finds the groups that a strategy shards and replicates over.
 
     Args:
-        process_group: A `ProcessGroup`, for hybrid strategies a (shard, replicate) pair, or None for the
-            default group.
+        process_group: A `ProcessGroup`, or what stands in for one; for hybrid strategies a (shard, replicate)
+            pair; or None for the default group.
         device_mesh: A `DeviceMesh` of one dimension, for hybrid strategies of two (replicate, shard), or
             None.
         strategy: What to shard.
@@ -69,7 +74,6 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
             the mesh names a device that is not there, or this rank is not part of them.
         TypeError: If either is of another type.
     """
-    world = default_group("FullyShardedDataParallel")
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
     groups: tuple[Any, ...]
@@ -79,15 +83,19 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     else:
         groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
     if strategy in HYBRID_STRATEGIES:
-        return _hybrid_mesh(groups_by_host(world) if groups == (None,) else groups, strategy, device_mesh)
+        return _hybrid_mesh(groups_by_host(_world()) if groups == (None,) else groups, strategy, device_mesh)
     if len(groups) != 1:
         raise ValueError(
             f"{strategy.name} takes one process group or a one-dimensional device_mesh, but got "
             f"{len(groups)} groups or dimensions; HYBRID_SHARD takes two"
         )
-    ranks = ranks_in(world if groups[0] is None else groups[0])
+    ranks = ranks_in(_world() if groups[0] is None else groups[0])
     whole = strategy is ShardingStrategy.NO_SHARD
     return ShardMesh(None if whole else ranks, ranks if whole else None, device_mesh)
+
+
+def _world() -> dist.ProcessGroup:
+    return default_group("FullyShardedDataParallel")
 
 
 def ranks_of(mesh: DeviceMesh) -> ShardMesh:

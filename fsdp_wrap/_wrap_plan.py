@@ -73,7 +73,7 @@ def plan_wrapping(
         ignored_params: Parameters that do not count.
         wrapper_kwargs: Arguments of the units' wrappers, where the policy does not override them.
         apart: Classes whose instances become units whatever the policy says, and what then overrides
-            their wrapper's arguments.
+            their wrapper's arguments; they are named in a warning.
 
     Raises:
         ValueError: If a module is already wrapped, or the policy refuses the tree.
@@ -225,11 +225,20 @@ def _with_those_apart(
     tree: _Tree, targets: Targets, kwargs: Kwargs, classes: tuple[type[nn.Module], ...], overrides: Kwargs
 ) -> Targets:
     result: Targets = {}
+    apart: list[str] = []
     for module in tree.order:
         if isinstance(module, classes) and module not in tree.ignored and module is not tree.root:
             result[module] = {**targets.get(module, kwargs), **overrides}
+            apart.append(tree.describe(module))
         elif module in targets:
             result[module] = targets[module]
+    if apart:
+        warnings.warn(
+            f"mixed_precision leaves out modules of {', '.join(each.__name__ for each in classes)} "
+            "(_module_classes_to_ignore). These modules will be wrapped as separate FSDP units, in full "
+            f"precision: {', '.join(apart)}",
+            stacklevel=5,
+        )
     return result
 
 

@@ -102,7 +102,9 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
     Args:
         module: The module to wrap.
         process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
-            replicate) pair of groups, None to shard within each host.
+            replicate) pair of groups, None to shard within each host. What has its methods `rank()` and
+            `size()` only stands in for it: the module is wrapped as that rank would, and cannot run, save
+            for one of one.
         sharding_strategy: FULL_SHARD by default.
         cpu_offload: Keep shards, gradients and so optimizer state in host memory.
         auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
@@ -162,14 +164,14 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
-        policy = MixedPrecision(_module_classes_to_ignore=()) if mixed_precision is None else mixed_precision
+        policy = MixedPrecision() if mixed_precision is None else mixed_precision
         options: dict[str, Any] = {
             "process_group": process_group,
             "device_mesh": device_mesh,
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "backward_prefetch": backward_prefetch,
-            "mixed_precision": policy,
+            "mixed_precision": mixed_precision,
             "param_init_fn": param_init_fn,
             "forward_prefetch": forward_prefetch,
             "limit_all_gathers": limit_all_gathers,
@@ -188,7 +190,7 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
             policy_of=lambda _: wanted,
             buffer_dtype=policy.buffer_dtype,
             values=values,
-            options=_unit_options(module, **options),
+            options=_unit_options(module, policy, **options),
             ignored=ignored,
             shared_memory=shared_memory is not False,
         )
@@ -469,7 +471,8 @@ def _wrap_below(
         except MaterializationError as error:
             raise MaterializationError(f"in '{names[child]}': {error}") from None
 
-    policy: MixedPrecision = shared["mixed_precision"]
+    policy: MixedPrecision | None = shared["mixed_precision"]
+    classes = () if policy is None else tuple(policy._module_classes_to_ignore)
     plan = plan_wrapping(
         module,
         auto_wrap_policy,
@@ -477,7 +480,7 @@ def _wrap_below(
         ignored_modules=ignored.modules,
         ignored_params=ignored.params,
         wrapper_kwargs=shared,
-        apart=(tuple(policy._module_classes_to_ignore), {"mixed_precision": FullPrecision()}),
+        apart=(classes, {"mixed_precision": FullPrecision()}),
     )
     for child, kwargs in plan.targets.items():
         try:
@@ -514,18 +517,18 @@ def _resolve_options(
 
 def _unit_options(
     module: nn.Module,
+    policy: MixedPrecision,
     *,
     sharding_strategy: ShardingStrategy,
     backward_prefetch: BackwardPrefetch | None,
     forward_prefetch: bool,
-    mixed_precision: MixedPrecision,
     **others: Any,
 ) -> UnitOptions:
     return UnitOptions(
         reshard_after_forward=sharding_strategy in _RESHARD_AFTER_FORWARD,
         backward_prefetch=backward_prefetch,
         forward_prefetch=bool(forward_prefetch),
-        casts=InputCasts.of(mixed_precision, module),
+        casts=InputCasts.of(policy, module),
         full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
     )
 

@@ -60,6 +60,7 @@ LAYERS = [
         "_dispatch_modes.py",
         "_host_communicator.py",
         "_two_level.py",
+        "_absent_communicator.py",
         "_communicators.py",
     ],
     [
