@@ -330,16 +330,6 @@ class ParamHandle:
         params = [segment.layout.flat_param for segment in self.segments]
         return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
 
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """Dtype of `flat_param` (torch's name, to which clients write after an upcast)."""
-        return self.flat_param.dtype
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        if self.state is HandleState.SHARDED:
-            self.follow_replaced()
-
     def settle(self) -> bool:
         """Reshards, and takes over replaced data; returns False if the modules show something else."""
         self.reshard()

@@ -300,8 +300,7 @@ class FlatHandle:
 
     @property
     def _layout(self) -> FlatLayout:
-        layout = _layout_of(self._shard)
-        return layout
+        return _layout_of(self._shard)
 
     @property
     def _shard(self) -> FlatParameter:
