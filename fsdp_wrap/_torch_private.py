@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch.distributed._composable_state import _get_module_state as get_module_state
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
@@ -24,7 +25,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as get_module_fsdp_state
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -65,7 +65,7 @@ __all__ = [
     "foreach_norm",
     "foreach_zero_",
     "get_layout",
-    "get_module_fsdp_state",
+    "get_module_state",
     "graph_task",
     "load_state_dict",
     "make_subclass",
@@ -162,7 +162,7 @@ PURPOSES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "as what programs read trees",
-    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": "finds our units, in `compat`",
+    "torch.distributed._composable_state._get_module_state": "finds our units, in `compat`",
 }
 """What each is for, by its path."""
 
