@@ -3,6 +3,7 @@
 `install()` makes the names of torch's wrapper resolve to ours, by rebinding attributes in place: those of
 torch's own modules, and those of every module that has imported them already. FSDP2's names stay as they are,
 unless `install(fully_shard=True)` makes them resolve to our `fully_shard` and what belongs to it.
+Torch's private helpers that programs call for a wrapper (`_helpers.py`) answer for ours as well.
 From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`.
 """
 
@@ -33,6 +34,7 @@ from fsdp_wrap import (
 )
 from fsdp_wrap._clients import adapt_clients
 from fsdp_wrap._fully_shard_names import adapt_fully_shard
+from fsdp_wrap._helpers import HELPERS
 from fsdp_wrap._installation import Installation
 from fsdp_wrap._mesh import HYBRID_STRATEGIES
 from fsdp_wrap._torch_private import torch_fully_shard
@@ -41,7 +43,7 @@ from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 __all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
 
 _KEPT = (f"{torch_fsdp.__name__}._", "fsdp_wrap.")
-"""Torch's own runtime, FSDP2 and this package hold what they held."""
+"""Torch's own runtime, FSDP2 and this package hold what they held, save for the helpers."""
 
 _OURS = (fully_sharded_data_parallel, api, wrap, flat_param, sharded_grad_scaler)
 
@@ -95,6 +97,7 @@ def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
     """
     installation = Installation()
     installation.replace([*replacements().values(), *_STATE_DICT_FUNCTIONS], kept=_KEPT)
+    installation.replace(HELPERS, kept=("fsdp_wrap.",))
     if vars(torch_state_dict)[_STATE_OF] is not _state_of:
         installation.rebind(torch_state_dict, _STATE_OF, _state_of)
         if hasattr(torch_state_dict, _HYBRID):  # torch 2.11 does not look for hybrid strategies there
