@@ -16,6 +16,7 @@ from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
+from torch.distributed._composable_state import _get_module_state as get_module_state
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -35,7 +36,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as get_module_fsdp_state
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -81,7 +81,7 @@ __all__ = [
     "foreach_norm",
     "foreach_zero_",
     "get_layout",
-    "get_module_fsdp_state",
+    "get_module_state",
     "graph_task",
     "load_state_dict",
     "make_subclass",
@@ -214,7 +214,6 @@ PURPOSES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "as what programs read trees",
-    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": "finds our units, in `compat`",
     "torch.distributed.checkpoint.state_dict._verify_options": "finds our modules by their clean names",
     "torch.distributed.checkpoint.state_dict._get_model_state_dict": "asks our wrapper, where there is one",
     "torch.distributed.checkpoint.state_dict._get_optim_state_dict": "asks our wrapper, where there is one",
@@ -222,6 +221,7 @@ PURPOSES = {
     "torch.distributed.checkpoint.state_dict._load_optim_state_dict": "asks our wrapper, where there is one",
     "torch.distributed._state_dict_utils": "torch's gathers of whole state dicts",
     "torch.distributed._state_dict_utils._iterate_state_dict": "gathers pieces, with torch 2.11",
+    "torch.distributed._composable_state._get_module_state": "finds our units, in `compat`",
 }
 """What each is for, by its path."""
 
