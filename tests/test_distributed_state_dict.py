@@ -235,13 +235,9 @@ def test_torchs_own_functions_and_fully_shard(rank, world_size):
     model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
     fresh = adamw(model)
     fresh.zero_grad()  # or torch makes no state to load into
-    theirs.set_state_dict(
-        model,
-        fresh,
-        model_state_dict=copy.deepcopy(found) if rank == 0 else {},
-        optim_state_dict=copy.deepcopy(found_optim) if rank == 0 else {},
-        options=options,
-    )
+    mine, mine_optim = copy.deepcopy((found, found_optim) if rank == 0 else ({}, {}))
+    theirs.set_model_state_dict(model, mine, options=options)
+    theirs.set_optimizer_state_dict(model, fresh, mine_optim, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
     assert_close(
         theirs.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), plain.state_dict()
