@@ -6,13 +6,23 @@ import pickle
 
 __all__ = [
     "AlreadyShardedError",
+    "ChangedBetweenError",
     "NoDimensionError",
     "NoPlacementError",
     "NoValuesError",
+    "NotIdleError",
     "NotPicklableError",
     "OtherCommsError",
     "UnevenCutError",
 ]
+
+
+class NotIdleError(RuntimeError, AssertionError, ValueError):
+    """What must not run inside a forward, a backward or `summon_full_params` was called there."""
+
+
+class ChangedBetweenError(RuntimeError, AssertionError):
+    """Parameters were changed between a forward and its backward."""
 
 
 class AlreadyShardedError(ValueError, AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +24,7 @@ from fsdp_wrap._fsdp_module import (
     run_as_unit,
     share_comm_ctx,
 )
-from fsdp_wrap._groups import default_mesh, neighbours
+from fsdp_wrap._groups import Ranks, default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
@@ -67,7 +68,8 @@ def fully_shard(
             resharded after the last.
         mesh: Of one dimension, or of two (replicate, shard); by default all ranks.
         reshard_after_forward: Whether the full parameters are freed between forward and backward; by default
-            those of all but the root. A number lets so many neighbouring ranks keep them between them.
+            those of all but the root. A number lets so many neighbouring ranks keep them between them; that
+            of all ranks is True, and 1 is False, with a warning, since it is easily taken for True.
         shard_placement_fn: Chooses for a parameter the `Shard(dim)` to cut it along; None is `Shard(0)`. The
             size of another dimension than the first must be a multiple of the ranks.
         mp_policy: Dtypes of computation and communication.
@@ -93,6 +95,7 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     ranks, device = ranks_of(mesh), device_of(mesh)
     assert ranks.shard is not None
+    reshard_after_forward = _resolved(reshard_after_forward, ranks.shard.size)
     alone = isinstance(module, nn.Module)
     owner = module if alone else nn.ModuleList(parts)
     ignored = _ignored(parts, ignored_params)
@@ -211,13 +214,27 @@ def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> in
     return dim
 
 
-def _kept_within(
-    reshard_after_forward: Any, shard: Any, device: torch.device, shared_memory: bool
-) -> Communicator | None:
-    if isinstance(reshard_after_forward, bool) or reshard_after_forward is None:
-        return None
+def _resolved(reshard_after_forward: Any, ranks: int) -> bool | int | None:
+    """Checks the argument; returns a number only where some of the ranks keep the full parameters."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
     if not isinstance(reshard_after_forward, int):
         raise TypeError(f"reshard_after_forward is a bool, an int or None, not {reshard_after_forward!r}")
+    if reshard_after_forward == 1:
+        warnings.warn(
+            "reshard_after_forward=1 lets each rank keep all of the unit's parameters, as False does; pass "
+            "True if they are to be freed",
+            stacklevel=3,
+        )
+        return False
+    return True if reshard_after_forward == ranks else reshard_after_forward
+
+
+def _kept_within(
+    reshard_after_forward: bool | int | None, shard: Ranks, device: torch.device, shared_memory: bool
+) -> Communicator | None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
     return make_communicator(neighbours(shard, reshard_after_forward), device, shared_memory)
 
 

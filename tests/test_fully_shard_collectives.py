@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -141,6 +142,7 @@ def check_reduced(module: nn.ParameterList, rank: int, expected: list[Any], **to
         param.grad = None
 
 
+@pytest.mark.slow
 def test_gathers_and_reductions_of_odd_shapes_at_128_ranks():
     of_ranks = [gradients(rank) for rank in range(RANKS)]
     means = [sum(grads) / RANKS for grads in zip(*of_ranks)]
