@@ -8,12 +8,12 @@ __all__ = [
     "AlreadyShardedError",
     "ChangedBetweenError",
     "NoDimensionError",
-    "NoPlacementError",
     "NoValuesError",
     "NotIdleError",
     "NotPicklableError",
     "OtherCommsError",
     "UnevenCutError",
+    "WrongKindError",
 ]
 
 
@@ -33,10 +33,6 @@ class NoDimensionError(ValueError, AssertionError):
     """A parameter is to be cut along a dimension that it does not have."""
 
 
-class NoPlacementError(TypeError, ValueError):
-    """What is to tell how a parameter is cut does not."""
-
-
 class UnevenCutError(ValueError, NotImplementedError):
     """A parameter would be cut into chunks that no rank could hold."""
 
@@ -51,3 +47,7 @@ class OtherCommsError(RuntimeError, AssertionError):
 
 class NotPicklableError(TypeError, pickle.PicklingError):
     """A sharded module was to be pickled."""
+
+
+class WrongKindError(TypeError, ValueError):
+    """An argument, or what a function that was an argument returned, is of the wrong type."""
