@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["ChangedBetweenError", "NotIdleError"]
+import pickle
+
+__all__ = [
+    "AlreadyShardedError",
+    "ChangedBetweenError",
+    "NoDimensionError",
+    "NoPlacementError",
+    "NoValuesError",
+    "NotIdleError",
+    "NotPicklableError",
+    "OtherCommsError",
+    "ReplacedError",
+    "UnevenCutError",
+]
 
 
 class NotIdleError(RuntimeError, AssertionError, ValueError):
@@ -11,3 +24,35 @@ class NotIdleError(RuntimeError, AssertionError, ValueError):
 
 class ChangedBetweenError(RuntimeError, AssertionError):
     """Parameters were changed between a forward and its backward."""
+
+
+class ReplacedError(ValueError, RuntimeError):
+    """Something else was put in the place of a sharded parameter."""
+
+
+class AlreadyShardedError(ValueError, AssertionError):
+    """A module is in a unit already."""
+
+
+class NoDimensionError(ValueError, AssertionError):
+    """A parameter is to be cut along a dimension that it does not have."""
+
+
+class NoPlacementError(TypeError, ValueError):
+    """What is to tell how a parameter is cut does not."""
+
+
+class UnevenCutError(ValueError, NotImplementedError):
+    """A parameter would be cut into chunks that no rank could hold."""
+
+
+class NoValuesError(ValueError, RuntimeError):
+    """Parameters on the meta device were to compute."""
+
+
+class OtherCommsError(RuntimeError, AssertionError):
+    """Something else decides how a unit communicates."""
+
+
+class NotPicklableError(TypeError, pickle.PicklingError):
+    """A sharded module was to be pickled."""

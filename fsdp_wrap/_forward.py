@@ -15,7 +15,7 @@ from fsdp_wrap._transforms import Transformed
 from fsdp_wrap._tree import map_tensors
 from fsdp_wrap._unit import Unit, Use
 
-__all__ = ["run_forward"]
+__all__ = ["prepared_inputs", "run_forward"]
 
 
 def run_forward(
@@ -35,7 +35,11 @@ def run_forward(
             has written to a parameter.
     """
     if not torch.is_grad_enabled() and _shown_in_full(unit):
-        return call(*args, **kwargs)
+        unit.buffers.hold_original()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            unit.buffers.release()
     own = schedule_of(unit)
     returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
@@ -89,6 +93,12 @@ def _prepared(
     if computed is not None:
         args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
     return returned, args, kwargs
+
+
+def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns inputs as a forward of the unit would take them, moved and cast."""
+    _, args, kwargs = _prepared(unit, schedule_of(unit), args, kwargs)
+    return args, kwargs
 
 
 def _shown_in_full(unit: Unit) -> bool:

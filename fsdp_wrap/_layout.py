@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from fsdp_wrap._buffers import Buffers
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Place
 from fsdp_wrap._sharded_gradients import ShardedGradients
-from fsdp_wrap._shown import Cover, Observed
+from fsdp_wrap._shown import Observed
 
 __all__ = ["Layout"]
 
@@ -26,13 +26,11 @@ class Layout(Buffers, ShardedGradients, Observed, Protocol):
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it.
         flat_param: The parameter whose data are this rank's shard, whether or not the optimizer sees it.
-        cover: The leaves, to stand before the sharded parameters.
+        average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
     """
 
     dtype: torch.dtype
-
-    @property
-    def cover(self) -> Cover: ...
+    average_hook: Callable[[torch.Tensor], None] | None
 
     @property
     def flat_param(self) -> nn.Parameter: ...

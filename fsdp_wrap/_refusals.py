@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._errors import ChangedBetweenError
+from fsdp_wrap._errors import ChangedBetweenError, ReplacedError
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import ParamSlot
@@ -29,6 +29,7 @@ __all__ = [
     "refuse_graph",
     "refuse_outdated",
     "refuse_pieces",
+    "refuse_replaced",
 ]
 
 _VERSION = attrgetter("_version")
@@ -112,12 +113,14 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
     """Refuses what users have put in the place of sharded parameters, and hooks that cannot run.
 
     Raises:
-        ValueError: If there is any.
+        ReplacedError: If anything stands in the place of a sharded parameter.
+        ValueError: If there is a hook that cannot run.
         ChangedBetweenError: If a full parameter was written to after the last forward.
     """
     for segment in handle.segments:
         if not segment.layout.shown_sharded.is_untouched():
-            _refuse_changed(unit, segment.layout)
+            refuse_replaced(unit, segment.layout)
+            _refuse_hooked(unit, segment.layout)
     if handle.shown.changed:
         raise ChangedBetweenError(
             f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
@@ -126,15 +129,23 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
         )
 
 
-def _refuse_changed(unit: Unit, layout: Layout) -> None:
+def refuse_replaced(unit: Unit, layout: Layout) -> None:
+    """Refuses what users have put in the place of sharded parameters.
+
+    Raises:
+        ReplacedError: If there is any.
+    """
     for index, found in layout.shown_sharded.replaced():
         what = "was removed" if found is None else f"was replaced by {_described(found)}"
-        raise ValueError(
-            f"the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its module on rank "
-            f"{dist.get_rank()}, where optimizer and training would not know of it: put the former object "
-            "back, and write new values into it; or replace it before sharding, or, with the wrapper, inside "
-            "summon_full_params"
+        raise ReplacedError(
+            f"Cannot writeback: the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its "
+            f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
+            "former object back, and write new values into it; or replace it before sharding, or, with the "
+            "wrapper, inside summon_full_params"
         )
+
+
+def _refuse_hooked(unit: Unit, layout: Layout) -> None:
     for index in layout.shown_sharded.hooked():
         raise ValueError(
             f"on rank {dist.get_rank()}: register_hook on the sharded parameter "

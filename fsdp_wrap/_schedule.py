@@ -448,10 +448,15 @@ class Schedule:
             self._make_room()  # sums over replicas begin there
         self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
         for unit in self._units:
-            if unit.handle is not None:
-                unit.handle.forget_zeroed()
-                self._end_unsharded_backward(unit, Phase.IDLE)
-                self._take_gradients(unit, Phase.IDLE)
+            self.end_backwards_of(unit)
+
+    @torch.no_grad()
+    def end_backwards_of(self, unit: Unit) -> None:
+        """Ends the backwards that one unit has had, by hand, save for `await_reduction`."""
+        if unit.handle is not None:
+            unit.handle.forget_zeroed()
+            self._end_unsharded_backward(unit, Phase.IDLE)
+            self._take_gradients(unit, Phase.IDLE)
 
     def await_reduction(self) -> None:
         """Waits for the last reduction."""

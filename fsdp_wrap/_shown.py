@@ -94,7 +94,14 @@ class Cover:
 
 
 class Observed(Protocol):
-    """Sharded parameters that tell whether anybody has changed them."""
+    """Sharded parameters that tell whether anybody has changed them.
+
+    Attributes:
+        cover: The leaves, to stand before them.
+    """
+
+    @property
+    def cover(self) -> Cover: ...
 
     @property
     def shown_sharded(self) -> Shown:
