@@ -12,6 +12,7 @@ __all__ = [
     "NotIdleError",
     "NotPicklableError",
     "OtherCommsError",
+    "ReplacedError",
     "UnevenCutError",
     "WrongKindError",
 ]
@@ -23,6 +24,10 @@ class NotIdleError(RuntimeError, AssertionError, ValueError):
 
 class ChangedBetweenError(RuntimeError, AssertionError):
     """Parameters were changed between a forward and its backward."""
+
+
+class ReplacedError(ValueError, RuntimeError):
+    """Something else was put in the place of a sharded parameter."""
 
 
 class AlreadyShardedError(ValueError, AssertionError):

@@ -344,7 +344,7 @@ class FlatHandle:
         if free_unsharded_flat_param:
             schedule_of(unit).reshard(unit)
         elif handle is not None and not unit.running:
-            handle.show_sharded()
+            handle.shown.show_sharded()
 
     def needs_unshard(self) -> bool:
         """Whether the full parameters are not there."""

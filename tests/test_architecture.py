@@ -85,6 +85,7 @@ LAYERS = [
         "_transport.py",
         "_gradients.py",
         "_segment.py",
+        "_display.py",
         "_in_flight.py",
         "_summon.py",
         "_handle.py",
