@@ -98,6 +98,7 @@ LAYERS = [
     [
         "_materialize.py",
         "_param_checks.py",
+        "_ignoring.py",
         "_init.py",
         "_full_values.py",
         "_originals.py",
@@ -112,6 +113,8 @@ LAYERS = [
         "_taking.py",
         "state_dict.py",
         "_optim_load.py",
+        "_optim_refit.py",
+        "_optim_agreement.py",
         "optim_state_dict.py",
         "_gradient_blocks.py",
         "_held_gradients.py",
