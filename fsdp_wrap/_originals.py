@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class Originals:
     """The parameters of the unwrapped module, in its order, whichever way the module is wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self.by_name = {original.fqn: original for original in _walk(module)}
         self._by_source: dict[int, list[Original]] = {}
         for original in self.by_name.values():
@@ -117,6 +119,12 @@ class Originals:
                 "model's: pass the model whose parameters() it was made from, after wrapping"
             )
         return found
+
+    @cached_property
+    def holders(self) -> dict[str, torch.Tensor]:
+        """What optimizers hold, by the names that the wrapped module's parameters go by, without prefixes."""
+        shown = {clean_fqn(name): param for name, param in self._module.named_parameters()}
+        return {**shown, **{fqn: original.source for fqn, original in self.by_name.items()}}
 
     def in_group(self, params: Iterable[torch.Tensor]) -> list[Original]:
         """Returns what the parameters of a group stand for, as a plain optimizer's group has them.

@@ -28,6 +28,8 @@ from fsdp_wrap._refusals import (
     refuse_edits,
     refuse_graph,
     refuse_outdated,
+    step_in_backward,
+    with_optimizers,
 )
 from fsdp_wrap._returned import without_parameters
 from fsdp_wrap._torch_private import execution_engine
@@ -228,7 +230,10 @@ class Schedule:
 
     def _hook_leaves(self, unit: Unit) -> None:
         assert unit.handle is not None
-        for leaf, number, index in unit.newly_trainable():
+        leaves = unit.newly_trainable()
+        for source in with_optimizers(unit) if leaves else ():
+            source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
+        for leaf, number, index in leaves:
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 unit.arrivals.hook(leaf, _look_after(unit, number, index))
             )

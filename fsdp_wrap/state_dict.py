@@ -133,7 +133,7 @@ def take_state_dict(
         )
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
-            call.note_aliased(module, offload)
+            call.note_aliased(unit, offload)
         with _replaced(unit, settings, wanted):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
