@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_wrap._composition import find_replicated
 from fsdp_wrap._modules import UNIT_ATTR, Ignored
 
 __all__ = ["resolve_ignored"]
@@ -44,6 +45,7 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
             stacklevel=3,
         )
     params = {item for item in given if isinstance(item, nn.Parameter)}
+    modules |= find_replicated([module])
     params.update(param for child in modules for param in child.parameters(recurse=False))
     return Ignored(frozenset(modules), frozenset(params))
 

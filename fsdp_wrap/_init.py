@@ -14,6 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compile import skip_runtime_frames
+from fsdp_wrap._composition import announce_sharded
+from fsdp_wrap._errors import AlreadyShardedError
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._initial_values import InitialValues, sample
 from fsdp_wrap._layout import Layout
@@ -198,10 +200,12 @@ def assemble_unit(
         below.nest(fqn)
     guard_parametrizations(unit, modules)
     skip_runtime_frames()
-    if handle is not None or spec.buffer_dtype is not None:  # else the unit does nothing to its modules
+    if handle is not None or any(each._buffers for each in modules):  # else it may become a unit again
         _taken.update(modules)
     for each in modules:
         mark_managed(each)
+    for each in spec.parts or (module,):
+        announce_sharded(each)
     _note_owners(unit, segments.values())
     refuse_earlier_optimizers(unit, segments.values())
     refuse_pieces(unit)
@@ -256,7 +260,7 @@ _taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def refuse_taken(module: nn.Module) -> None:
     """Refuses a module that a unit has taken already, as its own or as part of it."""
     if module in _taken:
-        raise ValueError(
+        raise AlreadyShardedError(
             f"this {type(module).__name__} is already wrapped, or part of a wrapped module; wrap parts "
             "before the whole, each once"
         )
