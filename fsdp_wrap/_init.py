@@ -202,7 +202,7 @@ def assemble_unit(
         below.nest(fqn)
     guard_parametrizations(unit, modules)
     skip_runtime_frames()
-    if handle is not None or spec.buffer_dtype is not None:  # else the unit does nothing to its modules
+    if handle is not None or any(each._buffers for each in modules):  # else it may become a unit again
         _taken.update(modules)
     for each in modules:
         mark_managed(each)

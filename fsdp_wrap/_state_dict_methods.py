@@ -131,9 +131,9 @@ class StateDictMethods(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
 
-        By default it holds full tensors, the same on every rank, and is collective. Parameters are copies, so
-        later training does not change them; buffers and ignored parameters are the model's own memory, as in
-        the state dict of a plain module, unless `offload_to_cpu` copies them too.
+        By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
+        training does not change them; what is ignored, modules with their buffers or parameters, stays the
+        model's own memory, as in the state dict of a plain module, unless `offload_to_cpu` copies it too.
         """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         settings = self._state_dict_settings

@@ -201,7 +201,7 @@ FILE_LINES = {
     "_dtensor_layout.py": 350,
     "_handle.py": 390,
     "_exec_order.py": 150,
-    "_schedule.py": 468,
+    "_schedule.py": 470,
     "_init.py": 300,
     "full_params.py": 200,
     "state_dict.py": 350,

@@ -151,24 +151,6 @@ def test_wrapping_twice(rank, world_size, use_orig_params, which):
     assert_trains_like(plain, model)
 
 
-@each_form
-@ranks(2)
-def test_wrapping_twice_what_owns_no_parameters(rank, world_size, use_orig_params):
-    """All of them are in units inside: a second wrapper, after training say, runs those as the first did."""
-    net = make_net()
-    plain = copy.deepcopy(net)
-    options: Any = {"use_orig_params": use_orig_params}
-    for name, child in list(net.named_children()):
-        if name != "blocks":
-            setattr(net, name, FSDP(child, **options))
-    for index in range(2):
-        net.blocks[index] = FSDP(net.blocks[index], **options)
-    assert_trains_like(plain, FSDP(net, **options))
-    again = FSDP(net, **options)
-    assert again.check_is_root()
-    assert_trains_like(plain, again)
-
-
 @ranks(1)
 def test_wrapping_a_container_warns(rank, world_size):
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"one": nn.Linear(2, 2)})):

@@ -112,14 +112,14 @@ def test_what_is_wrapped_may_itself_be_ignored(rank, world_size, use_orig_params
 @each_form
 @ranks(2)
 def test_state_dicts_have_the_memory_of_what_is_ignored(rank, world_size, use_orig_params, prefix, kind):
-    """And of buffers, as that of a plain module; parameters that are shown in full now are copied."""
+    """As that of a plain module; what units own is copied, also parameters that are shown in full now."""
     raw = nn.Sequential(Counting(), Counting(), nn.Linear(4, 4))
     options = {"use_orig_params": use_orig_params}
     raw[1] = FSDP(raw[1], ignored_states=[raw[1].linear.weight], **options)
     model = FSDP(raw, ignored_modules=[raw[0]], **options)
     model(torch.ones(2, 4)).sum().backward()
     ignored = {f"0.{name}": value for name, value in raw[0].state_dict(keep_vars=True).items()}
-    ignored |= {"1.calls": raw[1].module.calls, "1.linear.weight": raw[1].module.linear.weight}
+    ignored["1.linear.weight"] = raw[1].module.linear.weight
 
     def check(state: dict) -> None:
         shared = {
@@ -133,5 +133,6 @@ def test_state_dicts_have_the_memory_of_what_is_ignored(rank, world_size, use_or
         full = model.state_dict(prefix=prefix)
         check(full)
         shown = {value.data_ptr() for value in (*raw[2].parameters(), raw[1].module.linear.bias)}
-        owned = (f"{prefix}{name}" for name in ("2.weight", "2.bias", "1.linear.bias"))
+        shown.add(raw[1].module.calls.data_ptr())
+        owned = (f"{prefix}{name}" for name in ("2.weight", "2.bias", "1.linear.bias", "1.calls"))
         assert shown.isdisjoint(full[name].data_ptr() for name in owned)
