@@ -340,8 +340,11 @@ class FlatLayout:
         return self._front.gradients()
 
     def joint_gradient(self) -> torch.Tensor | None:
-        """Returns the gradient shard, of which the holders' gradients are views; None where none has one."""
-        return self._front.joint_gradient()
+        """Returns the gradient shard, of which the holders' gradients are views; None where none has one.
+
+        While gradients wait for a reduction, or parameters are shown in full, it may be a copy.
+        """
+        return self._front.joint_gradient(moves=not self._marks.present)
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         return self._front.gradient_blocks()

@@ -589,6 +589,13 @@ def test_the_gradient_of_the_flat_parameter_behind_slices(rank, world_size):
         grad.mul_(2)
         for param, piece in zip(held, pieces):
             assert param.grad is None or torch.equal(param.grad, 2 * piece), change
+    model.zero_grad()
+    with model.no_sync():
+        model(batch).sum().backward()
+    assert flat.grad is None or not flat.grad.any(), "what waits for a reduction is not in the shard"
+    model(batch).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert model.module[1].bias.grad.eq(4).all() and flat.grad.shape == flat.shape
     flat.grad = None
     assert all(param.grad is None for param in model.parameters())
 
