@@ -20,6 +20,7 @@ from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import ParamSlot
 from fsdp_wrap._steps import NOT_ELEMENTWISE, refuse_in_steps, refuse_pieces_in_steps
+from fsdp_wrap._torch_private import optimizers_in_backward
 from fsdp_wrap._unit import Unit, Use
 from fsdp_wrap.flat_param import FlatParameter
 
@@ -67,7 +68,7 @@ def with_optimizers(unit: Unit) -> list[nn.Parameter]:
     found = []
     for segment in unit.handle.segments if unit.handle is not None else ():
         for source in dict.fromkeys(segment.layout.sources):
-            if hasattr(source, "_in_backward_optimizers") and source not in _with_optimizers:
+            if optimizers_in_backward(source) and source not in _with_optimizers:
                 _refuse_flat(unit, source)
                 _with_optimizers[source] = True
                 found.append(source)
@@ -87,7 +88,7 @@ def _refuse_flat(unit: Unit, source: nn.Parameter) -> None:
 
 def step_in_backward(param: nn.Parameter) -> None:
     """Steps what `with_optimizers` has found on a parameter whose gradient is there; then that goes."""
-    for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+    for optimizer in optimizers_in_backward(param):
         optimizer.step()
     param.grad = None
 

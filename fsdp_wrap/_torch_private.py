@@ -87,6 +87,7 @@ __all__ = [
     "make_subclass",
     "make_wrapper_subclass",
     "no_torch_function",
+    "optimizers_in_backward",
     "outside_transforms",
     "pin_memory_operator",
     "pytree",
@@ -249,6 +250,11 @@ get_layout = torch.serialization._get_layout
 def all_groups() -> Any:
     """Returns all process groups that were not destroyed; where ranks are threads, those of this one."""
     return dist.distributed_c10d._world.pg_map
+
+
+def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that `_apply_optimizer_in_backward` has noted on a parameter."""
+    return getattr(param, "_in_backward_optimizers", [])
 
 
 def trace_rules() -> Any:
