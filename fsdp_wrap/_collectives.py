@@ -78,7 +78,7 @@ class Communicator(ABC):
     @property
     def members(self) -> frozenset[int]:
         """The group's ranks, as the default group counts them."""
-        return frozenset([dist.get_rank()])
+        return frozenset([dist.get_rank() if dist.is_initialized() else 0])
 
     @property
     def way(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._absent_communicator import AbsentCommunicator
 from fsdp_wrap._collectives import Communicator, ExchangeCommunicator, GroupCommunicator, SoloCommunicator
 from fsdp_wrap._connections import Connections
 from fsdp_wrap._device import Pending
@@ -64,6 +65,8 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     """
     if ranks is None or ranks.size == 1:
         return SoloCommunicator(device)
+    if not ranks.communicate:
+        return AbsentCommunicator(ranks, device)
     agreement = positions_of(ranks.group).agreement
     agreement.require("versions", _versions(), _SAME_VERSIONS)
     if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):

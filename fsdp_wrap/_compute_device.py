@@ -52,7 +52,8 @@ def _device_by_tensors(
         places = ", ".join(f"'{name}' on {device}" for device, name in found.items())
         raise ValueError(f"all tensors of a unit must be on one device, but {places}; pass device_id")
     device = next(iter(found), torch.device("cpu"))
-    known, accelerator = _device_types(groups), _accelerator_type()
+    # Without a group, as where something stands in for it, nothing has to travel.
+    known, accelerator = _device_types(groups) or {"cpu"}, _accelerator_type()
     leaves_the_cpu = "cpu" not in known or (only_meta and accelerator in known)
     return _complete(torch.device(accelerator)) if device.type == "cpu" and leaves_the_cpu else device
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +22,10 @@ __all__ = [
     "Ranks",
     "default_group",
     "default_mesh",
+    "group_of",
     "groups_by_host",
     "is_destroyed",
+    "mesh_over",
     "neighbours",
     "ranks_in",
     "time_limit",
@@ -33,11 +36,22 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group and this process's place in it."""
+    """A process group, or what stands in for one, and this process's place in it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @property
+    def communicate(self) -> bool:
+        """Whether there is a process group; what only tells a rank and a size carries nothing."""
+        return isinstance(self.group, dist.ProcessGroup)
+
+    @property
+    def reference(self) -> Callable[[], dist.ProcessGroup | None]:
+        """What gives the group as long as it lives, and does not keep it alive."""
+        # What stands in for one holds nothing that must go, and may be known to nobody else.
+        return weakref.ref(self.group) if self.communicate else partial(_itself, self.group)
 
     @property
     def members(self) -> list[int]:
@@ -48,21 +62,36 @@ class Ranks:
 def ranks_in(group: Any) -> Ranks:
     """Returns this process's place in a group.
 
+    What has the methods `rank()` and `size()` stands in for a group, so that a module can be wrapped as one
+    rank of many would, without the others.
+
     Raises:
         ValueError: If it is not part of it.
-        TypeError: If it is no process group.
+        TypeError: If it is neither.
     """
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup or None, not {type(group).__name__}"
-        )
+        return _stand_in(group)
     if outside or dist.get_rank(group) < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not part of the process_group that it was given: wrap only on the "
             "ranks of the group, or pass each rank the group that it belongs to"
         )
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
+
+
+def _stand_in(group: Any) -> Ranks:
+    rank, size = (getattr(group, name, None) for name in ("rank", "size"))
+    if not (callable(rank) and callable(size)):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, something with its methods rank() and "
+            f"size(), or None, not {type(group).__name__}"
+        )
+    return Ranks(group, rank(), size())
 
 
 def default_group(user: str) -> dist.ProcessGroup:
@@ -100,6 +129,36 @@ def default_mesh() -> DeviceMesh:
     return _once_for(group, "mesh", make)
 
 
+def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Returns the one-dimensional mesh of a group's ranks, without communication."""
+
+    def make() -> DeviceMesh:
+        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+        mesh._pg_registry.clear()  # as above
+        return mesh
+
+    return _once_for(group, ("mesh over", device_type, names), make)
+
+
+def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Returns a group of these ranks in this order, as the default group counts them.
+
+    Args:
+        ranks: Its ranks.
+        known: The one to take, unless it was destroyed.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
+    for group in all_groups():
+        if group is known or (known is None and dist.get_process_group_ranks(group) == list(ranks)):
+            return group  # type: ignore[no-any-return]
+    raise RuntimeError(
+        f"ranks {list(ranks)} hold this tensor between them, and this process has no process group of just "
+        "them (any more): pass the group whose ranks have all of it, as full_tensor(group)"
+    )
+
+
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:
     """Whether a group, as a weak reference gives it, is no longer to be used, though it may live on."""
     return group is None or group not in all_groups()
@@ -122,8 +181,7 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
     """
     if not 1 < size < ranks.size or ranks.size % size:
         raise ValueError(
-            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded, "
-            f"and be neither 1 (which is False) nor {ranks.size} (which is True)"
+            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded"
         )
 
     def make() -> Any:

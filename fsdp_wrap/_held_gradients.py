@@ -23,6 +23,7 @@ from fsdp_wrap._unit import units_in
 __all__ = ["HeldGradients", "NamedGradient", "Share"]
 
 
+_TRAINS = operator.attrgetter("requires_grad")
 _GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("accumulated")
 
 
@@ -112,10 +113,9 @@ class HeldGradients:
         self._blocks = {share: _blocks(share.handles) for share in self.shares}
         self._tree = _Tree(module, self.handles)
         self._generations = [*map(_GENERATION, self.handles)]
-        segments = [(handle, segment) for handle in self.handles for segment in handle.segments]
-        self._handles = [handle for handle, _ in segments]
-        self._gradients = [segment.gradients for _, segment in segments]
-        self._dtypes = {segment.layout.dtype for _, segment in segments}
+        self._handles = [handle for handle in self.handles for _ in handle.segments]
+        self._segments = [segment for handle in self.handles for segment in handle.segments]
+        self._gradients = [segment.gradients for segment in self._segments]
 
     @property
     def is_current(self) -> bool:
@@ -133,10 +133,13 @@ class HeldGradients:
         yield from self.replicated.values()
 
     def widest_dtype(self) -> torch.dtype:
-        """Returns that of the parameters that need gradients: of these a rank may have none."""
-        dtypes = self._dtypes | {param.dtype for param in self.replicated.values()}
+        """Returns that of the gradients that there may be: a rank may have none of them."""
+        replicated = self.replicated.values()
+        dtypes = {segment.dtypes.grad for segment in self._segments} | {param.dtype for param in replicated}
         if len(dtypes) != 1:  # else asking each parameter would change nothing
-            dtypes = {param.dtype for param in self.params() if param.requires_grad}
+            trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
+            dtypes = {segment.dtypes.grad for segment in trained}
+            dtypes |= {param.dtype for param in replicated if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     @property

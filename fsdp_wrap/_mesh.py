@@ -27,10 +27,12 @@ class ShardMesh:
     Attributes:
         shard: Ranks over which parameters are sharded; None where every rank holds all of them.
         replicate: Ranks over which they are replicated; None where there is one copy.
+        given: The mesh that the user gave them by.
     """
 
     shard: Ranks | None
     replicate: Ranks | None
+    given: DeviceMesh | None = None
 
     @property
     def size(self) -> int:
@@ -44,8 +46,13 @@ class ShardMesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups in use."""
-        return [ranks.group for ranks in self._axes]
+        """The process groups in use; none where something stands in for them."""
+        return [ranks.group for ranks in self._axes if ranks.communicate]
+
+    @property
+    def first(self) -> Ranks:
+        """Ranks over which parameters are sharded, or else replicated."""
+        return self._axes[0]
 
     @property
     def _axes(self) -> list[Ranks]:
@@ -56,8 +63,8 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     """Finds the groups that a strategy shards and replicates over.
 
     Args:
-        process_group: A `ProcessGroup`, for hybrid strategies a (shard, replicate) pair, or None for the
-            default group.
+        process_group: A `ProcessGroup`, or what stands in for one; for hybrid strategies a (shard, replicate)
+            pair; or None for the default group.
         device_mesh: A `DeviceMesh` of one dimension, for hybrid strategies of two (replicate, shard), or
             None.
         strategy: What to shard.
@@ -67,7 +74,6 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
             the mesh names a device that is not there, or this rank is not part of them.
         TypeError: If either is of another type.
     """
-    world = default_group("FullyShardedDataParallel")
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
     groups: tuple[Any, ...]
@@ -77,14 +83,19 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     else:
         groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
     if strategy in HYBRID_STRATEGIES:
-        return _hybrid_mesh(groups_by_host(world) if groups == (None,) else groups, strategy)
+        return _hybrid_mesh(groups_by_host(_world()) if groups == (None,) else groups, strategy, device_mesh)
     if len(groups) != 1:
         raise ValueError(
             f"{strategy.name} takes one process group or a one-dimensional device_mesh, but got "
             f"{len(groups)} groups or dimensions; HYBRID_SHARD takes two"
         )
-    ranks = ranks_in(world if groups[0] is None else groups[0])
-    return ShardMesh(None, ranks) if strategy is ShardingStrategy.NO_SHARD else ShardMesh(ranks, None)
+    ranks = ranks_in(_world() if groups[0] is None else groups[0])
+    whole = strategy is ShardingStrategy.NO_SHARD
+    return ShardMesh(None if whole else ranks, ranks if whole else None, device_mesh)
+
+
+def _world() -> dist.ProcessGroup:
+    return default_group("FullyShardedDataParallel")
 
 
 def ranks_of(mesh: DeviceMesh) -> ShardMesh:
@@ -97,16 +108,16 @@ def ranks_of(mesh: DeviceMesh) -> ShardMesh:
     groups = _mesh_groups(mesh)
     if len(groups) > 2:
         raise ValueError(f"a mesh has one dimension (shard) or two (replicate, shard), not {mesh.ndim}")
-    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None)
+    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None, mesh)
 
 
-def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy) -> ShardMesh:
+def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy, given: DeviceMesh | None) -> ShardMesh:
     if len(groups) != 2:
         raise ValueError(
             f"{strategy.name} takes a (shard, replicate) pair of process groups or a device_mesh of two "
             "dimensions (replicate, shard), or neither, in which case it shards within each host"
         )
-    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]))
+    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]), given)
 
 
 def _mesh_groups(mesh: Any) -> tuple[dist.ProcessGroup, ...]:

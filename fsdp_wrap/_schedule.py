@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fsdp_wrap._errors import NotIdleError
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._finalization import BackwardEnd
@@ -27,11 +28,13 @@ from fsdp_wrap._refusals import (
     refuse_edits,
     refuse_graph,
     refuse_outdated,
-    refuse_parameter_views,
+    step_in_backward,
+    with_optimizers,
 )
+from fsdp_wrap._returned import without_parameters
 from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._traffic import Traffic
-from fsdp_wrap._tree import iter_tensors, map_tensors
+from fsdp_wrap._tree import map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
 
@@ -105,7 +108,7 @@ class Schedule:
         else:
             unit.buffers.show_cast()
         if unit.handle is not None:
-            unit.handle.show_leaves()
+            unit.handle.shown.show_leaves()
         return Use(unit, part)
 
     def watch_inputs(self, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any, list[Node]]:
@@ -132,7 +135,7 @@ class Schedule:
             use.watched = len(nodes)
         return args, kwargs, nodes
 
-    def post_forward(self, use: Use, output: Any, inputs: list[Node]) -> None:
+    def post_forward(self, use: Use, output: Any, inputs: list[Node]) -> Any:
         """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
 
         Args:
@@ -141,15 +144,17 @@ class Schedule:
             inputs: The nodes from `watch_inputs`. Only the outputs' hooks keep them: a reference from
                 `use`, which the nodes' own hooks hold, would be a cycle that is never collected.
 
+        Returns:
+            The output, with copies in the place of parameters.
+
         Raises:
-            RuntimeError: If an output is a view of a parameter, which would dangle after resharding.
+            RuntimeError: If the forward has written to a parameter.
         """
         unit = use.unit
         if unit.handle is None:
-            return
-        tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
-        refuse_parameter_views(unit, unit.handle, tensors)
+            return output
         refuse_edits(unit, unit.handle)
+        output, tensors = without_parameters(unit.handle, output)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         if with_grad:
             use.written = unit.handle.written()
@@ -158,12 +163,15 @@ class Schedule:
                 lambda grad: self._pre_backward(use, inputs, grad)
             )
         if graph_task() != -1:
-            return  # the backward that recomputes will reshard
+            return output  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.record(unit)
         over = unit.running == 1 and unit.ran(use.part)
         if over and not unit.keeps_parameters(use, bool(with_grad), unit is self.root):
             self._traffic.reshard(unit, Phase.FORWARD, unit.options.reshards_within if with_grad else None)
+        elif over:
+            unit.handle.shown.show_kept()
+        return output
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -171,7 +179,7 @@ class Schedule:
         unit = use.unit
         unit.running -= 1
         if unit.handle is not None and unit.running == 0 and graph_task() == -1:
-            unit.handle.show_sharded()
+            unit.handle.shown.end_forward()
         if self._depth == 0 and graph_task() == -1:
             self._end_outermost_forward()
 
@@ -222,7 +230,10 @@ class Schedule:
 
     def _hook_leaves(self, unit: Unit) -> None:
         assert unit.handle is not None
-        for leaf, number, index in unit.newly_trainable():
+        leaves = unit.newly_trainable()
+        for source in with_optimizers(unit) if leaves else ():
+            source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
+        for leaf, number, index in leaves:
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 unit.arrivals.hook(leaf, _look_after(unit, number, index))
             )
@@ -261,8 +272,8 @@ class Schedule:
         if unit.options.unshards_in_backward:
             self._traffic.unshard(unit, Phase.BACKWARD)
             if handle is not None:
-                handle.show_leaves()  # checkpointing inside of the unit computes with them again
-        if use.outdated:
+                handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
+        if use.outdated or (handle is not None and handle.shown.changed):
             self._traffic.reshard(unit, Phase.BACKWARD)
             refuse_outdated(use)
 
@@ -349,7 +360,7 @@ class Schedule:
         if unit.options.reshards_after_backward:
             self._traffic.reshard(unit, phase)
         elif unit.handle is not None and not unit.running:
-            unit.handle.show_sharded()
+            unit.handle.shown.show_sharded()
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
@@ -386,7 +397,7 @@ class Schedule:
         else:
             unit.arrivals.end()
             if not unit.running:
-                handle.show_sharded()
+                handle.shown.show_sharded()
         self._take_gradients(unit, Phase.FINAL_CALLBACK)
 
     def end_failed_backward(self) -> None:
@@ -425,7 +436,7 @@ class Schedule:
         if unit.handle is not None:
             self._traffic.unshard(unit, Phase.IDLE)
             self._hook_leaves(unit)
-            unit.handle.show_leaves()
+            unit.handle.shown.show_leaves()
 
     def reshard(self, unit: Unit) -> None:
         """Frees a unit's full parameters, unless its forward is running."""
@@ -442,10 +453,15 @@ class Schedule:
             self._make_room()  # sums over replicas begin there
         self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
         for unit in self._units:
-            if unit.handle is not None:
-                unit.handle.forget_zeroed()
-                self._end_unsharded_backward(unit, Phase.IDLE)
-                self._take_gradients(unit, Phase.IDLE)
+            self.end_backwards_of(unit)
+
+    @torch.no_grad()
+    def end_backwards_of(self, unit: Unit) -> None:
+        """Ends the backwards that one unit has had, by hand, save for `await_reduction`."""
+        if unit.handle is not None:
+            unit.handle.forget_zeroed()
+            self._end_unsharded_backward(unit, Phase.IDLE)
+            self._take_gradients(unit, Phase.IDLE)
 
     def await_reduction(self) -> None:
         """Waits for the last reduction."""
@@ -527,12 +543,12 @@ class Schedule:
         """Refuses what must not happen in the middle of a forward or backward.
 
         Raises:
-            RuntimeError: If a unit's forward is running or a backward is in progress.
+            NotIdleError: If a unit's forward is running or a backward is in progress.
         """
         running = next((unit for unit in self._units if unit.running), None)
         if running is not None or graph_task() != -1:
             where = f"the forward of {running.name}" if running is not None else "a backward"
-            raise RuntimeError(f"{doing} must not run inside {where}")
+            raise NotIdleError(f"{doing} must not run inside {where}")
 
 
 def schedule_of(unit: Unit) -> Schedule:
@@ -545,7 +561,7 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
     """Refuses what must not happen in the middle of a forward or backward of any of the units.
 
     Raises:
-        RuntimeError: As `Schedule.require_idle`.
+        NotIdleError: As `Schedule.require_idle`.
     """
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.require_idle(doing)

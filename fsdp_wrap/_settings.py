@@ -1,9 +1,8 @@
-"""What programs read from a wrapper beside its methods: how it was set up, and its sharded parameters."""
+"""What programs read from a wrapper beside its methods: how it was set up."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._mesh import ShardMesh
+from fsdp_wrap._precision import FullPrecision
 from fsdp_wrap._unit import Unit
 from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
@@ -23,8 +23,8 @@ class Settings:
     """The options of one wrapper, with their defaults filled in.
 
     Attributes:
-        group: The ranks that shard, or, where none do, that hold copies. A weak reference, since a model must
-            not keep process groups alive.
+        group: The ranks that shard, or, where none do, that hold copies; a reference, since a model must not
+            keep process groups alive.
         device: Where it computes.
         sharding_strategy: How it shards.
         cpu_offload: Whether shards live in host memory.
@@ -32,9 +32,10 @@ class Settings:
         backward_prefetch: When backward gathers the next unit.
         forward_prefetch: Whether forward does.
         limit_all_gathers: As given.
+        use_orig_params: Whether the optimizer sees slices of the original parameters.
     """
 
-    group: weakref.ref[dist.ProcessGroup]
+    group: Callable[[], dist.ProcessGroup | None]
     device: torch.device
     sharding_strategy: ShardingStrategy
     cpu_offload: CPUOffload
@@ -42,19 +43,22 @@ class Settings:
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     limit_all_gathers: bool
+    use_orig_params: bool
 
     @classmethod
     def of(cls, mesh: ShardMesh, device: torch.device, options: Mapping[str, Any]) -> Settings:
         """Reads the wrapper's options, by the names of its arguments."""
+        policy = options["mixed_precision"]
         return cls(
-            weakref.ref(mesh.groups[0]),
+            mesh.first.reference,
             device,
             options["sharding_strategy"],
             options["cpu_offload"] or CPUOffload(),
-            options["mixed_precision"],
+            policy.plain if isinstance(policy, FullPrecision) else policy or MixedPrecision(),
             options["backward_prefetch"],
             options["forward_prefetch"],
             options["limit_all_gathers"],
+            options["use_orig_params"],
         )
 
 
@@ -63,12 +67,6 @@ class ShowsSettings(nn.Module):
 
     _settings: Settings
     _unit: Unit
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The sharded parameters of this unit: its `FlatParameter`s; none where it owns no parameters."""
-        handle = self._unit.handle
-        return [] if handle is None else [segment.layout.flat_param for segment in handle.segments]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -85,12 +83,12 @@ class ShowsSettings(nn.Module):
     @property
     def rank(self) -> int:
         """This process's rank in `process_group`."""
-        return dist.get_rank(self.process_group)
+        return self.process_group.rank()
 
     @property
     def world_size(self) -> int:
         """How many ranks `process_group` has."""
-        return dist.get_world_size(self.process_group)
+        return self.process_group.size()
 
     @property
     def compute_device(self) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "plan_wrapping"]
+__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "plan_wrapping", "warn_of_container"]
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]
@@ -73,7 +73,7 @@ def plan_wrapping(
         ignored_params: Parameters that do not count.
         wrapper_kwargs: Arguments of the units' wrappers, where the policy does not override them.
         apart: Classes whose instances become units whatever the policy says, and what then overrides
-            their wrapper's arguments.
+            their wrapper's arguments; they are named in a warning.
 
     Raises:
         ValueError: If a module is already wrapped, or the policy refuses the tree.
@@ -225,11 +225,20 @@ def _with_those_apart(
     tree: _Tree, targets: Targets, kwargs: Kwargs, classes: tuple[type[nn.Module], ...], overrides: Kwargs
 ) -> Targets:
     result: Targets = {}
+    apart: list[str] = []
     for module in tree.order:
         if isinstance(module, classes) and module not in tree.ignored and module is not tree.root:
             result[module] = {**targets.get(module, kwargs), **overrides}
+            apart.append(tree.describe(module))
         elif module in targets:
             result[module] = targets[module]
+    if apart:
+        warnings.warn(
+            f"mixed_precision leaves out modules of {', '.join(each.__name__ for each in classes)} "
+            "(_module_classes_to_ignore). These modules will be wrapped as separate FSDP units, in full "
+            f"precision: {', '.join(apart)}",
+            stacklevel=5,
+        )
     return result
 
 
@@ -257,6 +266,16 @@ def _is_container(module: nn.Module) -> bool:
     """Whether the module is a container without a forward: as a unit it would never be unsharded."""
     forward = getattr(module.forward, "__func__", module.forward)
     return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
+
+
+def warn_of_container(module: nn.Module) -> None:
+    """Warns if a module that the user wraps is a container without a forward."""
+    if _is_container(module):
+        warnings.warn(
+            f"a {type(module).__name__} has no forward, in which its parameters would be gathered when it is "
+            "wrapped; wrap the modules in it, or the one above",
+            stacklevel=4,
+        )
 
 
 def _check_arguments(tree: _Tree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:

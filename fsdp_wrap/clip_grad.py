@@ -40,8 +40,8 @@ class GradientNorms(IdleGradients):
 
         Returns:
             The total norm before clipping, a 0-d tensor on the device of the sharded parameters, the same on
-            all ranks. It is computed in float32 at least, and returned in the widest dtype of the parameters
-            that need gradients. One that is not finite scales the gradients of all ranks alike.
+            all ranks. It is computed in float32 at least, and returned in the widest dtype of the gradients,
+            also of those that are not there. One that is not finite scales the gradients of all ranks alike.
 
         Raises:
             RuntimeError: Inside a forward, a backward or `summon_full_params`, or below the root.
@@ -107,8 +107,8 @@ def _norm_type(norm_type: float) -> float:
 def _require_root(unit: Unit) -> None:
     if unit.nested:
         raise RuntimeError(
-            f"clip_grad_norm_() must be called on the root, and this is {unit.name}: gradients are clipped "
-            "by the norm of all of them"
+            "clip_grad_norm_() should only be called on the root FSDP instance, and this is "
+            f"{unit.name}: gradients are clipped by the norm of all of them"
         )
 
 

@@ -17,16 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._forward import run_forward
-from fsdp_wrap._handle import HandleState, ParamHandle
-from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
+from fsdp_wrap._handle import HandleState
+from fsdp_wrap._ignoring import resolve_ignored
+from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken
+from fsdp_wrap._internals import ShowsInternals, refuse_internal
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
 from fsdp_wrap._schedule import require_idle, schedule_of
-from fsdp_wrap._settings import Settings, ShowsSettings
+from fsdp_wrap._settings import Settings
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
+from fsdp_wrap._wrap_plan import warn_of_container
 from fsdp_wrap.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -88,7 +91,7 @@ def clean_names() -> Iterator[None]:
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
+class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Each wrapped module is a unit: its parameters are unsharded just before its forward and
@@ -101,7 +104,9 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     Args:
         module: The module to wrap.
         process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
-            replicate) pair of groups, None to shard within each host.
+            replicate) pair of groups, None to shard within each host. What has its methods `rank()` and
+            `size()` only stands in for it: the module is wrapped as that rank would, and cannot run, save
+            for one of one.
         sharding_strategy: FULL_SHARD by default.
         cpu_offload: Keep shards, gradients and so optimizer state in host memory.
         auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
@@ -129,7 +134,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If the process group is missing or does not contain this rank, the module is wrapped
-            already, or a parameter cannot be sharded.
+            already, a parameter cannot be sharded, or what is to be ignored is no module or parameter.
         RuntimeError: If `param_init_fn` leaves something on the meta device.
 
     The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
@@ -161,14 +166,14 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
-        policy = MixedPrecision(_module_classes_to_ignore=()) if mixed_precision is None else mixed_precision
+        policy = MixedPrecision() if mixed_precision is None else mixed_precision
         options: dict[str, Any] = {
             "process_group": process_group,
             "device_mesh": device_mesh,
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "backward_prefetch": backward_prefetch,
-            "mixed_precision": policy,
+            "mixed_precision": mixed_precision,
             "param_init_fn": param_init_fn,
             "forward_prefetch": forward_prefetch,
             "limit_all_gathers": limit_all_gathers,
@@ -187,7 +192,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             policy_of=lambda _: wanted,
             buffer_dtype=policy.buffer_dtype,
             values=values,
-            options=_unit_options(module, **options),
+            options=_unit_options(module, policy, **options),
             ignored=ignored,
             shared_memory=shared_memory is not False,
         )
@@ -200,6 +205,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.module = self
+        self._make_flat_handles()
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
@@ -216,7 +222,11 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         except AttributeError:
             if name == WRAPPED_ATTR:  # not set yet
                 raise
-            return getattr(self._fsdp_wrapped_module, name)
+            try:
+                return getattr(self._fsdp_wrapped_module, name)
+            except AttributeError:
+                refuse_internal("wrapper", name)
+                raise
 
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
@@ -252,25 +262,6 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             nested = {id(m) for outer in found for m in outer.modules() if m is not outer}
             found = [m for m in found if id(m) not in nested]
         return found
-
-    @property
-    def _has_params(self) -> bool:
-        return self._unit.handle is not None
-
-    # what clients of torch's wrapper read and write beside the public names
-
-    @property
-    def _handle(self) -> ParamHandle | None:
-        return self._unit.handle
-
-    @property
-    def _flat_param(self) -> nn.Parameter | None:
-        return None if self._unit.handle is None else self._unit.handle.flat_param
-
-    @property
-    def _is_root(self) -> bool | None:
-        """Whether this is the outermost instance; None before its first use."""
-        return None if self._unit.schedule is None else self.check_is_root()
 
     # training
 
@@ -464,6 +455,7 @@ def _check_wrappable(module: Any) -> None:
             f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel"
         )
     refuse_taken(module)
+    warn_of_container(module)
 
 
 def _wrap_below(
@@ -482,7 +474,8 @@ def _wrap_below(
         except MaterializationError as error:
             raise MaterializationError(f"in '{names[child]}': {error}") from None
 
-    policy: MixedPrecision = shared["mixed_precision"]
+    policy: MixedPrecision | None = shared["mixed_precision"]
+    classes = () if policy is None else tuple(policy._module_classes_to_ignore)
     plan = plan_wrapping(
         module,
         auto_wrap_policy,
@@ -490,7 +483,7 @@ def _wrap_below(
         ignored_modules=ignored.modules,
         ignored_params=ignored.params,
         wrapper_kwargs=shared,
-        apart=(tuple(policy._module_classes_to_ignore), {"mixed_precision": FullPrecision()}),
+        apart=(classes, {"mixed_precision": FullPrecision()}),
     )
     for child, kwargs in plan.targets.items():
         try:
@@ -514,7 +507,7 @@ def _resolve_options(
 ) -> ShardMesh:
     """Checks what does not depend on the module, and finds the ranks."""
     if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn must be a function of a module or None, not {param_init_fn!r}")
+        raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {param_init_fn!r}")
     check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
     check_kind("cpu_offload", cpu_offload, CPUOffload)
     check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
@@ -527,18 +520,18 @@ def _resolve_options(
 
 def _unit_options(
     module: nn.Module,
+    policy: MixedPrecision,
     *,
     sharding_strategy: ShardingStrategy,
     backward_prefetch: BackwardPrefetch | None,
     forward_prefetch: bool,
-    mixed_precision: MixedPrecision,
     **others: Any,
 ) -> UnitOptions:
     return UnitOptions(
         reshard_after_forward=sharding_strategy in _RESHARD_AFTER_FORWARD,
         backward_prefetch=backward_prefetch,
         forward_prefetch=bool(forward_prefetch),
-        casts=InputCasts.of(mixed_precision, module),
+        casts=InputCasts.of(policy, module),
         full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
     )
 

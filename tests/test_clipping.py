@@ -366,6 +366,23 @@ def test_norms_of_large_shards_keep_their_digits(rank, world_size, use_orig_para
 
 @each_form
 @ranks(2)
+def test_sums_of_many_small_gradients_keep_their_digits(rank, world_size, use_orig_params):
+    """They are added in rows that are longer than any of them."""
+    torch.manual_seed(rank)
+    model = FSDP(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+    )
+    for param in model.parameters():
+        param.grad = torch.rand_like(param)
+    exact = sum(param.grad.double().abs().sum() for param in model.parameters())
+    dist.all_reduce(exact)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9, 1.0), exact.float(), rtol=1.2e-7, atol=0)
+
+
+@each_form
+@ranks(2)
 def test_modules_that_come_and_go_are_noticed(rank, world_size, use_orig_params):
     raw = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
     model = FSDP(raw, use_orig_params=use_orig_params, ignored_modules=[raw[1]])
@@ -513,7 +530,7 @@ def test_wrong_calls_are_refused(rank, world_size):
     for max_norm in (-1, float("nan")):
         with pytest.raises(ValueError, match="max_norm must not be negative"):
             model.clip_grad_norm_(max_norm)
-    with pytest.raises(RuntimeError, match=r"on the root, and this is unit 'blocks\.1'"):
+    with pytest.raises(RuntimeError, match=r"on the root FSDP instance, and this is unit 'blocks\.1'"):
         model.blocks[1].clip_grad_norm_(1.0)
     with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="inside summon_full_params"):
         model.clip_grad_norm_(1.0)

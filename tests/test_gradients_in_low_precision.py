@@ -39,9 +39,38 @@ def test_norms_and_clipping(rank, world_size, use_orig_params, strategy, policy)
         assert norm.dtype == SINGLE
         torch.testing.assert_close(norm.double(), before[name].norm(), rtol=1e-6, atol=1e-9)
     total = torch.cat([grad.flatten() for grad in before.values()]).norm()
-    torch.testing.assert_close(model.clip_grad_norm_(0.1).double(), total, rtol=1e-6, atol=0)
+    found = model.clip_grad_norm_(0.1)
+    assert found.dtype == (BRAIN if policy == "bf16 kept" else SINGLE)
+    torch.testing.assert_close(found.double(), total, rtol=max(1e-6, torch.finfo(found.dtype).eps), atol=0)
     for name, grad in full_grads(model).items():
         torch.testing.assert_close(grad.double(), before[name] * 0.1 / total, rtol=0.01, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("reduced, expected", [(HALF, HALF), (BRAIN, BRAIN), (SINGLE, SINGLE), (None, HALF)])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@each_form
+@ranks(2)
+def test_the_norm_is_of_the_dtype_in_which_gradients_are_kept(
+    rank, world_size, use_orig_params, strategy, reduced, expected
+):
+    """On all ranks, those without a gradient of their own too; what clips is known more precisely."""
+    _, model = twins(
+        Transformer,
+        auto_wrap_policy=WRAPPINGS["block"](),
+        mixed_precision=MixedPrecision(HALF, reduced, keep_low_precision_grads=True),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    with pytest.warns(UserWarning, match="no gradients"):
+        assert model.clip_grad_norm_(1.0).dtype == expected
+    loss_of(model, tokens(rank, 0)).backward()
+    before = {name: grad.double() for name, grad in full_grads(model).items()}
+    exact = torch.cat([grad.flatten() for grad in before.values()]).norm()
+    total = model.clip_grad_norm_(0.1)
+    assert total.dtype == expected
+    torch.testing.assert_close(total.double(), exact, rtol=max(1e-6, torch.finfo(expected).eps), atol=0)
+    for name, grad in full_grads(model).items():
+        torch.testing.assert_close(grad.double(), before[name] * 0.1 / exact, rtol=0.01, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])

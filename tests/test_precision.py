@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -246,8 +247,10 @@ def test_buffers_are_cast_and_come_back_exactly(rank, world_size, dtype):
         model(torch.ones(2, 4)).sum().backward()
         assert spy.seen[-1] == [FP32, dtype, torch.long]
         assert model.module.scale.dtype == dtype
-        with FSDP.summon_full_params(model):
-            assert torch.equal(model.module.scale, original)
+        with FSDP.summon_full_params(model), torch.no_grad():
+            assert torch.equal(model.module.scale, original.to(dtype)), "as torch shows it"
+            model(torch.ones(2, 4))
+            assert spy.seen[-1] == [FP32, FP32, torch.long], "what computes with the originals has these too"
         assert model.module.scale.dtype == dtype
         assert torch.equal(model.state_dict()["scale"], original)
         assert model.module.scale.dtype == dtype
@@ -341,6 +344,8 @@ def test_classes_that_stay_in_full_precision(rank, world_size, style, classes, u
     )
     wrapped = [m.module for m in FSDP.fsdp_modules(model)]
     assert {type(m) for m in wrapped} == {nn.Sequential, *full}
+    for unit in FSDP.fsdp_modules(model):
+        assert unit.mixed_precision == (MixedPrecision() if isinstance(unit.module, full) else policy)
     x = _batch(rank, 0)
     out, expected = model(x), low(x.to(BF16))
     assert out.dtype == BF16
@@ -355,6 +360,22 @@ def test_classes_that_stay_in_full_precision(rank, world_size, style, classes, u
     with FSDP.summon_full_params(model):
         for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm1d)):
             assert torch.equal(norm.running_mean, low[0][1].running_mean.float())
+
+
+@ranks(1)
+def test_what_stays_in_full_precision_is_told(rank, world_size):
+    policy = MixedPrecision(BF16)
+    with pytest.warns(UserWarning, match=r"separate FSDP units.*: '0\.1' \(BatchNorm1d\)$") as caught:
+        model = FSDP(_with_norms(), mixed_precision=policy, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert [warning.filename for warning in caught] == [__file__]
+    assert [type(m.module) for m in FSDP.fsdp_modules(model)].count(nn.BatchNorm1d) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for precision in (None, MixedPrecision(BF16, _module_classes_to_ignore=())):
+            wrapping = ModuleWrapPolicy({nn.Linear})
+            plain = FSDP(_with_norms(), mixed_precision=precision, auto_wrap_policy=wrapping)
+            assert plain.mixed_precision == (precision or MixedPrecision()) == plain[0][0].mixed_precision
+        FSDP(_with_norms(), mixed_precision=policy)  # a unit that is wrapped whole is as its policy says
 
 
 # --- units that differ ---------------------------------------------------------------------------------
