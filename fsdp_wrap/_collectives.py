@@ -23,22 +23,23 @@ from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._objects import (
     all_gather_object,
     all_gather_single,
+    as_transport,
     broadcast_object,
     reduce_scatter_single,
 )
 from fsdp_wrap._positions import GroupPositions, positions_of
 from fsdp_wrap._resizable import Buffer
-from fsdp_wrap._watch import Watch
+from fsdp_wrap._watch import ComparingWatch, Watch
 
 __all__ = [
     "Communicator",
     "ExchangeCommunicator",
     "GroupCommunicator",
     "SoloCommunicator",
-    "as_transport",
 ]
 
 _DATA = attrgetter("data")
+_DESTROYED = "the process group of this wrapped module was destroyed; wrap it anew"
 
 
 class Communicator(ABC):
@@ -50,9 +51,11 @@ class Communicator(ABC):
         device: Where the buffers live.
         positions: Where the ranks of the group stand; None without a group.
         keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
+        settings: What has chosen this way of communicating, which all ranks must have alike.
     """
 
     keeps_notes = True
+    settings: Sequence[str] = ()
 
     def __init__(
         self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
@@ -226,16 +229,21 @@ class GroupCommunicator(Communicator):
     def _identity(self) -> object:
         return self.device, self._reference
 
+    def compare(self, settings: Sequence[str], compare: Callable[[], object]) -> None:
+        """Lets ranks compare, before the first collective, what has chosen this way of communicating."""
+        self.settings = settings
+        self._watch = ComparingWatch(self._group, self.device, self._watch.positions, compare)
+
     @property
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
-            raise _destroyed()
+            raise RuntimeError(_DESTROYED)
         return group
 
     def require_group(self) -> None:
         if is_destroyed(self._reference()):
-            raise _destroyed()
+            raise RuntimeError(_DESTROYED)
 
     @property
     def members(self) -> frozenset[int]:
@@ -294,43 +302,40 @@ class GroupCommunicator(Communicator):
         return self._watch.issue(partial(lane.issue, start), limited)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        with self._watch.failures_told():
-            dist.broadcast(tensor, group=self._group, group_src=0)
+        self._run(lambda later: dist.broadcast(tensor, group=self._group, group_src=0, async_op=later))
+
+    def _run(self, start: Callable[[bool], Any]) -> None:
+        """Runs one collective of the group to its end."""
+        self._issue(self._gather_lane, lambda later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        def start(async_op: bool) -> list[Any]:
+        def start(async_op: bool) -> Any:
             source, parts = as_transport(own), self._parts(full)
-            return [dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)]
+            return dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)
 
-        self._issue(self._gather_lane, start).wait()
+        self._run(start)
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        def start(async_op: bool) -> list[Any]:
+        def start(async_op: bool) -> Any:
             target, parts = as_transport(own), self._parts(full)
-            return [dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)]
+            return dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)
 
-        self._issue(self._gather_lane, start).wait()
+        self._run(start)
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(as_transport(full).chunk(self.size))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        with self._watch.failures_told():
-            return all_gather_object(value, self._group)
+        return all_gather_object(value, self._group, self._run)
 
     def broadcast_object(self, value: Any) -> Any:
-        with self._watch.failures_told():
-            return broadcast_object(value, self._group)
+        return broadcast_object(value, self._group, self._run)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        def start(async_op: bool) -> Any:
+        def start(async_op: bool) -> list[Any]:
             return [dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)]
 
         return self._issue(self._reduce_lane, start)
-
-
-def _destroyed() -> RuntimeError:
-    return RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
 
 
 class ExchangeCommunicator(GroupCommunicator):
@@ -365,11 +370,3 @@ class ExchangeCommunicator(GroupCommunicator):
     def _lives(self, rank: int) -> bool:
         assert self.positions is not None
         return self.positions.lives(dist.get_global_rank(self._group, rank))
-
-
-_TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
-
-
-def as_transport(tensor: torch.Tensor) -> torch.Tensor:
-    # Backends know few dtypes; gathering moves bytes, so any dtype may travel as bytes.
-    return tensor if tensor.dtype in _TRANSPORTED else tensor.view(torch.uint8)

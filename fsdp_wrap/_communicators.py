@@ -31,7 +31,7 @@ from fsdp_wrap._shared_memory import SharedBuffer, own_memory
 from fsdp_wrap._two_level import TwoLevelCommunicator
 from fsdp_wrap._version import __version__
 
-__all__ = ["make_communicator"]
+__all__ = ["SAME_SETTINGS", "make_communicator"]
 
 _LEAST_EXCHANGED = 1 << 20
 """Bytes. By `benchmarks/collectives.py` messages win from here on, at 2 to 8 ranks. Two ranks gain below as
@@ -46,6 +46,7 @@ _LEAST_POOLED = 1 << 16
 _GLOO = "FSDP_WRAP_GLOO"
 _SHARED_MEMORY = "FSDP_WRAP_SHARED_MEMORY"
 _SAME_ENVIRONMENT = "Set it alike on all ranks before wrapping: it chooses the way of communicating"
+SAME_SETTINGS = "Set variables and pass shared_memory alike on all ranks: they choose how to communicate"
 
 _SAME_VERSIONS = "Install the same on all ranks: others communicate in ways of their own"
 
@@ -73,9 +74,11 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     least = _least_exchanged(ranks.size)
     shares = _setting(_SHARED_MEMORY, "0", "1") != "0"
     agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
-    if shares and shared_memory:
-        return AutomaticCommunicator(ranks, device, least)
-    return _between_any(ranks, device, least)
+    settings = [*_settings(), f"shared_memory={shared_memory}"]
+    shares = shares and shared_memory
+    made = AutomaticCommunicator(ranks, device, least) if shares else _between_any(ranks, device, least)
+    made.compare(settings, lambda: agreement.require("how they communicate", settings, SAME_SETTINGS))
+    return made
 
 
 def _between_any(ranks: Ranks, device: torch.device, least: float) -> GroupCommunicator:

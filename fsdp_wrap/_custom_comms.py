@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._collectives import Communicator, as_transport
+from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Pending, Then, lane_of
 from fsdp_wrap._errors import OtherCommsError
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._objects import as_transport
 from fsdp_wrap._resizable import Buffer
 
 __all__ = ["CustomTransport", "hook_on_stream", "refuse_custom_comms", "use_comms"]

@@ -45,6 +45,7 @@ from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
 from fsdp_wrap._precision import BufferCasts, SegmentPolicy
 from fsdp_wrap._refusals import refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._schedule import guard_parametrizations
+from fsdp_wrap._steps import note_fused_steps
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
 from fsdp_wrap.flat_param import FlatLayout
 
@@ -211,6 +212,7 @@ def assemble_unit(
     _note_owners(unit, segments.values())
     refuse_earlier_optimizers(unit, segments.values())
     refuse_pieces(unit)
+    note_fused_steps()
     return unit
 
 

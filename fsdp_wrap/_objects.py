@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ import torch.distributed as dist
 
 from fsdp_wrap._torch_private import AllgatherOptions, ReduceScatterOptions, default_device_of
 
-__all__ = ["all_gather_object", "all_gather_single", "broadcast_object", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_object",
+    "all_gather_single",
+    "as_transport",
+    "broadcast_object",
+    "reduce_scatter_single",
+]
 
 # Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
 _GATHER, _REDUCE = (
@@ -25,6 +32,14 @@ _TO_GATHER, _TO_GATHER_LATER = AllgatherOptions(), AllgatherOptions()
 _TO_REDUCE, _TO_REDUCE_LATER = ReduceScatterOptions(), ReduceScatterOptions()
 _TO_GATHER.asyncOp = _TO_REDUCE.asyncOp = False
 _TO_GATHER_LATER.asyncOp = _TO_REDUCE_LATER.asyncOp = True
+
+
+_TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+
+def as_transport(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as bytes where backends, which know few dtypes, do not know its own."""
+    return tensor if tensor.dtype in _TRANSPORTED else tensor.view(torch.uint8)
 
 
 def all_gather_single(
@@ -50,26 +65,35 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
+Run = Callable[[Callable[[bool], Any]], object]
+"""Runs a collective to its end, given what issues it, asynchronously or not."""
+
+
+def _synchronously(start: Callable[[bool], Any]) -> None:
+    start(False)
+
+
+def all_gather_object(value: Any, group: dist.ProcessGroup, run: Run = _synchronously) -> list[Any]:
     """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
     own, ranks = _pickled(value, group), dist.get_world_size(group)
     length = torch.tensor([own.numel()], device=own.device)
     lengths = length.new_empty(ranks)
-    all_gather_single(lengths, length, group=group)
+    run(lambda later: all_gather_single(lengths, length, group, later))
     longest = int(lengths.max())
     full = own.new_empty(ranks * longest)
-    all_gather_single(full, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
+    padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+    run(lambda later: all_gather_single(full, padded, group, later))
     return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+def broadcast_object(value: Any, group: dist.ProcessGroup, run: Run = _synchronously) -> Any:
     """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
     data = _pickled(value if dist.get_rank(group) == 0 else None, group)
     length = torch.tensor([data.numel()], device=data.device)
-    dist.broadcast(length, group=group, group_src=0)
+    run(lambda later: dist.broadcast(length, group=group, group_src=0, async_op=later))
     if dist.get_rank(group) != 0:
         data = data.new_empty(int(length))
-    dist.broadcast(data, group=group, group_src=0)
+    run(lambda later: dist.broadcast(data, group=group, group_src=0, async_op=later))
     return _unpickled(data)
 
 

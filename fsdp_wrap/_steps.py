@@ -1,6 +1,6 @@
 """What is to be known of optimizers' steps: how many there were, and with parameters that training has left.
 
-Their kernels do not always move version counters, so steps are counted.
+Their kernels do not always move version counters: so steps are counted, and those of fused kernels noted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["NOT_ELEMENTWISE", "refuse_in_steps", "refuse_pieces_in_steps", "steps_taken"]
+from fsdp_wrap._modules import is_owned
+
+__all__ = ["NOT_ELEMENTWISE", "note_fused_steps", "refuse_in_steps", "refuse_pieces_in_steps", "steps_taken"]
 
 NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor)
 """Optimizers of torch that compute with numbers of whole parameters, or of all of them."""
@@ -40,6 +43,18 @@ def _counter() -> _Counter:
 def steps_taken() -> int:
     """Returns how many steps optimizers have taken since the first call."""
     return _counter().steps
+
+
+@functools.cache
+def note_fused_steps() -> None:
+    """Lets steps by fused kernels be seen as what writes to sharded parameters."""
+    register_optimizer_step_post_hook(_note_fused)
+
+
+def _note_fused(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])
 
 
 def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._agreement import Agreement
 from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._communicators import SAME_SETTINGS
 from fsdp_wrap._errors import NoValuesError
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._handle import HandleState
@@ -62,6 +63,8 @@ class Traffic:
     def _agree(self, unit: Unit, agreement: Agreement, name: str) -> None:
         """Checks that the ranks of a group have the same unit, and warns once if it began differently."""
         agreement.require(f"what {name} consists of", _contents_of(unit), _SAME_MODEL)
+        settings = [setting for one in _communicators_of(unit) for setting in one.settings]
+        agreement.require(f"how {name} communicates", settings, SAME_SETTINGS)
         handle = unit.handle
         if handle is None or unit.initial is None or self._told_of_values or not agreement.compares:
             return

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_wrap._collectives import ExchangeCommunicator, as_transport
+from fsdp_wrap._collectives import ExchangeCommunicator
 from fsdp_wrap._device import Pending
 from fsdp_wrap._exchange import Messages, exchange_gather, exchange_reduce
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._objects import as_transport
 
 __all__ = ["TwoLevelCommunicator"]
 

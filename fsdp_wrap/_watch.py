@@ -65,14 +65,6 @@ class Watch:
             raise self.failure(error) from error
         return _LimitedWait(issued, self) if limited else _UnlimitedWait(issued, self)
 
-    @contextmanager
-    def failures_told(self) -> Iterator[None]:
-        """Raises, for a collective that fails while the host waits for it, what `failure` returns."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.failure(error) from error
-
     def failure(self, error: RuntimeError) -> RuntimeError:
         """Returns what to raise for a failed collective.
 
@@ -127,6 +119,33 @@ class Watch:
 
     def _limit(self) -> float:
         return time_limit(self._group(), self._device).total_seconds()
+
+
+class ComparingWatch(Watch):
+    """Lets ranks compare something before the first collective, and then looks after them like another one.
+
+    Args:
+        group: The process group.
+        device: Where the buffers live that travel.
+        positions: Where the ranks stand.
+        compare: Called before the first collective; if it raises, again before the next.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        positions: GroupPositions,
+        compare: Callable[[], object],
+    ) -> None:
+        super().__init__(group, device, positions)
+        self._compare: Callable[[], object] | None = compare
+
+    def issue(self, start: Callable[[], Issued], limited: bool) -> Pending:
+        if self._compare is not None:
+            self._compare()
+            self._compare = None
+        return super().issue(start, limited)
 
 
 @contextmanager

@@ -10,12 +10,13 @@ import torch
 import torch._dynamo as dynamo
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import bed
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy
+from fsdp_wrap import ShardingStrategy, fully_shard
 from models import Block, Transformer, tokens, train
 
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
@@ -149,6 +150,30 @@ def test_compiled_training_equals_eager(rank, world_size, way, use_orig_params):
 @ranks(2, timeout=300)
 def test_training_with_inductor_equals_eager(rank, world_size, way, use_orig_params):
     _check_against_eager(way, "inductor", rank, use_orig_params=use_orig_params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["compiled-blocks-by-policy", "wrapped-whole"])
+@ranks(4, timeout=300)
+def test_inductor_at_four_ranks(rank, world_size, way):
+    """Two copies of the model, each of two ranks."""
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "use_orig_params": True}
+    _check_against_eager(way, "inductor", rank, device_mesh=init_device_mesh("cpu", (2, 2)), **options)
+
+
+@pytest.mark.slow
+@ranks(4, timeout=300)
+def test_fully_shard_with_inductor_at_four_ranks(rank, world_size):
+    _forget()
+    torch.manual_seed(0)
+    plain = Unrolled().double()
+    model = copy.deepcopy(plain)
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    called, ddp = torch.compile(model, backend="inductor"), DDP(plain)
+    optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp))
+    found, expected = train(called, optimizer, rank, range(4)), train(ddp, reference, rank, range(4))
+    assert found == pytest.approx(expected, rel=0, abs=1e-5) and _compiled() > 0
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front
     options = {"auto_wrap_policy": WRAPPINGS["block"](), "cpu_offload": CPUOffload(offload)}
     _, usual = twins(front, Transformer, **options)
     _, model = twins(front, Transformer, **options)
-    step_in_backward(model)
+    handles = step_in_backward(model)
     optimizer = torch.optim.AdamW(usual.parameters(), lr=0.01)
     for step in range(3):
         optimizer.zero_grad()
@@ -51,6 +51,8 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front
         assert all(param.grad is None for param in model.parameters())
     found, expected = full_state(model), full_state(usual)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for handle in handles:  # else hooks hold their parameters for ever: garbage collection does not see them
+        handle.remove()
 
 
 @pytest.mark.parametrize("register_hook", [False, True])

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks, run_isolated
-from fronts import FRONTS, each_front, shard
+from fronts import FRONTS, each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, _communicators, fully_shard
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
@@ -166,8 +166,13 @@ def end_early(rank: int, world_size: int, folder: str, front: str, shared: str, 
     os._exit(0)
 
 
+MORE_BY_GLOO = [pytest.param(front, "0", marks=pytest.mark.slow) for front in ("orig", "composable")]
+
+
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
-@pytest.mark.parametrize(("front", "shared"), [("flat", "0"), ("orig", "1"), ("composable", "1")])
+@pytest.mark.parametrize(
+    ("front", "shared"), [("flat", "0"), ("orig", "1"), ("composable", "1"), *MORE_BY_GLOO]
+)
 def test_a_rank_that_ends_before_the_first_forward_is_named_at_once(front, shared, when, tmp_path):
     run_isolated(end_early, str(tmp_path), front, shared, when, world_size=3)
     for rank in range(2):
@@ -225,11 +230,15 @@ def differ(rank: int, world_size: int, folder: str, front: str, shared: str, how
         rows = 4 - rank if how == "shape" else 4
         dtype = torch.float16 if how == "dtype" and rank else torch.bfloat16 if how == "dtype" else None
         module = nn.Sequential(nn.Linear(8, rows, bias=False, dtype=dtype), nn.Flatten())
+        options = {"shared_memory": bool(rank)} if how.startswith("shared_memory") else {}
         group = dist.new_group(timeout=timedelta(seconds=LIMIT))
         if front == "composable":
-            model: nn.Module = fully_shard(module, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+            mesh = dist.DeviceMesh.from_group(group, "cpu")
+            model: nn.Module = fully_shard(module, mesh=mesh, **options)
         else:
-            model = FSDP(module, process_group=group, use_orig_params=front == "orig")
+            model = FSDP(module, process_group=group, use_orig_params=front == "orig", **options)
+        if how == "shared_memory in a state dict":
+            full_state(model)
         for _ in range(3):
             model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     report = {"error": str(caught.value), "took": time.monotonic() - begin}
@@ -243,12 +252,20 @@ CULPRITS = {
     "FSDP_WRAP_SHARED_MEMORY": ["FSDP_WRAP_SHARED_MEMORY=0", "FSDP_WRAP_SHARED_MEMORY=1"],
     "library": ["fsdp_wrap 0.1.0", "fsdp_wrap 0.2.0"],
     "torch": ["torch 2.13", "torch 2.14"],
+    "shared_memory": ["shared_memory=False", "shared_memory=True"],
+    "shared_memory in a state dict": ["shared_memory=False", "shared_memory=True"],
     "FSDP_WRAP_GLOO": ["FSDP_WRAP_GLOO=plain", "FSDP_WRAP_GLOO=exchange"],
 }
 
 
-@pytest.mark.parametrize("how", CULPRITS)
-@pytest.mark.parametrize(("front", "shared"), [("flat", "1"), ("orig", "0"), ("composable", "1")])
+ARGUMENT = [how for how in CULPRITS if how.startswith("shared_memory")]
+DIFFERENCES = [
+    *((front, "1", how) for front in ("flat", "composable") for how in CULPRITS),
+    *(("orig", "0", how) for how in CULPRITS if how not in ARGUMENT),
+]
+
+
+@pytest.mark.parametrize(("front", "shared", "how"), DIFFERENCES)
 def test_what_differs_between_ranks_is_named_on_all(front, shared, how, tmp_path):
     run_isolated(differ, str(tmp_path), front, shared, how, world_size=2)
     for rank in range(2):

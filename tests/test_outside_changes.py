@@ -77,7 +77,7 @@ def test_replacing_inside_of_summon_is_kept(rank, world_size, front):
 
 
 @each_front
-@pytest.mark.parametrize("how", ["in place", "data", "step"])
+@pytest.mark.parametrize("how", ["in place", "data", "step", "fused step"])
 @ranks(2)
 def test_parameters_written_between_forward_and_backward(rank, world_size, front, how):
     model, block = training(front)
@@ -94,7 +94,8 @@ def test_parameters_written_between_forward_and_backward(rank, world_size, front
     else:
         for each in block.parameters():
             each.grad = torch.ones_like(each)
-        torch.optim.SGD(block.parameters(), lr=0.1, foreach=False).step()
+        kind = {"fused": True} if how == "fused step" else {"foreach": False}  # the first moves no counters
+        torch.optim.AdamW(block.parameters(), lr=0.1, **kind).step()
     with pytest.raises(RuntimeError, match=rf"'blocks\.1\..+' was written to.* on rank {rank}"):
         loss.backward()
     model.zero_grad()
