@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._errors import WrongConfigError
 from fsdp_wrap._full_values import full_values, handles_of, is_first_rank, is_sharded, offloaded, unsharded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._held_by import Spread
@@ -88,7 +89,7 @@ def resolve_settings(
         if type(given) is not wanted:
             if type(given).__name__ == wanted.__name__:  # of another package
                 check_kind(name, given, wanted)
-            raise TypeError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
+            raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
         if getattr(given, "_use_dtensor", False):
             raise ValueError(
                 f"{name} asks for _use_dtensor; leave it out and convert by IntervalTensor.to_dtensor()"

@@ -111,6 +111,7 @@ def test_the_kind_is_chosen_for_all_instances_below_and_restored(rank, world_siz
     ("error", "arguments", "message"),
     [
         (TypeError, (SHARDED, FullStateDictConfig()), "takes a ShardedStateDictConfig as state_dict_config"),
+        (RuntimeError, (FULL, LocalStateDictConfig()), "takes a FullStateDictConfig"),  # as torch has it
         (TypeError, (FULL, None, ShardedOptimStateDictConfig()), "takes a FullOptimStateDictConfig"),
         (TypeError, (1,), "must be a StateDictType, not 1"),
         (ValueError, (SHARDED, ShardedStateDictConfig(_use_dtensor=True)), "IntervalTensor.to_dtensor"),
