@@ -130,7 +130,7 @@ class StateDictMethods(nn.Module):
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
 
         By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
-        training does not change them.
+        training does not change them; so are the pieces of sharded ones, save with `keep_vars`.
         """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         settings = self._state_dict_settings

@@ -294,14 +294,18 @@ def test_pieces_are_loaded_without_communication(rank, world_size, kind, name, w
 
 @each_form
 @ranks(2)
-def test_without_offload_pieces_are_the_models_memory(rank, world_size, use_orig_params):
+def test_pieces_keep_their_values_and_variables_are_the_models_memory(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    kept = take(model, SHARDED)
     before = live_bytes()
-    state = take(model, SHARDED)
+    with FSDP.state_dict_type(model, SHARDED):
+        state = model.state_dict(keep_vars=True)
     assert live_bytes() - before < 1000
     for value in state.values():
-        value.zero_()
+        value.detach().zero_()
     assert all(not value.any() for value in model.state_dict().values())
+    load(model, SHARDED, kept)
+    assert_equal(model.state_dict(), plain.state_dict())
 
 
 @each_form
