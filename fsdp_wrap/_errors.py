@@ -14,6 +14,7 @@ __all__ = [
     "OtherCommsError",
     "ReplacedError",
     "UnevenCutError",
+    "WrongConfigError",
     "WrongKindError",
 ]
 
@@ -48,6 +49,10 @@ class NoValuesError(ValueError, RuntimeError):
 
 class OtherCommsError(RuntimeError, AssertionError):
     """Something else decides how a unit communicates."""
+
+
+class WrongConfigError(TypeError, RuntimeError):
+    """The configuration of one kind of state dict was given for another."""
 
 
 class NotPicklableError(TypeError, pickle.PicklingError):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._errors import WrongConfigError
 from fsdp_wrap._full_values import full_values, handles_of, is_first_rank, is_sharded, offloaded, unsharded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._held_by import Spread
@@ -88,7 +89,7 @@ def resolve_settings(
         if type(given) is not wanted:
             if type(given).__name__ == wanted.__name__:  # of another package
                 check_kind(name, given, wanted)
-            raise TypeError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
+            raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
         if getattr(given, "_use_dtensor", False):
             raise ValueError(
                 f"{name} asks for _use_dtensor; leave it out and convert by IntervalTensor.to_dtensor()"
@@ -134,7 +135,7 @@ def take_state_dict(
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
             call.note_aliased(unit, offload)
-        with _replaced(unit, settings, wanted):
+        with _replaced(unit, settings, wanted, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
         _make_local(unit, call, destination, prefix, offload)
@@ -142,7 +143,7 @@ def take_state_dict(
 
 
 @contextmanager
-def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool) -> Iterator[None]:
+def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: bool) -> Iterator[None]:
     replaced: list[ParamHandle] = []
     offload = settings.state_dict_config.offload_to_cpu
     try:
@@ -150,7 +151,10 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool) -> Iterator
             if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
                 shown = _full_params(handle, offload, wanted)
             else:
-                shown = [_interval_params(handle, segment.layout, offload) for segment in handle.segments]
+                # Copies, as torch's: who keeps them keeps the values of now. Variables are the memory itself.
+                local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT  # of which copies follow
+                copied = not (offload or keep_vars or local)
+                shown = [_saved_params(handle, each.layout, offload, copied) for each in handle.segments]
             handle.replace(shown)
             replaced.append(handle)
         yield
@@ -183,25 +187,27 @@ def _full_params(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[
     ]
 
 
+def _saved_params(handle: ParamHandle, layout: Layout, offload: bool, copied: bool) -> list[nn.Parameter]:
+    pieces = [interval.data for interval in layout.intervals()]
+    if offload or copied:
+        pieces = [offloaded(piece, offload) for piece in pieces]
+    return _interval_params(handle, layout, pieces)
+
+
 def _interval_params(
-    handle: ParamHandle,
-    layout: Layout,
-    offload: bool = False,
-    pieces: Sequence[torch.Tensor] | None = None,
+    handle: ParamHandle, layout: Layout, pieces: Sequence[torch.Tensor]
 ) -> list[nn.Parameter]:
-    intervals = layout.intervals()
-    values = [interval.data for interval in intervals] if pieces is None else pieces
     return [
         nn.Parameter(
             IntervalTensor(
                 interval.shape,
                 interval.start,
-                offloaded(value, True) if offload else value.reshape(-1),
+                value.reshape(-1),
                 spread=Spread(handle.held_by, interval.at, layout.shard_numel),
             ),
             requires_grad=interval.source.requires_grad,
         )
-        for interval, value in zip(intervals, values)
+        for interval, value in zip(layout.intervals(), pieces)
     ]
 
 
@@ -261,7 +267,7 @@ class ShardedLoad:
             shards = [_shard_copy(segment.layout) for segment in handle.segments]
             handle.replace(
                 [
-                    _interval_params(handle, segment.layout, pieces=segment.layout.pieces(shard))
+                    _interval_params(handle, segment.layout, segment.layout.pieces(shard))
                     for segment, shard in zip(handle.segments, shards)
                 ]
             )
@@ -337,7 +343,7 @@ def expand_local(
                 continue
             del state_dict[key]
             names = names or names_of_places(module)
-            params = _interval_params(handle, layout, pieces=layout.pieces(shard))
+            params = _interval_params(handle, layout, layout.pieces(shard))
             for index, name in indexed_names(layout, names):
                 state_dict[prefix + name] = params[index].detach()
     return problems

@@ -20,6 +20,7 @@ from fsdp_wrap._collectives import SoloCommunicator
 from fsdp_wrap._device import Finished
 from fsdp_wrap._dtensor_layout import DTensorLayout
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._held_by import HeldBy
 from fsdp_wrap._modules import ParamSlot
 from fsdp_wrap._objects import all_gather_single, reduce_scatter_single
 from fsdp_wrap._precision import SegmentPolicy
@@ -99,7 +100,8 @@ def handle_of(policy: MixedPrecision, mesh: DeviceMesh) -> tuple[ParamHandle, nn
         slots, communicator, mesh=mesh, dims=[0] * len(slots), name="all", offload=False, pin=False
     )
     policies = [SegmentPolicy.of(policy)]
-    handle = ParamHandle([layout], communicator, SoloCommunicator(communicator.device), policies)
+    alone = SoloCommunicator(communicator.device)
+    handle = ParamHandle([layout], communicator, alone, policies, HeldBy.everyone())
     handle.follow_requires_grad()
     return handle, module
 

@@ -111,6 +111,7 @@ def test_the_kind_is_chosen_for_all_instances_below_and_restored(rank, world_siz
     ("error", "arguments", "message"),
     [
         (TypeError, (SHARDED, FullStateDictConfig()), "takes a ShardedStateDictConfig as state_dict_config"),
+        (RuntimeError, (FULL, LocalStateDictConfig()), "takes a FullStateDictConfig"),  # as torch has it
         (TypeError, (FULL, None, ShardedOptimStateDictConfig()), "takes a FullOptimStateDictConfig"),
         (TypeError, (1,), "must be a StateDictType, not 1"),
         (ValueError, (SHARDED, ShardedStateDictConfig(_use_dtensor=True)), "IntervalTensor.to_dtensor"),
@@ -293,14 +294,18 @@ def test_pieces_are_loaded_without_communication(rank, world_size, kind, name, w
 
 @each_form
 @ranks(2)
-def test_without_offload_pieces_are_the_models_memory(rank, world_size, use_orig_params):
+def test_pieces_keep_their_values_and_variables_are_the_models_memory(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    kept = take(model, SHARDED)
     before = live_bytes()
-    state = take(model, SHARDED)
+    with FSDP.state_dict_type(model, SHARDED):
+        state = model.state_dict(keep_vars=True)
     assert live_bytes() - before < 1000
     for value in state.values():
-        value.zero_()
+        value.detach().zero_()
     assert all(not value.any() for value in model.state_dict().values())
+    load(model, SHARDED, kept)
+    assert_equal(model.state_dict(), plain.state_dict())
 
 
 @each_form
