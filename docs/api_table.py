@@ -29,23 +29,15 @@ FACTS = Path(__file__).with_name("torch_api")
 MODULES = ["", "fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scaler"]
 """The public modules of `torch.distributed.fsdp`; "" is the package itself."""
 
-COMMUNICATOR = "one file chooses how to communicate (`_communicators.py`), as a whole"
-ONE_IN_FLIGHT = "one reduction is in flight at most, on a queue of its own beside the gathers'"
+ALLOCATES = "accepted; the way of communicating that was chosen allocates what travels"
+ONE_IN_FLIGHT = "accepted; one reduction is in flight at most, on a queue of its own beside the gathers'"
 PUBLIC_HERE = "public here only"
 NESTED_DTENSORS = "parameters that are `DTensor`s already (tensor parallelism) are refused by name"
 
 REASONS = {
     "DataParallelMeshDims": NESTED_DTENSORS,
     "fully_shard(dp_mesh_dims)": NESTED_DTENSORS,
-    "FSDPModule.set_all_reduce_hook": "the reduction over the replicas is not open to hooks",
-    "FSDPModule.set_allocate_memory_from_process_group_for_comm": COMMUNICATOR,
-    "FSDPModule.set_custom_all_gather": COMMUNICATOR,
-    "FSDPModule.set_custom_reduce_scatter": COMMUNICATOR,
-    "FSDPModule.set_reduce_scatter_max_input_buffers": ONE_IN_FLIGHT,
-    "FSDPModule.set_separate_reduce_scatter_group": ONE_IN_FLIGHT,
-    "FSDPModule.set_symm_mem_for_comm": COMMUNICATOR,
     "UnshardHandle": "`unshard` alone makes one",
-    "share_comm_ctx": "all units of a process share the queues of communication of their device anyway",
 }
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed for some version."""
 
@@ -53,6 +45,13 @@ NOTES: dict[str, str] = {
     "MixedPrecisionPolicy(reduce_dtype)": "None means what it does in the torch that is installed: before "
     "2.15 `param_dtype`, from then on each parameter's `grad_dtype`, its own dtype if that was not set",
     "FSDPModule.finalize_backward": "units reduce at the end of a backward what torch leaves to this call",
+    "FSDPModule.set_all_reduce_hook": "called once for each dtype in the unit, with what is averaged",
+    "FSDPModule.set_allocate_memory_from_process_group_for_comm": ALLOCATES,
+    "FSDPModule.set_custom_reduce_scatter": "is asked for sums only; the division is ours",
+    "FSDPModule.set_reduce_scatter_max_input_buffers": ONE_IN_FLIGHT,
+    "FSDPModule.set_separate_reduce_scatter_group": ONE_IN_FLIGHT,
+    "FSDPModule.set_symm_mem_for_comm": ALLOCATES,
+    "share_comm_ctx": "accepted; all units of a process share the queues of communication of their device",
     "FSDPModule.set_keep_unsharded_storage": "with `reshard_after_forward=N` all ranks gather for backward",
 }
 """What to know of a name, or `name(argument)`, that is as in torch: say, where versions differ in meaning."""

@@ -26,7 +26,13 @@ from fsdp_wrap.api import (
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.full_stream import iter_full_params, param_aliases
-from fsdp_wrap.fully_shard import FSDPModule, GradientReductionHandle, UnshardHandle, fully_shard
+from fsdp_wrap.fully_shard import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    fully_shard,
+    share_comm_ctx,
+)
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.in_place_gradients import set_gradients_in_place
 from fsdp_wrap.optim_state_dict import iter_full_optim_state
@@ -67,5 +73,5 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "set_gradients_in_place",
+    "share_comm_ctx",
 ]
-

@@ -8,8 +8,10 @@ collective completes as soon as all ranks have posted it, in whatever order they
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from fsdp_wrap._shared_memory import PeerMemory, SharedMemory
 from fsdp_wrap._signals import Life, wait_until, wake
 
-__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Post", "Record"]
+__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Post", "Readers", "Record"]
 
 LENDER = 0
 """The rank whose memory is lent (`_lending.py`)."""
@@ -51,8 +53,9 @@ class Record(NamedTuple):
 class Board:
     """Where one rank posts, and the others acknowledge.
 
-    The first word counts the posts, the second tells which one was announced last. Of each of the last posts
-    follow a record, and for each rank of the group the number of the last one in this place that it has read.
+    The first word counts the posts, the second tells which one was announced last, and then one for each
+    rank of the group whether that has left. Of each of the last posts follow a record, and for each rank the
+    number of the last one in this place that it has read.
 
     Args:
         memory: The rank's.
@@ -62,14 +65,14 @@ class Board:
 
     def __init__(self, memory: SharedMemory | PeerMemory, begin: int, ranks: int) -> None:
         self._ranks = ranks
-        self._stride = len(Record._fields) + ranks
-        self.address = memory.address + begin
+        self._first, self._stride = 2 + ranks, len(Record._fields) + ranks
+        self.address = memory.address(begin)
         self.words = memory.words(begin, self._length(ranks))
         self._announced = self.words[1:2]
 
     @classmethod
     def _length(cls, ranks: int) -> int:
-        return 2 + _POSTS * (len(Record._fields) + ranks)
+        return 2 + ranks + _POSTS * (len(Record._fields) + ranks)
 
     @classmethod
     def nbytes(cls, ranks: int) -> int:
@@ -77,7 +80,7 @@ class Board:
         return 8 * cls._length(ranks)
 
     def _place(self, number: int) -> int:
-        return 2 + number % _POSTS * self._stride
+        return self._first + number % _POSTS * self._stride
 
     def clear(self) -> None:
         """Begins with nothing posted."""
@@ -116,6 +119,14 @@ class Board:
         """Whether a rank has read."""
         return self.words[self._place(number) + 3 + rank] >= number
 
+    def leave(self, rank: int) -> None:
+        """Lets the owner know that a rank will neither read nor write here any more."""
+        self.words[2 + rank] = 1
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank will neither read nor write here any more."""
+        return bool(self.words[2 + rank])
+
 
 class Peer:
     """One other rank.
@@ -128,6 +139,33 @@ class Peer:
 
     def __init__(self, memory: PeerMemory, board: Board, life: Life) -> None:
         self.memory, self.board, self.life = memory, board, life
+
+
+class Readers(NamedTuple):
+    """The peers that read what a rank posts.
+
+    Attributes:
+        board: Where it posts.
+        lives: Tell whether they run, by rank.
+    """
+
+    board: Board
+    lives: dict[int, Life]
+
+    def have_read(self, number: int) -> bool:
+        """Whether all have read, or need not read, what was posted."""
+        for rank in self.lives:  # a generator would take longer
+            if not self.board.is_read(number, rank) and not self.is_gone(rank):
+                return False
+        return True
+
+    def are_gone(self) -> bool:
+        """Whether nobody will read any more."""
+        return all(map(self.is_gone, self.lives))
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether one will not read any more: it has left, or ended."""
+        return self.board.has_left(rank) or self.lives[rank].ended
 
 
 class Channel:
@@ -147,6 +185,7 @@ class Channel:
         memory: Of this one.
         peers: The other ranks.
         lends: Whether all can compute with memory that one lends.
+        readers: The other ranks, as they read what this one posts.
     """
 
     def __init__(
@@ -162,8 +201,11 @@ class Channel:
         self.rank, self.size = rank, len(peers) + 1
         self.memory, self.peers, self.lends = memory, peers, lends
         self._board = Board(memory, begin, self.size)
+        self.readers = Readers(self._board, {rank: peer.life for rank, peer in peers.items()})
         self._process = os.getpid()
         self._number = 0
+        left = partial(_leave, self._process, rank, [peer.board for peer in peers.values()])
+        weakref.finalize(self, left, memory, begin, self.readers).atexit = False
 
     @property
     def next_number(self) -> int:
@@ -184,17 +226,7 @@ class Channel:
                 f"{_POSTS} collectives of a group were issued since one that rank "
                 f"{self._members[self.rank]} has not waited for: wait for some before issuing more"
             )
-        return self.is_read(oldest)
-
-    def is_read(self, number: int) -> bool:
-        """Whether all peers have read, or need not read, what this rank has posted; dead ones do not."""
-        return all(
-            self._board.is_read(number, rank) or peer.life.ended for rank, peer in self.peers.items()
-        )
-
-    def is_read_by(self, rank: int, number: int) -> bool:
-        """Whether a peer has read, or need not read, what this rank has posted."""
-        return self._board.is_read(number, rank)
+        return self.readers.have_read(oldest)
 
     def post(self, kind: Kind, tensor: torch.Tensor | None, in_place: bool = False) -> int:
         """Shows the others a contiguous tensor, or a copy of it; returns the number of the collective.
@@ -241,11 +273,11 @@ class Channel:
 
     def show(self, tensor: torch.Tensor, in_place: bool) -> int:
         """Returns where others may read a tensor, or a copy of it, once that is posted, as the next."""
-        post = Post(self, self.next_number)
+        post = Post(self.readers, self.next_number)
         piece = self.memory.find(tensor) if in_place else None
         if piece is not None:
             self.memory.note(piece, post)
-            return tensor.data_ptr() - self.memory.address
+            return self.memory.offset(tensor)
         begin = self.memory.take(tensor.nbytes)
         self.memory.tensor(begin, tensor.numel(), tensor.dtype).copy_(tensor.view(-1))
         self.memory.note(begin, post)
@@ -294,8 +326,28 @@ class Channel:
 class Post(NamedTuple):
     """Something posted: `is_read` tells whether all have read it."""
 
-    channel: Channel
+    readers: Readers
     number: int
 
     def is_read(self) -> bool:
-        return self.channel.is_read(self.number)
+        return self.readers.have_read(self.number)
+
+
+class _Left(NamedTuple):
+    """A board that this rank has left: it is free for something else when all others have as well."""
+
+    readers: Readers
+
+    def is_read(self) -> bool:
+        return self.readers.are_gone()
+
+
+def _leave(
+    process: int, rank: int, boards: list[Board], memory: SharedMemory, begin: int, readers: Readers
+) -> None:
+    """Ends a rank's part in a channel, unless in a fork."""
+    if os.getpid() == process:
+        for board in boards:
+            board.leave(rank)
+        memory.note(begin, _Left(readers))
+        memory.give_back(begin)

@@ -6,13 +6,13 @@ parameters in master dtype, and nothing of how units compute with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._device import Pending
+from fsdp_wrap._device import Pending, Then
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._quantize import CODECS, Codec, ExactTail
@@ -143,7 +143,7 @@ class CompressedTransport:
                     for target, values in codec.decoded(encoded, part):
                         target.copy_(values)
 
-        return _Then([communicator.all_gather(sent, fill_encoded)], [decode])
+        return Then([communicator.all_gather(sent, fill_encoded)], [decode])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         """As a communicator's; each rank adds up what it decodes, so that no sum is rounded to a codec."""
@@ -160,7 +160,7 @@ class CompressedTransport:
                 works.append(self._exchange(codec, shard, numbers, room))
         if plain:
             works.append(self._communicator.reduce_scatter(*map(list, zip(*plain))))
-        return _Then(works)
+        return Then(works)
 
     def _exchange(
         self, codec: Codec, shard: torch.Tensor, numbers: torch.Tensor, room: torch.Tensor
@@ -179,7 +179,7 @@ class CompressedTransport:
                 for target, values in codec.decoded(encoded, shard) if rank != own else ():
                     target.add_(values)
 
-        return _Then([self._communicator.all_to_all(received, room)], [add])
+        return Then([self._communicator.all_to_all(received, room)], [add])
 
     def _room(self, codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
         """Returns memory for all ranks' encoded parts of `numbers`; itself where that does not pay."""
@@ -191,16 +191,3 @@ class CompressedTransport:
 
     def _parts(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensor.chunk(self._communicator.size)
-
-
-class _Then:
-    """Waits for some things, and then does others."""
-
-    def __init__(self, works: list[Pending], actions: Sequence[Callable[[], None]] = ()) -> None:
-        self._works, self._actions = works, actions
-
-    def wait(self) -> None:
-        for each in self._works:
-            each.wait()
-        for action in self._actions:
-            action()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Finished", "Issued", "Lane", "Pending", "WorksPending", "lane_of"]
+__all__ = ["Finished", "Issued", "Lane", "Pending", "Then", "WorksPending", "lane_of"]
 
 
 class Pending(Protocol):
@@ -75,6 +75,19 @@ def _wait_for(work: Any, limit: timedelta) -> bool:
             return False
         work.wait()  # tells what ended it: perhaps success, just after the waiting
     return True
+
+
+class Then:
+    """Waits for some things, and then does others."""
+
+    def __init__(self, works: list[Pending], actions: Sequence[Callable[[], None]] = ()) -> None:
+        self._works, self._actions = works, actions
+
+    def wait(self) -> None:
+        for each in self._works:
+            each.wait()
+        for action in self._actions:
+            action()
 
 
 class HostLane(Lane):

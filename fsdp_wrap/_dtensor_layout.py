@@ -78,6 +78,7 @@ class DTensorLayout:
         self._allocate = functools.partial(allocator.empty_on_host, pin=pin) if offload else allocator.empty
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
+        self.average_hook: Callable[[torch.Tensor], None] | None = None
         self._grad_dtype: torch.dtype | None = None
         self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
         for cut, slot, piece in zip(self._cuts, slots, self._pieces):

@@ -62,6 +62,10 @@ class Front(Protocol):
 
     def gradient_blocks(self) -> list[torch.Tensor]: ...
 
+    def joint_gradient(self) -> torch.Tensor | None:
+        """The gradient shard of which the holders' gradients are views."""
+        ...
+
     def follow_places(self) -> None:
         """Goes over to where the layout's places are now."""
         ...
@@ -128,6 +132,9 @@ class FlatFront:
     def gradient_blocks(self) -> list[torch.Tensor]:
         grad = self._layout.flat_param.grad
         return [] if grad is None else [grad]
+
+    def joint_gradient(self) -> torch.Tensor | None:
+        return self._layout.flat_param.grad
 
     def follow_places(self) -> None:
         self.show_sharded = Display(self._layout.places, self._pieces).show
@@ -219,13 +226,33 @@ class SliceFront:
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         held = [(self.sources[index].grad, start) for index, start in self._held]
-        first = held[0][0] if held else None
-        shard = None if first is None else first._base
-        if shard is not None and shard.numel() == self._layout.shard_numel:
-            begin, size = shard.data_ptr(), shard.element_size()
-            if all(grad is not None and grad.data_ptr() == begin + start * size for grad, start in held):
-                return [shard]
-        return [grad for grad, _ in held if grad is not None]
+        present = [(grad, start) for grad, start in held if grad is not None]
+        shard = self._shard_around(present) if len(present) == len(held) else None
+        return [grad for grad, _ in present] if shard is None else [shard]
+
+    def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
+        """Returns the shard of which all given gradients are views, each at its place, if there is one."""
+        shard = grads[0][0]._base if grads else None
+        if shard is None or shard.numel() != self._layout.shard_numel:
+            return None
+        begin, size = shard.data_ptr(), shard.element_size()
+        return shard if all(grad.data_ptr() == begin + start * size for grad, start in grads) else None
+
+    def joint_gradient(self) -> torch.Tensor | None:
+        held = [(self.sources[index], index, start) for index, start in self._held]
+        present = [(param.grad, start) for param, _, start in held if param.grad is not None]
+        if not present:
+            return None
+        around = self._shard_around(present)
+        joint = present[0][0].new_zeros(self._layout.shard_numel) if around is None else around
+        pieces = self._layout.pieces(joint)
+        for param, index, _ in held:
+            if param.grad is None:
+                pieces[index].zero_()
+            elif around is None:
+                pieces[index].copy_(param.grad)
+                param.grad = pieces[index]
+        return joint
 
     def follow_places(self) -> None:
         self.show_sharded = Display(self._layout.places, self.sources).show
@@ -280,4 +307,4 @@ def _add_gradient(param: nn.Parameter, piece: torch.Tensor, used: bool) -> None:
 def _cast_gradient(param: nn.Parameter) -> None:
     if param.grad is not None:
         grad, param.grad = param.grad, None
-        param.grad = grad.to(param.dtype)
+        param.grad = grad.to(param)

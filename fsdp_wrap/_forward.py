@@ -15,7 +15,7 @@ from fsdp_wrap._transforms import Transformed
 from fsdp_wrap._tree import map_tensors
 from fsdp_wrap._unit import Unit, Use
 
-__all__ = ["run_forward"]
+__all__ = ["prepared_inputs", "run_forward"]
 
 
 def run_forward(
@@ -31,11 +31,15 @@ def run_forward(
     dtype and without communication: a rank may do so alone.
 
     Raises:
-        RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the output
-            is a view of a parameter.
+        RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the forward
+            has written to a parameter.
     """
     if not torch.is_grad_enabled() and _shown_in_full(unit):
-        return call(*args, **kwargs)
+        unit.buffers.hold_original()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            unit.buffers.release()
     own = schedule_of(unit)
     returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
@@ -55,7 +59,7 @@ def run_forward(
         if returned is not None:
             output = cast_floating(output, returned)
         for (schedule, use), nodes in zip(uses, inputs):
-            schedule.post_forward(use, output, nodes)
+            output = schedule.post_forward(use, output, nodes)
         return output
     finally:
         for schedule, use in uses:
@@ -89,6 +93,12 @@ def _prepared(
     if computed is not None:
         args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
     return returned, args, kwargs
+
+
+def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns inputs as a forward of the unit would take them, moved and cast."""
+    _, args, kwargs = _prepared(unit, schedule_of(unit), args, kwargs)
+    return args, kwargs
 
 
 def _shown_in_full(unit: Unit) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_wrap._copies import deepcopy_wrapper
+from fsdp_wrap._custom_comms import hook_on_stream, refuse_custom_comms, use_comms
+from fsdp_wrap._errors import NotPicklableError
 from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._modules import UNIT_ATTR
@@ -16,7 +18,7 @@ from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.forward_methods import register_forward_method
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit", "share_comm_ctx"]
 
 _Self = TypeVar("_Self", bound="FSDPModule")
 
@@ -196,6 +198,99 @@ class FSDPModule(nn.Module):
         """The old name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Calls a hook with this rank's part of each reduction of this unit, averaged, which it may change.
+
+        It may, say, average over further ranks. It gets one 1-D tensor for each dtype in the unit.
+
+        Args:
+            hook: The hook.
+            stream: On which it runs; otherwise on that of the computation.
+
+        Raises:
+            ValueError: If a stream is given and the mesh has replicas.
+        """
+        handle = _unit_of(self).handle
+        if handle is not None and stream is not None and handle.replicas.size > 1:
+            raise ValueError(
+                f"{_unit_of(self).name} is summed over replicas, which the hook follows on their stream; "
+                "leave stream out"
+            )
+        for segment in handle.segments if handle is not None else ():
+            segment.layout.average_hook = hook_on_stream(hook, stream)
+
+    # communication
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Lets this unit gather its parameters by an object of the user's.
+
+        Args:
+            comm: With the interface of torch's `AllGather`: `allocate(size, *, dtype, device)` returns
+                memory, and `comm(output_tensor, input_tensor, group, async_op)` fills the output from all
+                ranks' inputs and returns a work, or None if it is done.
+
+        Raises:
+            RuntimeError: If `compress` chose how it gathers.
+        """
+        self._use_comms(all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Lets this unit reduce its gradients by an object of the user's.
+
+        Args:
+            comm: With the interface of torch's `ReduceScatter`: `allocate(size, *, dtype, device)` returns
+                memory, and `comm(output_tensor, input_tensor, group, op)` writes the output. `op` is
+                `ReduceOp.SUM` always: what comes is divided afterwards.
+
+        Raises:
+            RuntimeError: If `compress` chose how it reduces.
+        """
+        self._use_comms(reduce_scatter=comm)
+
+    def _use_comms(self, **comms: Any) -> None:
+        unit = _unit_of(self)
+        self._schedule.require_idle("setting a custom collective")
+        if unit.handle is not None:
+            use_comms(unit.handle, unit.name, **comms)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted: buffers that travel are allocated where the way of communicating wants them anyway.
+
+        Raises:
+            RuntimeError: If a custom collective allocates them.
+        """
+        self._refuse_custom_comms("set_allocate_memory_from_process_group_for_comm()")
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Accepted: units communicate without symmetric memory of NCCL's, with the same results.
+
+        Raises:
+            RuntimeError: If a custom collective allocates them.
+        """
+        self._refuse_custom_comms("set_symm_mem_for_comm()")
+
+    def _refuse_custom_comms(self, method: str) -> None:
+        unit = _unit_of(self)
+        if unit.handle is not None:
+            refuse_custom_comms(unit.handle, unit.name, method)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Accepted: reductions have a queue of their own beside the gathers', in the same group."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Accepted: one reduction is in flight at most, so no more buffers are ever waited for.
+
+        Raises:
+            TypeError: If the number is no int.
+            ValueError: If it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: gradients are divided by our own kernels and never reduced by anything but sums."""
 
@@ -235,7 +330,7 @@ class FSDPModule(nn.Module):
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
+        raise NotPicklableError(
             f"a module that fully_shard has sharded ({_unit_of(self).name}) cannot be pickled, being tied to "
             "its process group; save its state dict by torch.distributed.checkpoint or fsdp_wrap.checkpoint "
             "instead (copy.deepcopy makes a second module)"
@@ -266,6 +361,19 @@ class FSDPModule(nn.Module):
     def _set(self, recurse: bool, **options: Any) -> None:
         for unit in self._units(recurse):
             unit.set(**options)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted: the units of a process share the queues of communication of their device anyway.
+
+    Args:
+        modules: Roots, such as the stages of a pipeline.
+
+    Raises:
+        ValueError: If one is no `FSDPModule`.
+    """
+    for module in modules:
+        _unit_of(module)
 
 
 class GradientReductionHandle:

@@ -233,6 +233,8 @@ class Gradients:
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self._factor is not None:
             reduced.mul_(self._factor)
+        if self._layout.average_hook is not None:
+            self._layout.average_hook(reduced[: reduced.numel() - self._layout.noted_numel])
         self._unreduced = False
         self.drop()
         self._layout.add_reduced(reduced, used)

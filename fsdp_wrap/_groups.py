@@ -149,8 +149,7 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
     """
     if not 1 < size < ranks.size or ranks.size % size:
         raise ValueError(
-            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded, "
-            f"and be neither 1 (which is False) nor {ranks.size} (which is True)"
+            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded"
         )
 
     def make() -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_wrap._errors import NotIdleError
 from fsdp_wrap._held_gradients import HeldGradients
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
@@ -49,4 +50,4 @@ def _require_idle(units: Collection[Unit], doing: str) -> None:
         schedule.require_idle(doing)
         schedule.end_failed_backward()
     if any(map(is_summoned, units)):
-        raise RuntimeError(f"{doing} must not run inside summon_full_params, which hides gradients")
+        raise NotIdleError(f"{doing} must not run inside summon_full_params, which hides gradients")

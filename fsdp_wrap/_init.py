@@ -15,6 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compile import skip_runtime_frames
+from fsdp_wrap._composition import announce_sharded, find_replicated
+from fsdp_wrap._errors import AlreadyShardedError
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._initial_values import InitialValues, sample
 from fsdp_wrap._layout import Layout
@@ -139,6 +141,7 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
     if module in modules:
         raise ValueError(f"{argument} holds the {type(module).__name__} that is being wrapped")
     params = {item for item in given if isinstance(item, nn.Parameter)}
+    modules |= find_replicated([module])
     params.update(param for child in modules for param in child.parameters(recurse=False))
     return Ignored(frozenset(modules), frozenset(params))
 
@@ -236,9 +239,12 @@ def assemble_unit(
         below.nest(fqn)
     guard_parametrizations(unit, modules)
     skip_runtime_frames()
-    _taken.update(modules)
+    if handle is not None or any(each._buffers for each in modules):  # else it may become a unit again
+        _taken.update(modules)
     for each in modules:
         mark_managed(each)
+    for each in spec.parts or (module,):
+        announce_sharded(each)
     _note_owners(unit, segments.values())
     refuse_earlier_optimizers(unit, segments.values())
     refuse_pieces(unit)
@@ -293,7 +299,7 @@ _taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def refuse_taken(module: nn.Module) -> None:
     """Refuses a module that a unit has taken already, as its own or as part of it."""
     if module in _taken:
-        raise ValueError(
+        raise AlreadyShardedError(
             f"this {type(module).__name__} is already wrapped, or part of a wrapped module; wrap parts "
             "before the whole, each once"
         )

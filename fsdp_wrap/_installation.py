@@ -40,6 +40,10 @@ class Installation:
                 if id(value) in by_id and not module.__name__.startswith(kept):
                     self.rebind(module, name, by_id[id(value)])
 
+    def at_end(self, undo: Callable[[], Any]) -> None:
+        """Calls a function at the end, before what earlier changes have left to undo."""
+        self._undo.append(undo)
+
     def set_environment(self, name: str, value: str) -> None:
         """Sets an environment variable until the end, if it is not set."""
         if name not in os.environ:

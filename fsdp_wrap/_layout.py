@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +26,11 @@ class Layout(Buffers, ShardedGradients, Observed, Protocol):
         resident: The unsharded buffer, where it is the shard itself and always in memory; else None.
         sources: For each leaf, the sharded parameter that stands for it.
         flat_param: The parameter whose data are this rank's shard, whether or not the optimizer sees it.
+        average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
     """
 
     dtype: torch.dtype
+    average_hook: Callable[[torch.Tensor], None] | None
 
     @property
     def flat_param(self) -> nn.Parameter: ...

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_wrap._channel import LENDER, Channel, Kind, Record
+from fsdp_wrap._channel import LENDER, Channel, Kind, Readers, Record
 from fsdp_wrap._shared_collective import Collective
 from fsdp_wrap._shared_memory import HEADER, Lease, Memory, SharedBuffer
 
@@ -57,7 +57,7 @@ class Lending:
         users = channel.memory.words(lease.begin, channel.size)
         for rank in channel.peers:
             users[rank] = _NOT_TAKEN
-        channel.memory.note(lease.begin, Lent(channel, number, users))
+        channel.memory.note(lease.begin, Lent(channel.readers, number, users))
         channel.announce(number, Record(Kind.COMMON_GATHER, nbytes, lease.begin))
         return lease
 
@@ -127,17 +127,17 @@ def _check_same(posted: int, announced: int) -> None:
 class Lent(NamedTuple):
     """A piece with which all compute until they return it, or give up waiting for the gather."""
 
-    channel: Channel
+    readers: Readers
     number: int
     users: memoryview
 
     def is_read(self) -> bool:
-        return all(map(self._is_done, self.channel.peers))
+        return all(map(self._is_done, self.readers.lives))
 
     def _is_done(self, rank: int) -> bool:
         word = self.users[rank]
-        given_up = word == _NOT_TAKEN and self.channel.is_read_by(rank, self.number)
-        return word == _RETURNED or given_up or self.channel.peers[rank].life.ended
+        given_up = word == _NOT_TAKEN and self.readers.board.is_read(self.number, rank)
+        return word == _RETURNED or given_up or self.readers.is_gone(rank)
 
 
 class CommonGather(Collective):

@@ -22,6 +22,7 @@ import os
 import secrets
 import struct
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -191,12 +192,18 @@ def _remove_if_all_ended(directory: Path, job: str) -> None:
 
 
 class _Job:
-    """The names of all ranks' files, for the life of one default process group."""
+    """The names of all ranks' files, for the life of one default process group.
 
-    def __init__(self) -> None:
+    Args:
+        thread: Which has initialised it; where ranks are threads, each has one of its own.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
         self._directory = _directory()
         self._word = secrets.token_hex(8)
-        self._enabled = dist.get_backend() != "fake"  # where there are no other ranks to show anything
+        # There are no other ranks to show anything, or they are threads, which share what a process locks.
+        self._enabled = dist.get_backend() not in ("fake", "threaded")
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPositions]
         self._groups = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
@@ -273,10 +280,13 @@ def positions_of(group: dist.ProcessGroup) -> GroupPositions:
     """Returns the positions of a group's ranks."""
     world = dist.group.WORLD
     assert world is not None
-    if world not in _jobs:
-        _jobs.clear()  # there is one default group at a time, and destroyed ones may live on
-        _jobs[world] = _Job()
-    return _jobs[world].positions_of(group, world)
+    job = _jobs.get(world)
+    if job is None:
+        thread = threading.get_ident()  # it has one default group at a time, and destroyed ones may live on
+        for ended in [other for other, its in _jobs.items() if its.thread == thread]:
+            del _jobs[ended]
+        job = _jobs[world] = _Job(thread)
+    return job.positions_of(group, world)
 
 
 class GroupPositions:

@@ -27,7 +27,6 @@ __all__ = [
     "refuse_edits",
     "refuse_graph",
     "refuse_outdated",
-    "refuse_parameter_views",
     "refuse_pieces",
 ]
 
@@ -78,20 +77,6 @@ def _written_since(use: Use) -> str | None:
             if old != now:
                 return use.unit.name_of(fqn)
     return None
-
-
-def refuse_parameter_views(unit: Unit, handle: ParamHandle, tensors: Iterable[torch.Tensor]) -> None:
-    """Refuses outputs of a unit's forward that lie in its full parameters' memory.
-
-    Raises:
-        RuntimeError: If one does.
-    """
-    for tensor in tensors:
-        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
-            raise RuntimeError(
-                f"the forward of {unit.name} returned a parameter or a view of one, whose memory is freed "
-                "when the unit reshards; return a copy (parameter.clone()) instead"
-            )
 
 
 def refuse_edits(unit: Unit, handle: ParamHandle) -> None:

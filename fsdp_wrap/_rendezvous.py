@@ -85,13 +85,13 @@ class _Offer:
         require_futex()
         self._members, self._rank, self._size = ranks.members, ranks.rank, ranks.size
         self._memory = own_memory()
-        self._begin = self._memory.take(Board.nbytes(ranks.size))  # for good: peers may acknowledge late
+        self._begin = self._memory.take(Board.nbytes(ranks.size))
         Board(self._memory, self._begin, ranks.size).clear()
 
     def address(self) -> _Address:
         """Returns where peers find it."""
         memory = self._memory
-        return _Address(os.getpid(), memory.door.number, memory.word, self._begin, memory.private is not None)
+        return _Address(os.getpid(), memory.door, memory.word, self._begin, memory.private is not None)
 
     def channel(self, addresses: list[_Address]) -> Channel:
         """Returns the channel to those at some addresses, given by rank.
@@ -117,7 +117,7 @@ class _Offer:
         return Peer(memory, Board(memory, there.board, self._size), life)
 
 
-# Of other processes, for all groups with them: a map is as large as the host's memory.
+# Of other processes, for all groups with them.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], PeerMemory] = weakref.WeakValueDictionary()
 _lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValueDictionary()
 

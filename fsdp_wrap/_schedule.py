@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fsdp_wrap._errors import NotIdleError
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._finalization import BackwardEnd
@@ -27,8 +28,8 @@ from fsdp_wrap._refusals import (
     refuse_edits,
     refuse_graph,
     refuse_outdated,
-    refuse_parameter_views,
 )
+from fsdp_wrap._returned import without_parameters
 from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._traffic import Traffic
 from fsdp_wrap._tree import iter_tensors, map_tensors
@@ -132,7 +133,7 @@ class Schedule:
             use.watched = len(nodes)
         return args, kwargs, nodes
 
-    def post_forward(self, use: Use, output: Any, inputs: list[Node]) -> None:
+    def post_forward(self, use: Use, output: Any, inputs: list[Node]) -> Any:
         """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
 
         Args:
@@ -141,15 +142,20 @@ class Schedule:
             inputs: The nodes from `watch_inputs`. Only the outputs' hooks keep them: a reference from
                 `use`, which the nodes' own hooks hold, would be a cycle that is never collected.
 
+        Returns:
+            The output, with copies in the place of parameters.
+
         Raises:
-            RuntimeError: If an output is a view of a parameter, which would dangle after resharding.
+            RuntimeError: If the forward has written to a parameter.
         """
         unit = use.unit
         if unit.handle is None:
-            return
-        tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
-        refuse_parameter_views(unit, unit.handle, tensors)
+            return output
         refuse_edits(unit, unit.handle)
+        tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
+        safe = without_parameters(unit.handle, output, tensors)
+        if safe is not output:
+            output, tensors = safe, list(iter_tensors(safe))
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         if with_grad:
             use.written = unit.handle.written()
@@ -158,12 +164,13 @@ class Schedule:
                 lambda grad: self._pre_backward(use, inputs, grad)
             )
         if graph_task() != -1:
-            return  # the backward that recomputes will reshard
+            return output  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.record(unit)
         over = unit.running == 1 and unit.ran(use.part)
         if over and not unit.keeps_parameters(use, bool(with_grad), unit is self.root):
             self._traffic.reshard(unit, Phase.FORWARD, unit.options.reshards_within if with_grad else None)
+        return output
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -442,10 +449,15 @@ class Schedule:
             self._make_room()  # sums over replicas begin there
         self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
         for unit in self._units:
-            if unit.handle is not None:
-                unit.handle.forget_zeroed()
-                self._end_unsharded_backward(unit, Phase.IDLE)
-                self._take_gradients(unit, Phase.IDLE)
+            self.end_backwards_of(unit)
+
+    @torch.no_grad()
+    def end_backwards_of(self, unit: Unit) -> None:
+        """Ends the backwards that one unit has had, by hand, save for `await_reduction`."""
+        if unit.handle is not None:
+            unit.handle.forget_zeroed()
+            self._end_unsharded_backward(unit, Phase.IDLE)
+            self._take_gradients(unit, Phase.IDLE)
 
     def await_reduction(self) -> None:
         """Waits for the last reduction."""
@@ -527,12 +539,12 @@ class Schedule:
         """Refuses what must not happen in the middle of a forward or backward.
 
         Raises:
-            RuntimeError: If a unit's forward is running or a backward is in progress.
+            NotIdleError: If a unit's forward is running or a backward is in progress.
         """
         running = next((unit for unit in self._units if unit.running), None)
         if running is not None or graph_task() != -1:
             where = f"the forward of {running.name}" if running is not None else "a backward"
-            raise RuntimeError(f"{doing} must not run inside {where}")
+            raise NotIdleError(f"{doing} must not run inside {where}")
 
 
 def schedule_of(unit: Unit) -> Schedule:
@@ -545,7 +557,7 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
     """Refuses what must not happen in the middle of a forward or backward of any of the units.
 
     Raises:
-        RuntimeError: As `Schedule.require_idle`.
+        NotIdleError: As `Schedule.require_idle`.
     """
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.require_idle(doing)

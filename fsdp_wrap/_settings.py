@@ -1,4 +1,4 @@
-"""What programs read from a wrapper beside its methods: how it was set up, and its sharded parameters."""
+"""What programs read from a wrapper beside its methods: how it was set up."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Settings:
         backward_prefetch: When backward gathers the next unit.
         forward_prefetch: Whether forward does.
         limit_all_gathers: As given.
+        use_orig_params: Whether the optimizer sees slices of the original parameters.
     """
 
     group: Callable[[], dist.ProcessGroup | None]
@@ -42,6 +43,7 @@ class Settings:
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     limit_all_gathers: bool
+    use_orig_params: bool
 
     @classmethod
     def of(cls, mesh: ShardMesh, device: torch.device, options: Mapping[str, Any]) -> Settings:
@@ -56,6 +58,7 @@ class Settings:
             options["backward_prefetch"],
             options["forward_prefetch"],
             options["limit_all_gathers"],
+            options["use_orig_params"],
         )
 
 
@@ -64,12 +67,6 @@ class ShowsSettings(nn.Module):
 
     _settings: Settings
     _unit: Unit
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The sharded parameters of this unit: its `FlatParameter`s; none where it owns no parameters."""
-        handle = self._unit.handle
-        return [] if handle is None else [segment.layout.flat_param for segment in handle.segments]
 
     @property
     def process_group(self) -> dist.ProcessGroup:

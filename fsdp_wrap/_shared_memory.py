@@ -2,7 +2,8 @@
 
 Nothing here has a name in a file system, so nothing can be left behind, and the size of `/dev/shm` does not
 matter. A peer reaches the file through `/proc`, which the kernel grants to processes of the same user only.
-Pages that are there already are many times faster than fresh ones, so pieces are reused, lowest first.
+Pages that are there already are many times faster than fresh ones, so pieces are reused, lowest first. The
+file grows when none is free that is large enough (`_mapped_file.py`).
 
 A file may be mapped twice. What a process writes to the one map all see; what it writes to the other is its
 own, on copies of the pages that the kernel makes. So ranks can compute with one copy of the parameters, and a
@@ -11,7 +12,6 @@ module that writes to them changes nothing for the others.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import resource
@@ -23,11 +23,11 @@ from typing import Protocol
 
 import torch
 
+from fsdp_wrap._mapped_file import Descriptor, MappedFile
 from fsdp_wrap._resizable import Buffer
 
 __all__ = [
     "HEADER",
-    "Descriptor",
     "Lease",
     "Memory",
     "PeerMemory",
@@ -44,23 +44,13 @@ HEADER = mmap.PAGESIZE
 _KEPT = 1 << 30
 """Up to so many bytes stay when nobody uses them; pages beyond go back to the host."""
 
+_LEAST, _MOST = 16 << 20, 1 << 30
+"""Bytes with which a file begins, and by which it grows at most unless a piece is larger: it doubles."""
+
 _WORD_BYTES = 16
 
-_NO_RESERVE = 0x4000  # MAP_NORESERVE: else the kernel may count all of the map as used
 _OF_FILE = 0x20  # in the highest byte of an entry of a page map: not a copy of the process's own
 _THERE = 0xC0  # likewise: in memory, or swapped out
-
-
-class Descriptor:
-    """A file descriptor that is closed with its last user.
-
-    Attributes:
-        number: What the system calls take.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        weakref.finalize(self, os.close, number)
 
 
 class Posted(Protocol):
@@ -75,62 +65,58 @@ class Memory:
     """A file of memory as this process has mapped it.
 
     Args:
-        descriptor: Of the file.
-        nbytes: Its size.
-
-    Attributes:
-        address: Where it begins in this process.
+        file: The file.
 
     Raises:
         OSError: If the host does not allow it.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        _require_room(nbytes)
-        self._map = mmap.mmap(descriptor, nbytes)
-        self._map.madvise(mmap.MADV_DONTDUMP)
-        self.address = _address(self._map)
+    def __init__(self, file: Descriptor) -> None:
+        self._file = file
+        self._maps = MappedFile(file)
+
+    def address(self, begin: int) -> int:
+        """Returns where in this process some of the memory lies."""
+        return self._maps.address(begin)
 
     def tensor(self, begin: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Returns some of the memory as a 1-D tensor."""
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=begin)
+        mapped, offset = self._maps.at(begin)
+        return torch.frombuffer(mapped, dtype=dtype, count=numel, offset=offset)
 
     def words(self, begin: int, number: int) -> memoryview:
         """Returns some of the memory as integers of 8 bytes, each of which is written at once."""
-        return memoryview(self._map)[begin : begin + 8 * number].cast("Q")
+        mapped, offset = self._maps.at(begin)
+        return memoryview(mapped)[offset : offset + 8 * number].cast("Q")
 
     def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
         """Returns what follows the header of a piece; what is written there all can read."""
-        return lease.storage(self._map, nbytes)
+        return lease.storage(self._maps, nbytes)
 
 
 class PrivateMap:
     """Shows a file of memory as all have written it; what is written here is this process's own.
 
     Args:
-        descriptor: Of the file.
-        nbytes: Its size.
+        file: The file.
 
     Raises:
         OSError: If the host does not allow it.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        _require_room(nbytes)
-        flags, both = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=both)
-        self._map.madvise(mmap.MADV_DONTDUMP)
-        self._first_page = _address(self._map) // mmap.PAGESIZE
+    def __init__(self, file: Descriptor) -> None:
+        self._maps = MappedFile(file, private=True)
         self._pages = Descriptor(os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
 
     def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
         """Returns what follows the header of a piece, without what this process has written there before."""
         begin, length = lease.begin + HEADER, _whole_pages(nbytes)
-        page, pages = self._first_page + begin // mmap.PAGESIZE, length // mmap.PAGESIZE
+        page, pages = self._maps.address(begin) // mmap.PAGESIZE, length // mmap.PAGESIZE
         entries = os.pread(self._pages.number, 8 * pages, 8 * page)
         if any(kind & _THERE and not kind & _OF_FILE for kind in set(entries[7::8])):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, length)
-        return lease.storage(self._map, nbytes)
+            mapped, offset = self._maps.at(begin)
+            mapped.madvise(mmap.MADV_DONTNEED, offset, length)
+        return lease.storage(self._maps, nbytes)
 
 
 class Lease:
@@ -146,9 +132,9 @@ class Lease:
         self._end = end
         self._process = os.getpid()
 
-    def storage(self, mapped: mmap.mmap, nbytes: int) -> torch.UntypedStorage:
+    def storage(self, maps: MappedFile, nbytes: int) -> torch.UntypedStorage:
         """Returns what follows the header as a storage."""
-        begin = self.begin + HEADER
+        mapped, begin = maps.at(self.begin + HEADER)
         view = memoryview(mapped)[begin : begin + nbytes]  # lives as long as the storage's memory
         weakref.finalize(view, _drop, self).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
@@ -165,49 +151,74 @@ def _drop(lease: Lease) -> None:
 class SharedMemory(Memory):
     """This process's memory, which peers can read.
 
-    Its size is that of the host's memory, of which only what was written to takes any.
-
     Attributes:
         private: Of the same file; None where the host does not allow that.
-        door: Descriptor through which peers reach the file.
         word: What the file begins with, so that a peer knows it has found the right one.
 
     Raises:
-        OSError: If the host does not allow it.
+        OSError: If the host does not allow it, or this process may not have much address space.
     """
 
     def __init__(self) -> None:
-        self.door = Descriptor(os.memfd_create("fsdp_wrap"))
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        os.ftruncate(self.door.number, size)
-        super().__init__(self.door.number, size)
+        _require_room(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        file = Descriptor(os.memfd_create("fsdp_wrap"))
+        os.ftruncate(file.number, _LEAST)
+        super().__init__(file)
         try:
-            self.private: PrivateMap | None = PrivateMap(self.door.number, size)
+            self.private: PrivateMap | None = PrivateMap(file)
         except OSError:
             self.private = None
         self.word = secrets.token_bytes(_WORD_BYTES)
-        self._map[:_WORD_BYTES] = self.word
-        self._free = [(mmap.PAGESIZE, size)]  # sorted, and no two of them adjacent
+        os.pwrite(file.number, self.word, 0)
+        self._size = _LEAST
+        self._grown: set[int] = set()  # where the file has ended, across which nothing may lie
+        self._free = [(mmap.PAGESIZE, _LEAST)]  # sorted; those that are adjacent lie in several maps
         self._taken: dict[int, int] = {}  # from where to where
         self._posted: dict[int, list[Posted]] = {}
         self._unread: list[int] = []  # given back, but somebody may read still
         self._ended: deque[int] = deque()  # leases that ended, whenever that was
 
+    @property
+    def door(self) -> int:
+        """The descriptor through which peers reach the file."""
+        return self._file.number
+
     def take(self, nbytes: int) -> int:
         """Returns the offset of a piece that nobody uses: the lowest that is large enough.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If there is none, and the host does not allow more.
         """
         if self._unread or self._ended:
             self._collect()
-        nbytes = _whole_pages(nbytes)
+        nbytes += -nbytes % mmap.PAGESIZE
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
                 self._free[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
                 self._taken[begin] = begin + nbytes
                 return begin
-        raise RuntimeError(f"no {nbytes} bytes are left of the memory that the ranks of this host share")
+        self._grow(nbytes)
+        return self.take(nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        """Makes the file longer, by enough for a piece of some size.
+
+        Raises:
+            RuntimeError: If the host does not allow it.
+        """
+        begin, end = self._size, self._size + max(nbytes, min(self._size, _MOST))
+        try:
+            self._maps.extend(end)
+            os.ftruncate(self._file.number, end)  # now that nobody need take it back
+        except (OSError, OverflowError, ValueError) as error:
+            raise RuntimeError(
+                f"no {nbytes} bytes are left of the memory that the ranks of this host share ({error}). Let "
+                "this process have more address space (ulimit -v), or set FSDP_WRAP_SHARED_MEMORY=0 on all "
+                "ranks"
+            ) from error
+        self._size = end
+        self._grown.add(begin)
+        self._free.append((begin, end))
 
     def note(self, begin: int, posted: Posted) -> None:
         """Notes that others may read a piece, which is not reused before they have."""
@@ -235,16 +246,20 @@ class SharedMemory(Memory):
     def _release(self, begin: int, end: int) -> None:
         if end > _KEPT:
             first = max(begin, _KEPT)
-            self._map.madvise(mmap.MADV_REMOVE, first, end - first)
+            mapped, offset = self._maps.at(first)
+            mapped.madvise(mmap.MADV_REMOVE, offset, end - first)
         index = next((index for index, (other, _) in enumerate(self._free) if other > begin), len(self._free))
         self._free.insert(index, (begin, end))
         self._join(index)
         self._join(index - 1)
 
     def _join(self, index: int) -> None:
-        """Makes one of a free piece and the next if they are adjacent."""
-        if 0 <= index < len(self._free) - 1 and self._free[index][1] == self._free[index + 1][0]:
-            self._free[index : index + 2] = [(self._free[index][0], self._free[index + 1][1])]
+        """Makes one of a free piece and the next if they are adjacent, in one map."""
+        if not 0 <= index < len(self._free) - 1:
+            return
+        (begin, middle), (other, end) = self._free[index : index + 2]
+        if middle == other and middle not in self._grown:
+            self._free[index : index + 2] = [(begin, end)]
 
     def lease(self, nbytes: int) -> Lease:
         """Returns the right to use a piece, with its header, which is given back when that ends."""
@@ -252,8 +267,14 @@ class SharedMemory(Memory):
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Returns the offset of the piece in use that a buffer's tensor lies in; None if in none."""
-        begin = tensor.untyped_storage().data_ptr() - self.address - HEADER
+        begin = self._maps.find(tensor.untyped_storage().data_ptr() - HEADER)
         return begin if begin in self._taken else None
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Returns where a tensor begins that lies in this memory."""
+        begin = self._maps.find(tensor.data_ptr())
+        assert begin is not None
+        return begin
 
 
 class PeerMemory(Memory):
@@ -272,12 +293,11 @@ class PeerMemory(Memory):
     """
 
     def __init__(self, process: int, door: int, word: bytes) -> None:
-        self._path = f"/proc/{process}/fd/{door}"
+        file = Descriptor(os.open(f"/proc/{process}/fd/{door}", os.O_RDWR | os.O_CLOEXEC))
+        if os.pread(file.number, _WORD_BYTES, 0) != word:
+            raise OSError(f"process {process} is another one than was meant: in another container, say")
+        super().__init__(file)
         self.private: PrivateMap | None = None
-        with open(self._path, "r+b") as file:
-            if os.pread(file.fileno(), _WORD_BYTES, 0) != word:
-                raise OSError(f"process {process} is another one than was meant: in another container, say")
-            super().__init__(file.fileno(), os.fstat(file.fileno()).st_size)
 
     def map_privately(self) -> None:
         """Maps the file privately as well.
@@ -286,8 +306,7 @@ class PeerMemory(Memory):
             OSError: If the host does not allow it.
         """
         if self.private is None:
-            with open(self._path, "r+b") as file:
-                self.private = PrivateMap(file.fileno(), os.fstat(file.fileno()).st_size)
+            self.private = PrivateMap(self._file)
 
 
 class SharedBuffer(Buffer):
@@ -350,25 +369,23 @@ def own_memory() -> SharedMemory:
 
 
 def _require_room(nbytes: int) -> None:
-    """Refuses a map that would take this process beyond half of the address space that it may have.
+    """Refuses to begin where a process may have only so much address space, and less than that is left of it.
+
+    All that ranks share lies in the host's memory, so who may map as much as that does not lack any later.
 
     Raises:
-        OSError: If it would.
+        OSError: If it is so.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * mmap.PAGESIZE
-    if used + nbytes > limit // 2:
+    if used + nbytes > limit:
         raise OSError(
-            f"a map of {nbytes >> 20} MiB would leave less than half of the {limit >> 20} MiB of address "
-            "space that this process may have (ulimit -v)"
+            f"of the {limit >> 20} MiB of address space that this process may have (ulimit -v) less is left "
+            f"than the host has memory, which is {nbytes >> 20} MiB"
         )
-
-
-def _address(mapped: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -12,7 +12,7 @@ import platform
 import select
 import time
 
-from fsdp_wrap._shared_memory import Descriptor
+from fsdp_wrap._mapped_file import Descriptor
 
 __all__ = ["Life", "require_futex", "wait_until", "wake"]
 

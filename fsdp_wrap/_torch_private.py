@@ -14,12 +14,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
+from torch.distributed.fsdp import _common_utils as torch_common_utils
+from torch.distributed.fsdp import _flat_param as torch_flat_param
 from torch.distributed.fsdp import _fully_shard as torch_fully_shard
+from torch.distributed.fsdp import _runtime_utils as torch_runtime_utils
+from torch.distributed.fsdp import _traversal_utils as torch_traversal_utils
+from torch.distributed.fsdp import _unshard_param_utils as torch_unshard_utils
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as get_module_fsdp_state
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -31,11 +42,18 @@ __all__ = [
     "AllgatherOptions",
     "BatchNorm",
     "DTensorSpec",
+    "FSDPMeshInfo",
+    "FSDPParam",
+    "FSDPParamGroup",
+    "FSDPState",
+    "FSDPStateContext",
     "FakeProcessGroup",
+    "HSDPMeshInfo",
     "HashStore",
     "IncompatibleKeys",
     "NormBase",
     "PURPOSES",
+    "ParamModuleInfo",
     "ReduceScatterOptions",
     "ShardedTensor",
     "StorageInfo",
@@ -43,6 +61,7 @@ __all__ = [
     "TensorMeta",
     "all_groups",
     "chunk_cat",
+    "composable_registry",
     "current_dispatch_mode",
     "current_transform",
     "default_device_of",
@@ -53,6 +72,7 @@ __all__ = [
     "foreach_norm",
     "foreach_zero_",
     "get_layout",
+    "get_module_fsdp_state",
     "graph_task",
     "load_state_dict",
     "make_subclass",
@@ -64,7 +84,12 @@ __all__ = [
     "set_version_counters",
     "swap_tensor_impl",
     "to_copy_operator",
+    "torch_common_utils",
+    "torch_flat_param",
     "torch_fully_shard",
+    "torch_runtime_utils",
+    "torch_traversal_utils",
+    "torch_unshard_utils",
     "trace_rules",
     "will_execute",
 ]
@@ -130,6 +155,7 @@ PURPOSES = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
+    "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
@@ -141,7 +167,37 @@ PURPOSES = {
     "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": (
         "lets torch's functions for state dicts find our wrapper, in `compat`"
     ),
-    "torch.distributed.fsdp._fully_shard": "the names of FSDP2, which `compat` leaves alone",
+    "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper, in `compat`",
+    "torch.distributed.fsdp._common_utils._FSDPDeviceHandle": "what a wrapper's `_device_handle` is",
+    "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._flat_param": "the named tuples and enums of flat parameters and handles",
+    "torch.distributed.fsdp._flat_param._ShardParamInfo": "what of a parameter lies in this rank's shard",
+    "torch.distributed.fsdp._runtime_utils": "where programs find helpers of the wrapper, in `compat`",
+    "torch.distributed.fsdp._runtime_utils._lazy_init": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._runtime_utils._post_backward_final_callback": (
+        "answers for our wrappers, in `compat`"
+    ),
+    "torch.distributed.fsdp._runtime_utils._reshard": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._runtime_utils._root_pre_forward": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._traversal_utils": "where programs find helpers of the wrapper, in `compat`",
+    "torch.distributed.fsdp._traversal_utils._get_fsdp_handles": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._traversal_utils._get_fsdp_states": "finds the wrappers of both libraries",
+    "torch.distributed.fsdp._unshard_param_utils": (
+        "where programs find helpers of the wrapper, in `compat`"
+    ),
+    "torch.distributed.fsdp._unshard_param_utils._unshard_params": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._unshard_param_utils._unshard_params_for_summon": (
+        "answers for our wrappers, in `compat`"
+    ),
+    "torch.distributed.fsdp._fully_shard": "the names of FSDP2, which `compat` leaves alone or rebinds",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": "tells programs of a unit's mesh",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": "tells programs of a unit's mesh",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "as what programs read parameters",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo": "tells programs who shows a parameter",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "as what programs read units",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "as what programs read trees",
+    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": "finds our units, in `compat`",
 }
 """What each is for, by its path."""
 

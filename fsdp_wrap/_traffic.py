@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._agreement import Agreement
 from fsdp_wrap._collectives import Communicator
+from fsdp_wrap._errors import NoValuesError
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._initial_values import find_difference
@@ -111,13 +112,13 @@ class Traffic:
         """Issues a unit's all-gather; returns False if it is unsharded, or being so, already.
 
         Raises:
-            ValueError: If parameters have no values.
+            NoValuesError: If parameters are on the meta device.
         """
         handle = unit.handle
         if handle is None or handle.state is not HandleState.SHARDED:
             return False
         if handle.without_values:
-            raise ValueError(
+            raise NoValuesError(
                 f"parameters of {unit.name} are on the meta device and have no values: "
                 f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"

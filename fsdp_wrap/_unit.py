@@ -167,6 +167,10 @@ class Unit:
         self.schedule = schedule
         self.fqn = fqn
 
+    def leave(self) -> None:
+        """Takes it out of its schedule; it joins one again when it is used."""
+        self.schedule = None
+
     def nest(self, fqn: str) -> None:
         """Notes that another unit encloses this one, under its name there."""
         self.nested = True

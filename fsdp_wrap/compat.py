@@ -1,8 +1,10 @@
 """Runs programs that were written for torch's wrapper, unchanged, on this one.
 
 `install()` makes the names of torch's wrapper resolve to ours, by rebinding attributes in place: those of
-torch's own modules, and those of every module that has imported them already. FSDP2's names stay as they are.
-From the command line: `python -m fsdp_wrap.compat script.py arguments...`.
+torch's own modules, and those of every module that has imported them already. FSDP2's names stay as they are,
+unless `install(fully_shard=True)` makes them resolve to our `fully_shard` and what belongs to it.
+Torch's private helpers that programs call for a wrapper (`_helpers.py`) answer for ours as well.
+From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from fsdp_wrap import (
     wrap,
 )
 from fsdp_wrap._clients import adapt_clients
+from fsdp_wrap._fully_shard_names import adapt_fully_shard
+from fsdp_wrap._helpers import HELPERS
 from fsdp_wrap._installation import Installation
 from fsdp_wrap._mesh import HYBRID_STRATEGIES
 from fsdp_wrap._torch_private import torch_fully_shard
@@ -39,7 +43,7 @@ from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 __all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
 
 _KEPT = (f"{torch_fsdp.__name__}._", "fsdp_wrap.")
-"""Torch's own runtime, FSDP2 and this package hold what they held."""
+"""Torch's own runtime, FSDP2 and this package hold what they held, save for the helpers."""
 
 _OURS = (fully_sharded_data_parallel, api, wrap, flat_param, sharded_grad_scaler)
 
@@ -76,7 +80,7 @@ def missing() -> set[str]:
 _installations: list[Installation] = []
 
 
-def install(cpu: bool = False) -> Installation:
+def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
     """Makes the names of torch's wrapper resolve to ours, in all loaded modules and for later imports.
 
     Call it before anything is wrapped. A further call changes what has come since. With it, peft saves and
@@ -85,16 +89,21 @@ def install(cpu: bool = False) -> Installation:
     Args:
         cpu: Let accelerate (with it transformers' `Trainer`) and Lightning accept FSDP on a host without
             accelerators, over gloo. They refuse it otherwise.
+        fully_shard: Let the names of FSDP2 (`fully_shard`, `FSDPModule`, `MixedPrecisionPolicy` and so on)
+            resolve to ours as well. Modules that it has sharded are instances of torch's `FSDPModule`, too.
 
     Returns:
         A context manager that takes the changes of this call back, if used in a `with` statement.
     """
     installation = Installation()
     installation.replace([*replacements().values(), *_STATE_DICT_FUNCTIONS], kept=_KEPT)
+    installation.replace(HELPERS, kept=("fsdp_wrap.",))
     if vars(torch_state_dict)[_STATE_OF] is not _state_of:
         installation.rebind(torch_state_dict, _STATE_OF, _state_of)
         if hasattr(torch_state_dict, _HYBRID):  # torch 2.11 does not look for hybrid strategies there
             installation.rebind(torch_state_dict, _HYBRID, set(HYBRID_STRATEGIES))
+    if fully_shard:
+        adapt_fully_shard(installation)
     adapt_clients(installation, cpu)
     _installations.append(installation)
     return installation
@@ -119,10 +128,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fsdp_wrap.compat", description=main.__doc__)
     accept = "let accelerate and Lightning accept FSDP on a host without accelerators"
     parser.add_argument("--cpu", action="store_true", help=accept)
+    parser.add_argument("--fully-shard", action="store_true", help="let FSDP2's names stand for ours, too")
     parser.add_argument("script", help="a file of Python code")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     given = parser.parse_args(arguments)
-    install(given.cpu)
+    install(given.cpu, given.fully_shard)
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(given.script))
     runpy.run_path(given.script, run_name="__main__")

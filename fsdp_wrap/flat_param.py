@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -38,12 +39,17 @@ class FlatParameter(nn.Parameter):
         _fqns: Names of the original parameters within the unit, in order.
         _shapes: Their shapes.
         _numels: Their element counts.
+        of_layout: The layout whose shard it is, if any; there `_internals.py` reads what torch's have.
+        shard_alias: Another tensor of the same data, once it was asked for.
     """
 
     _fqns: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]
     _numels: tuple[int, ...]
+    of_layout: LayoutRef | None = None
+    shard_alias: torch.Tensor | None = None
     _fsdp_flattened = True  # by which clients know sharded parameters
+    _is_flat_param = True  # by which torch knows its own
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
         self: FlatParameter = make_subclass(cls, data, requires_grad)
@@ -98,8 +104,37 @@ class Allocator(Protocol):
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool = True) -> torch.Tensor: ...
 
 
+class LayoutRef(weakref.ref["FlatLayout"]):
+    """Of a `FlatParameter` to its layout; where that is pickled, it is left out."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class HiddenFlatParameter(FlatParameter):
+    """One that no optimizer sees, but its slices or another: their gradients are its own."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the shard, of which those of slices are views; zeros where a slice has none."""
+        layout = None if self.of_layout is None else self.of_layout()
+        return None if layout is None else layout.joint_gradient()
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        layout = None if self.of_layout is None else self.of_layout()
+        if layout is not None:
+            layout.read_gradient(grad, [grad is not None] * len(layout.places))
+
+
 class FlatLayout:
     """Parameters of one dtype side by side in one buffer, cut into one even shard per rank.
+
+    Attributes:
+        first: Where this rank's shard begins in the unsharded buffer.
+        extents: Where the original parameters lie there.
+        module: The unit's module.
+        leaves: The leaves that were made last.
 
     Args:
         slots: The original parameters; their data are copied and then given up.
@@ -126,22 +161,25 @@ class FlatLayout:
         first = slots[0].param
         self.dtype = first.dtype
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
-        self._module, self._name, self.sharded, self.in_place = module, name, sharded, True
+        self.module, self._name, self.sharded, self.in_place = module, name, sharded, True
         self.extents = _extents(slots, max(1, _ALIGNMENT_BYTES // first.element_size()))
         self.shard_numel = max(1, -(-self.extents[-1].stop // allocator.size))
         self.numel = self.full_numel = self.shard_numel * allocator.size
         self.noted_numel = 0
-        self._first = self.shard_numel * allocator.rank
+        self.average_hook: Callable[[torch.Tensor], None] | None = None
+        self.first = self.shard_numel * allocator.rank
         self._allocate = allocator.empty_on_host if offload else allocator.empty
         shard = self._allocate(self.shard_numel, self.dtype)
         self._resides = not sharded and shard.device == allocator.device
-        held = (extent.within(self._first, self.shard_numel) for extent in self.extents)
+        held = (extent.within(self.first, self.shard_numel) for extent in self.extents)
         self._held = Stretches(held, self.shard_numel)
-        _fill(shard, self._first, self.extents, slots)
+        _fill(shard, self.first, self.extents, slots)
         self._shard = shard
-        self.flat_param = FlatParameter(shard, first.requires_grad, self.extents)
+        kind = HiddenFlatParameter if use_orig_params else FlatParameter
+        self.flat_param = kind(shard, first.requires_grad, self.extents)
+        self.flat_param.of_layout = LayoutRef(self)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
-        self._leaves: list[nn.Parameter] = []
+        self.leaves: list[nn.Parameter] = []
         self._front: Front = SliceFront(self, slots) if use_orig_params else FlatFront(self)
         self._front.hide_full()
         bounds = [(extent.start, extent.stop) for extent in self.extents]
@@ -224,7 +262,7 @@ class FlatLayout:
             leaf = nn.Parameter(view.data, requires_grad=False)  # with a version counter of its own
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
-        self._leaves, self.show_leaves = leaves, Display(self.places, leaves, self._front.plain).show
+        self.leaves, self.show_leaves = leaves, Display(self.places, leaves, self._front.plain).show
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -259,12 +297,12 @@ class FlatLayout:
         self._front.show_sharded()
 
     def _follow_places(self) -> None:
-        self.show_leaves = Display(self.places, self._leaves, self._front.plain).show
+        self.show_leaves = Display(self.places, self.leaves, self._front.plain).show
         self._front.follow_places()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:
         """Registers the `FlatParameter` with the unit's module, or takes it away."""
-        show_extra(self._module, self._name, param)
+        show_extra(self.module, self._name, param)
 
     def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
         self._marks.take_away()
@@ -296,6 +334,10 @@ class FlatLayout:
     def gradients(self) -> list[torch.Tensor | None]:
         return self._front.gradients()
 
+    def joint_gradient(self) -> torch.Tensor | None:
+        """Returns the gradient shard, of which the holders' gradients are views; None where none has one."""
+        return self._front.joint_gradient()
+
     def gradient_blocks(self) -> list[torch.Tensor]:
         return self._front.gradient_blocks()
 
@@ -317,8 +359,10 @@ class FlatLayout:
     def copied(self, memo: dict[int, Any]) -> FlatLayout:
         new = copy.copy(self)
         new._shard = self._allocate(self.shard_numel, self.dtype).copy_(self.flat_param.data)
-        new.flat_param = FlatParameter(new._shard, self.flat_param.requires_grad, self.extents)
+        kind = type(self.flat_param)
+        new.flat_param = kind(new._shard, self.flat_param.requires_grad, self.extents)
         new.flat_param.__dict__.update(self.flat_param.__dict__)
+        new.flat_param.of_layout, new.flat_param.shard_alias = LayoutRef(new), None
         new._front = self._front.copied(new, memo)
         new._marks = GradientMarks()
         memo[id(self.flat_param)] = new.flat_param
@@ -326,15 +370,15 @@ class FlatLayout:
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         self.places = copy.deepcopy(self.places, memo)
-        self._module = copy.deepcopy(self._module, memo)
+        self.module = copy.deepcopy(self.module, memo)
         self._follow_places()
         self._front.hide_full()
 
     def intervals(self) -> list[Interval]:
         result = []
         for extent, source in zip(self.extents, self.sources):
-            start, stop = extent.within(self._first, self.shard_numel)
-            first = self._first + start - extent.start if stop > start else 0
+            start, stop = extent.within(self.first, self.shard_numel)
+            first = self.first + start - extent.start if stop > start else 0
             offset = start if source is self.flat_param else 0
             data = self.flat_param.data[start:stop]
             result.append(Interval(extent.fqn, extent.shape, first, data, source, offset))

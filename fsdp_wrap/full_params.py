@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._errors import NotIdleError
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._schedule import require_idle
 from fsdp_wrap._summon import Summoning
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _EVERYWHERE = Summoning()
+_NOT_NOW = "Cannot manually unshard parameters during forward/backward"  # programs know torch's words
 
 
 @contextmanager
@@ -39,6 +41,7 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
 
+    Buffers stay in the dtype that forwards compute with (`buffer_dtype`); state dicts have them in their own.
     Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
     must therefore be the same on all ranks, save with `rank0_only`.
 
@@ -54,16 +57,16 @@ def summon_full_params(
         with_grads: Show the full gradients as `.grad`; None where no rank has one.
 
     Raises:
-        RuntimeError: Inside a forward, a backward, or another summon of the same unit; with `with_grads`,
-            while gradients accumulated under `no_sync` wait to be reduced; on leaving, if another
-            rank's edits are lost (`rank0_only`).
+        NotIdleError: Inside a forward, a backward, or another summon of the same unit.
+        RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced; on
+            leaving, if another rank's edits are lost (`rank0_only`).
         ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
     """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
-    require_idle(units, "summon_full_params")
+    require_idle(units, f"{_NOT_NOW}: summon_full_params")
     for unit in units:
         if is_summoned(unit):
-            raise RuntimeError(
+            raise NotIdleError(
                 f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
             )
         if with_grads and unit.handle is not None and unit.handle.accumulates:
@@ -136,10 +139,15 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 def summon(unit: Unit) -> list[Unit]:
     """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
 
+    Their buffers are shown in their own dtype.
+
     Raises:
         RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
     """
-    return _summon(unit, _EVERYWHERE)
+    summoned = _summon(unit, _EVERYWHERE)
+    for each in summoned:
+        each.buffers.hold_original()
+    return summoned
 
 
 def _summon(unit: Unit, how: Summoning) -> list[Unit]:
@@ -148,7 +156,6 @@ def _summon(unit: Unit, how: Summoning) -> list[Unit]:
         if not is_summoned(each):
             if each.handle is not None:
                 each.handle.summon(how)
-            each.buffers.hold_original()
             summoned.append(each)
         elif not how.rank0_only:
             refuse_hidden(each)
@@ -181,6 +188,8 @@ def dismiss(units: Iterable[Unit], writeback: bool) -> None:
             _take_edits(units)
         kept = writeback
     finally:
+        for unit in units:
+            unit.buffers.release()
         _release(units, kept)
 
 
@@ -192,7 +201,6 @@ def _take_edits(units: Iterable[Unit]) -> None:
 
 def _release(units: Iterable[Unit], writeback: bool) -> None:
     for unit in units:
-        unit.buffers.release()
         if unit.handle is not None:
             unit.handle.dismiss(writeback)
 
@@ -206,13 +214,14 @@ def settle(units: Iterable[Unit], doing: str) -> None:
     """Reshards units to read what they hold.
 
     Raises:
-        RuntimeError: If they are in use, by name.
+        RuntimeError: If a state dict of them is being taken or loaded.
+        NotIdleError: If they are in use otherwise, by name.
     """
     used = list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
     require_idle(used, doing)
     for unit in used:
         if is_summoned(unit):
-            raise RuntimeError(
+            raise NotIdleError(
                 f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"
             )
     for unit in used:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,23 +13,34 @@ from torch.distributed.tensor import Shard
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
+from fsdp_wrap._composition import find_replicated
 from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, run_as_unit
-from fsdp_wrap._groups import default_mesh, neighbours
+from fsdp_wrap._errors import AlreadyShardedError, NoDimensionError, NoPlacementError, UnevenCutError
+from fsdp_wrap._fsdp_module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    run_as_unit,
+    share_comm_ctx,
+)
+from fsdp_wrap._groups import Ranks, default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
 from fsdp_wrap._mesh import ranks_of
-from fsdp_wrap._modules import Ignored, ParamSlot, collect_slots
+from fsdp_wrap._modules import UNIT_ATTR, Ignored, ParamSlot, collect_slots
 from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
 from fsdp_wrap._precision import InputCasts, SegmentPolicy
-from fsdp_wrap._unit import UnitOptions
+from fsdp_wrap._unit import Unit, UnitOptions
 from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 
 _Placements = Callable[[nn.Parameter], Shard | None]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""What never runs by itself. Another module without a forward may get methods that run as one."""
 
 _OWN_DTYPES = MixedPrecisionPolicy()
 _ON_DEVICE = OffloadPolicy()
@@ -56,7 +68,8 @@ def fully_shard(
             resharded after the last.
         mesh: Of one dimension, or of two (replicate, shard); by default all ranks.
         reshard_after_forward: Whether the full parameters are freed between forward and backward; by default
-            those of all but the root. A number lets so many neighbouring ranks keep them between them.
+            those of all but the root. A number lets so many neighbouring ranks keep them between them; that
+            of all ranks is True, and 1 is False, with a warning, since it is easily taken for True.
         shard_placement_fn: Chooses for a parameter the `Shard(dim)` to cut it along; None is `Shard(0)`. The
             size of another dimension than the first must be a multiple of the ranks.
         mp_policy: Dtypes of computation and communication.
@@ -82,9 +95,10 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     ranks, device = ranks_of(mesh), device_of(mesh)
     assert ranks.shard is not None
+    reshard_after_forward = _resolved(reshard_after_forward, ranks.shard.size)
     alone = isinstance(module, nn.Module)
     owner = module if alone else nn.ModuleList(parts)
-    ignored = Ignored(params=frozenset(ignored_params or ()))
+    ignored = _ignored(parts, ignored_params)
     slots = collect_slots(owner, ignored)
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
     check_borrowed(owner, ignored)
@@ -124,6 +138,21 @@ def fully_shard(
     return module
 
 
+def _state_of(module: nn.Module) -> Unit | None:
+    """The unit of which `fully_shard` made a module the root, or None: an object that tells units apart."""
+    return module.__dict__.get(UNIT_ATTR)
+
+
+vars(fully_shard)["state"] = _state_of  # under torch's name
+
+
+def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
+    """What users and torch's `replicate()` keep for themselves."""
+    replicated = find_replicated(modules)
+    theirs = (param for module in replicated for param in module.parameters(recurse=False))
+    return Ignored(modules=replicated, params=frozenset((*(params or ()), *theirs)))
+
+
 def _outermost(modules: Any) -> list[nn.Module]:
     """Checks the argument; returns the modules that no other one encloses."""
     modules = list(modules) if isinstance(modules, (list, tuple)) else [modules]
@@ -132,13 +161,15 @@ def _outermost(modules: Any) -> list[nn.Module]:
         raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {found}")
     for module in modules:
         refuse_taken(module)
+        if UNIT_ATTR in module.__dict__:
+            raise AlreadyShardedError(f"fully_shard was applied to this {type(module).__name__} before")
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"fully_shard changes a module's class, and that of a {type(module).__name__} "
                 "(torch.jit.script, trace or load) must stay; shard the plain module (torch.compile works on "
                 "it), or the module around this one with its parameters, if any, in ignored_params"
             )
-        if type(module).forward is nn.Module.forward:
+        if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"fully_shard unshards a module for its forward, and {type(module).__name__} has none; shard "
                 "the modules in it, or pass them as a list"
@@ -167,27 +198,43 @@ def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> in
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise TypeError(
+        raise NoPlacementError(
             f"shard_placement_fn must return a Shard or None, not {placement!r} (for parameter '{slot.fqn}')"
         )
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not 0 <= dim < len(shape):
-        raise ValueError(f"parameter '{slot.fqn}' of shape {tuple(shape)} has no dimension {placement.dim}")
+        raise NoDimensionError(
+            f"parameter '{slot.fqn}' of shape {tuple(shape)} has no dimension {placement.dim}"
+        )
     if dim and shape[dim] % ranks:
-        raise ValueError(
+        raise UnevenCutError(
             f"parameter '{slot.fqn}' of shape {tuple(shape)} cannot be cut along dimension {dim}: its size "
             f"must be a multiple of the {ranks} ranks (only dimension 0 can be cut unevenly)"
         )
     return dim
 
 
-def _kept_within(
-    reshard_after_forward: Any, shard: Any, device: torch.device, shared_memory: bool
-) -> Communicator | None:
-    if isinstance(reshard_after_forward, bool) or reshard_after_forward is None:
-        return None
+def _resolved(reshard_after_forward: Any, ranks: int) -> bool | int | None:
+    """Checks the argument; returns a number only where some of the ranks keep the full parameters."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
     if not isinstance(reshard_after_forward, int):
         raise TypeError(f"reshard_after_forward is a bool, an int or None, not {reshard_after_forward!r}")
+    if reshard_after_forward == 1:
+        warnings.warn(
+            "reshard_after_forward=1 lets each rank keep all of the unit's parameters, as False does; pass "
+            "True if they are to be freed",
+            stacklevel=3,
+        )
+        return False
+    return True if reshard_after_forward == ranks else reshard_after_forward
+
+
+def _kept_within(
+    reshard_after_forward: bool | int | None, shard: Ranks, device: torch.device, shared_memory: bool
+) -> Communicator | None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
     return make_communicator(neighbours(shard, reshard_after_forward), device, shared_memory)
 
 

@@ -17,14 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._forward import run_forward
-from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._handle import HandleState
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
+from fsdp_wrap._internals import ShowsInternals, refuse_internal
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
 from fsdp_wrap._schedule import require_idle, schedule_of
-from fsdp_wrap._settings import Settings, ShowsSettings
+from fsdp_wrap._settings import Settings
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap.api import (
@@ -88,7 +89,7 @@ def clean_names() -> Iterator[None]:
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
+class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Each wrapped module is a unit: its parameters are unsharded just before its forward and
@@ -202,6 +203,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.module = self
+        self._make_flat_handles()
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
@@ -218,7 +220,11 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         except AttributeError:
             if name == WRAPPED_ATTR:  # not set yet
                 raise
-            return getattr(self._fsdp_wrapped_module, name)
+            try:
+                return getattr(self._fsdp_wrapped_module, name)
+            except AttributeError:
+                refuse_internal("wrapper", name)
+                raise
 
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
@@ -254,25 +260,6 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             nested = {id(m) for outer in found for m in outer.modules() if m is not outer}
             found = [m for m in found if id(m) not in nested]
         return found
-
-    @property
-    def _has_params(self) -> bool:
-        return self._unit.handle is not None
-
-    # what clients of torch's wrapper read and write beside the public names
-
-    @property
-    def _handle(self) -> ParamHandle | None:
-        return self._unit.handle
-
-    @property
-    def _flat_param(self) -> nn.Parameter | None:
-        return None if self._unit.handle is None else self._unit.handle.flat_param
-
-    @property
-    def _is_root(self) -> bool | None:
-        """Whether this is the outermost instance; None before its first use."""
-        return None if self._unit.schedule is None else self.check_is_root()
 
     # training
 

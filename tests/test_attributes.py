@@ -282,7 +282,7 @@ def test_order_and_roots(rank, world_size, use_orig_params):
 
 
 def intervals(wrapper: FSDP) -> list[Any]:
-    return [found for segment in wrapper._handle.segments for found in segment.layout.intervals()]
+    return [found for segment in wrapper._unit.handle.segments for found in segment.layout.intervals()]
 
 
 @each_form

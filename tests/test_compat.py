@@ -81,7 +81,8 @@ def test_fsdp2_and_torchs_runtime_stay(clean):
     public = {name: getattr(torch_fsdp, name) for name in torch_fsdp._fully_shard.__all__}
     compat.install()
     after = _names("torch.distributed.fsdp._")
-    assert before and {key for key in before if after[key] is not before[key]} == set()
+    changed = {key[1] for key in before if after[key] is not before[key]}
+    assert before and changed == {helper.__name__ for _, helper in compat.HELPERS}
     assert public == {name: getattr(torch_fsdp, name) for name in public}
 
 

@@ -94,6 +94,10 @@ WAYS: dict[str, Callable[..., Compiled]] = {
     "wrapped-whole": _wrapped_whole,
 }
 each_way = pytest.mark.parametrize("way", list(WAYS))
+FIRST = ("compiled-blocks-by-policy", "wrapped-whole")
+each_way_of_tiers = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in FIRST else pytest.mark.slow) for way in WAYS]
+)
 
 
 def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:
@@ -133,7 +137,7 @@ def _breaks() -> int:
 
 
 @each_form
-@each_way
+@each_way_of_tiers
 @ranks(2)
 def test_compiled_training_equals_eager(rank, world_size, way, use_orig_params):
     _check_against_eager(way, "aot_eager", rank, use_orig_params=use_orig_params)
@@ -155,6 +159,7 @@ def test_compiled_training_in_other_strategies(rank, world_size, strategy):
     _check_against_eager("wrapped-whole", "aot_eager", rank, **options)
 
 
+@pytest.mark.slow
 @each_form
 @ranks(2)
 def test_one_graph_break_per_unit(rank, world_size, use_orig_params):

@@ -748,50 +748,6 @@ def test_gradients_can_be_zeroed_after_a_failed_backward(rank, world_size, use_o
     assert_same_state(model, plain)
 
 
-LEAKS: dict[str, Callable[[nn.Linear], Any]] = {
-    "parameter": lambda linear: linear.weight,
-    "transposed": lambda linear: linear.weight.t(),
-    "row in a dict": lambda linear: {"rows": [linear.weight[0]]},
-    "detached": lambda linear: linear.bias.detach(),
-}
-
-
-class Leaky(Block):
-    """Returns parameters beside its output while `leak` says so."""
-
-    leak: str | None = None
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out if self.leak is None else (out, LEAKS[self.leak](self.down))
-
-
-class LeakyNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = Leaky()
-
-    def forward(self, x):
-        out = self.blocks[0](self.stem(x))
-        return out if isinstance(out, tuple) else self.head(self.blocks[1](out))
-
-
-@each_form
-@pytest.mark.parametrize(("how", "grad"), [*((how, True) for how in LEAKS), ("transposed", False)])
-@each_wrapping
-@ranks(2)
-def test_forward_that_returns_a_parameter(rank, world_size, use_orig_params, how, wrap, grad):
-    net = make_net(LeakyNet)
-    plain, leaky = copy.deepcopy(net), net.blocks[0]
-    model = wrap(net, use_orig_params=use_orig_params)
-    unit = "the root unit (LeakyNet)" if wrap is FSDP else "unit 'blocks.0'"
-    leaky.leak = how
-    with torch.set_grad_enabled(grad), refused(model, RuntimeError, unit, "a parameter or a view", "clone"):
-        model(a_batch())
-    leaky.leak = None
-    assert_trains_like(plain, model)
-
-
 @each_form
 @pytest.mark.parametrize("forwards", [0, 1], ids=["before_the_first_forward", "after_it"])
 @ranks(2)

@@ -139,6 +139,7 @@ def test_minimal_example_trains_and_saves(tmp_path):
 # --- resume -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_exactly_like_an_uninterrupted_one(data, tmp_path):
     """Over a damaged checkpoint; a run of another number of processes is refused."""
     flags = ("--data", data, "--steps", 6, "--accumulation", 2, "--checkpoint", tmp_path)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,7 +49,7 @@ class ThreadCommunicator(SoloCommunicator):
 
 
 @contextmanager
-def threads_as_ranks() -> Iterator[Callable[[Callable[[int], Any]], None]]:
+def threads_as_ranks(world_size: int = RANKS) -> Iterator[Callable[[Callable[[int], Any]], None]]:
     """Gives a function that runs its argument on every rank, each a thread with process groups of its own."""
     multi_threaded_pg._install_threaded_pg()
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -60,13 +61,13 @@ def threads_as_ranks() -> Iterator[Callable[[Callable[[int], Any]], None]]:
 
         def thread(rank: int) -> None:
             try:
-                dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
+                dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
                 body(rank)
             except BaseException as error:
                 multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
                 errors.append(error)
 
-        started = [threading.Thread(target=thread, args=(rank,)) for rank in range(RANKS)]
+        started = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
         for each in started:
             each.start()
         for each in started:
@@ -141,6 +142,7 @@ def check_reduced(module: nn.ParameterList, rank: int, expected: list[Any], **to
         param.grad = None
 
 
+@pytest.mark.slow
 def test_gathers_and_reductions_of_odd_shapes_at_128_ranks():
     of_ranks = [gradients(rank) for rank in range(RANKS)]
     means = [sum(grads) / RANKS for grads in zip(*of_ranks)]

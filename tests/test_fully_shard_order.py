@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -72,6 +73,23 @@ def test_counts_of_collectives(rank, world_size):
     assert counts(backward)[1] == 0
     model.embed.unshard() if isinstance(model.embed, FSDPModule) else model.unshard()
     assert counts(backward)[0] == N, "the root was there already"
+
+
+@ranks(2)
+def test_numbers_of_ranks_that_are_true_or_false(rank, world_size):
+    torch.manual_seed(0)
+    plain = Transformer(N).double()
+    ddp = DDP(copy.deepcopy(plain))
+    loss_of(ddp, tokens(rank, 0)).backward()
+    for number, gathers_in_backward in [(1, 0), (world_size, N + 1)]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = shard_blocks(copy.deepcopy(plain), reshard_after_forward=number)
+        told = [str(each.message) for each in caught if "reshard_after_forward=1" in str(each.message)]
+        assert len(told) == (N + 1 if number == 1 else 0)
+        loss = loss_of(model, tokens(rank, 0))
+        assert counts(loss.backward) == (gathers_in_backward, N + 1, 0)
+        assert_same(model, ddp.module, exact=False)
 
 
 @ranks(4)

@@ -247,8 +247,10 @@ def test_buffers_are_cast_and_come_back_exactly(rank, world_size, dtype):
         model(torch.ones(2, 4)).sum().backward()
         assert spy.seen[-1] == [FP32, dtype, torch.long]
         assert model.module.scale.dtype == dtype
-        with FSDP.summon_full_params(model):
-            assert torch.equal(model.module.scale, original)
+        with FSDP.summon_full_params(model), torch.no_grad():
+            assert torch.equal(model.module.scale, original.to(dtype)), "as torch shows it"
+            model(torch.ones(2, 4))
+            assert spy.seen[-1] == [FP32, FP32, torch.long], "what computes with the originals has these too"
         assert model.module.scale.dtype == dtype
         assert torch.equal(model.state_dict()["scale"], original)
         assert model.module.scale.dtype == dtype

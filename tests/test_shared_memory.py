@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import mmap
 import os
 import resource
 import subprocess
@@ -28,7 +29,7 @@ from fsdp_wrap._events import EventKind, record_events
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._lending import Lent
 from fsdp_wrap._mesh import Ranks
-from fsdp_wrap._shared_memory import HEADER, SharedBuffer, SharedMemory, own_memory
+from fsdp_wrap._shared_memory import HEADER, PeerMemory, SharedBuffer, SharedMemory, own_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")
@@ -184,8 +185,11 @@ def test_who_is_far_ahead_waits_and_who_never_waited_is_told(rank, world_size):
     if rank:
         with pytest.raises(RuntimeError, match="wait for some before issuing more"):
             communicator.all_reduce([torch.ones(1)])
-        time.sleep(0.5)  # meanwhile the other one has come as far, and finds no room
-        assert communicator._channel.peers[0].board.words[0] == first
+        posted = communicator._channel.peers[0].board.words
+        while posted[0] < first:  # which the bed ends
+            time.sleep(0.01)
+        time.sleep(0.2)  # the other one has come as far, and finds no room
+        assert posted[0] == first
     for each in pending:
         each.wait()
     for number in numbers[first:]:
@@ -500,18 +504,18 @@ def number_lent() -> int:
 def test_pieces_of_memory_are_reused_and_given_back(monkeypatch):
     monkeypatch.setattr(_shared_memory, "_KEPT", 64 << 20)
     memory = SharedMemory()
-    whole = list(memory._free)
-    pieces = {memory.take(nbytes): nbytes for nbytes in (1, 5000, 100 << 20, 4096)}
+    whole = [*memory._free, (memory._size, memory._size + (100 << 20) + HEADER)]  # of a map of its own
+    pieces = {memory.take(nbytes): nbytes for nbytes in (1, 5000, (100 << 20) + 1, 4096)}
     assert len(pieces) == 4 and min(pieces) >= 4096
     for begin, nbytes in pieces.items():
         memory.tensor(begin, nbytes).fill_(7)
     assert [memory.find(memory.tensor(begin + HEADER, 1)) for begin in pieces] == list(pieces)
-    before = os.fstat(memory.door.number).st_blocks * 512
+    before = os.fstat(memory.door).st_blocks * 512
     assert before >= 100 << 20
     for begin in sorted(pieces, key=lambda begin: begin * 7919 % 1009):
         memory.give_back(begin)
     assert memory._free == whole
-    assert os.fstat(memory.door.number).st_blocks * 512 <= 64 << 20
+    assert os.fstat(memory.door).st_blocks * 512 <= 64 << 20
     assert memory.take(5000) == min(pieces)
     read: list[int] = []
     memory.note(min(pieces), mock.Mock(is_read=lambda: bool(read)))
@@ -543,8 +547,8 @@ def test_nothing_of_peers_is_left_open_after_the_group_has_gone():
 def open_and_close(rank, world_size):
     used_and_left()  # from now on this rank has memory of its own
     before = traces()
-    # The peer's memory, of which each map keeps a descriptor, and its life; the first one's is mapped twice.
-    assert used_and_left() == before + (3 if rank == 0 else 5)
+    # The peer's memory and its life, with a descriptor each; the first one's is mapped twice.
+    assert used_and_left() == before + (3 if rank == 0 else 4)
     assert traces() <= before
 
 
@@ -558,6 +562,8 @@ def used_and_left() -> int:
     dist.destroy_process_group(group)
     dist.barrier()
     del group, communicator
+    gc.collect()
+    dist.barrier()  # all have left it
     for _ in range(2):
         gc.collect()
         own_memory()._collect()
@@ -576,24 +582,117 @@ def test_many_groups_map_a_peer_once(rank, world_size):
     assert found[-1] == found[0]
 
 
-def train_with_limit(rank, world_size):
-    """With address space for all of the host's memory and some more, of which a tensor takes some."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + (16 << 30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def test_what_lies_in_memory_stays_there_when_it_grows():
+    """In this process as in another one, which finds what is new when it looks there."""
+    memory = SharedMemory()
+    peer = PeerMemory(os.getpid(), memory.door, memory.word)
+    sizes = [5000, 20 << 20, 10 << 20, 3000, 40 << 20, 1 << 20, 90 << 20]
+    pieces = [(memory.take(HEADER + nbytes), nbytes) for nbytes in sizes]
+    written, seen = [], []
+    for number, (begin, nbytes) in enumerate(pieces):
+        written.append(memory.tensor(begin + HEADER, nbytes).fill_(number))
+        seen.append(peer.tensor(begin + HEADER, nbytes))
+        assert memory.find(written[-1]) == begin and memory.offset(written[-1]) == begin + HEADER
+        assert memory.address(begin + HEADER) == written[-1].data_ptr()
+    for number, (here, there) in enumerate(zip(written, seen)):
+        assert (here[::1000] == number).all() and (there[::1000] == number).all()
+    assert memory._size <= 2 * sum(sizes)
+    for begin, _ in pieces:
+        memory.give_back(begin)
+    assert memory.take(90 << 20) == pieces[-1][0], "nothing lies across the end of a map"
+
+
+def address_space() -> int:
+    """Bytes of it that this process takes, and how many of them belong to memory of this library."""
+    taken = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:fsdp_wrap" in line:
+            begin, _, end = line.partition(" ")[0].partition("-")
+            taken += int(end, 16) - int(begin, 16)
+    return taken
+
+
+def take_as_needed(rank, world_size):
+    """A small model takes little address space, a large one what it needs, later groups none."""
+    trained(wrapped())
+    small = address_space()
+    large = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(3)))
+    with ALLOWED:
+        model = FSDP(large, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model(torch.ones(1, 2000)).sum().backward()
+    grown = address_space()
+    found = []
+    for _ in range(40):
+        group = dist.new_group()
+        with ALLOWED:
+            model = FSDP(nn.Linear(200, 200), process_group=group)
+        model(torch.ones(1, 200)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del model, group
+        gc.collect()
+        dist.barrier()  # all have left it
+        own_memory()._collect()
+        found.append((address_space(), traces(), live_bytes()))
+    return small, grown, found
+
+
+@lends
+def test_address_space_is_taken_as_it_is_needed():
+    for outcome in run_isolated(take_as_needed, world_size=2):
+        assert outcome.kind == "passed", outcome
+        small, grown, found = outcome.value
+        assert small <= 4 * _shared_memory._LEAST  # each rank's file, and privately what the first one lends
+        assert small + (16 << 20) <= grown <= small + (4 * 4 * 16 << 20)  # three units of 16 MB at most
+        assert found[-1] == found[2], "of other groups nothing stays, and in their place lie later ones"
+
+
+@pytest.mark.parametrize("spare", [16 << 30, -(1 << 30)], ids=["more than", "less than"])
+def test_address_space_is_left_for_others(spare):
+    for rank, outcome in enumerate(run_isolated(train_with_limit, spare, world_size=2)):
+        assert outcome.kind == "passed", outcome
+        losses, told = outcome.value
+        assert losses[-1] < losses[0]
+        assert len(told) == (1 if rank == 0 and spare < 0 else 0)
+        assert all("less is left than" in each for each in told)
+
+
+def train_with_limit(rank, world_size, spare):
+    """With about as much address space as the host has memory; a tensor takes most of it afterwards."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    resource.setrlimit(resource.RLIMIT_AS, (memory + spare, memory + spare))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         losses = trained(wrapped())
-    torch.empty(12 << 30, dtype=torch.uint8)
+    torch.empty(memory // 2, dtype=torch.uint8)
     told = [str(each.message) for each in told if "share memory" in str(each.message)]
-    assert len(told) == (1 if rank == 0 else 0)
-    assert all("would leave less than half" in each for each in told)
-    return [loss.item() for loss in losses]
+    return [loss.item() for loss in losses], told
 
 
-def test_address_space_is_left_for_others():
-    for outcome in run_isolated(train_with_limit, world_size=2):
+def lack_address_space(rank, world_size):
+    """One rank may not map what the file of the other has grown by, or what its own is to grow by."""
+    communicator = sharing()
+    communicator.all_gather_object(0)
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + (48 << 20)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    dist.barrier()
+    part = torch.ones((100 << 20) if rank == 0 else 0, dtype=torch.uint8)
+    own = communicator._channel.show(part, in_place=False) if rank == 0 else 0
+    begin = communicator.broadcast_object(own)
+    if rank == 1:
+        cure = ".*ulimit -v.*FSDP_WRAP_SHARED_MEMORY=0 on all ranks"
+        with pytest.raises(RuntimeError, match=f"cannot map .* MiB more {cure}"):
+            communicator._channel.peers[0].memory.tensor(begin, 5)
+        with pytest.raises(RuntimeError, match=f"no .* bytes are left {cure}"):
+            own_memory().take(100 << 20)
+    dist.barrier()
+    assert communicator.all_gather_object(rank) == [0, 1]
+
+
+def test_too_little_address_space_is_told_as_such():
+    for outcome in run_isolated(lack_address_space, world_size=2):
         assert outcome.kind == "passed", outcome
-        assert outcome.value[-1] < outcome.value[0]
 
 
 FAULTS = Path(__file__).parent / "shared_memory_faults.py"

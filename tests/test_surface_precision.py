@@ -67,7 +67,7 @@ def test_upcast_changes_the_master_dtype_alone(rank, world_size, use_orig_params
     expected = wrap(copy.deepcopy(low).float(), **options)
     model = wrap(low, **options)
     for module in FSDP.fsdp_modules(model):
-        for segment in module._handle.segments:
+        for segment in module._unit.handle.segments:
             segment.layout.flat_param.data = segment.layout.flat_param.data.float()
         module._handle._orig_param_dtype = torch.float32
     model.module[1].float()  # its buffers

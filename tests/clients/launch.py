@@ -53,8 +53,8 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def client_rank(rank: int, port: int, wrapped: bool) -> Iterator[None]:
-    """Stands for torchrun, and for `fsdp_wrap.compat` if the client shall use our wrapper."""
+def client_rank(rank: int, port: int, wrapped: bool, fully_shard: bool = False) -> Iterator[None]:
+    """Stands for torchrun, and `fsdp_wrap.compat` if the client shall use our wrapper and `fully_shard`."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -66,7 +66,7 @@ def client_rank(rank: int, port: int, wrapped: bool) -> Iterator[None]:
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
     )
-    with compat.install(cpu=True) if wrapped else contextlib.nullcontext():
+    with compat.install(True, fully_shard) if wrapped else contextlib.nullcontext():
         try:
             yield
         finally:

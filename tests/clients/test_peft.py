@@ -1,4 +1,4 @@
-"""LoRA by peft, unmodified, of a real model on our wrapper: MiniLM's weights, wrapped per layer."""
+"""LoRA by peft, unmodified, of a real model on ours: MiniLM's weights, a unit per layer."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ def _wrapped(policy, use_orig_params):
     return wrapped
 
 
+def _fully_sharded():
+    from torch.distributed.fsdp import fully_shard
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    model = _model()
+    for layer in [module for module in model.modules() if isinstance(module, BertLayer)]:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def _loss(model, tokenizer, pairs):
     left, right, wanted = zip(*pairs)
     poolers = [
@@ -93,6 +103,32 @@ def _fine_tune(rank, world_size, port, policy, use_orig_params, folder):
         return losses, adapters, after
 
 
+def _fine_tune_fully_sharded(rank, world_size, port, folder):
+    """As `_fine_tune`, by `fully_shard`: a program takes the adapters out of the full state dict."""
+    with client_rank(rank, port, True, fully_shard=True):
+        import torch.distributed as dist
+        from peft import PeftModel, get_peft_model_state_dict
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from transformers import AutoModel, AutoTokenizer
+
+        dist.init_process_group("gloo")
+        tokenizer = AutoTokenizer.from_pretrained(_weights())
+        sharded = _fully_sharded().eval()
+        ddp = torch.nn.parallel.DistributedDataParallel(_model().eval())
+        losses = [_train(model, tokenizer, rank) for model in (sharded, ddp)]
+        full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+        found = get_peft_model_state_dict(sharded, state_dict=full)
+        if rank == 0:
+            sharded.save_pretrained(folder, state_dict=full)
+        dist.barrier()
+        base = AutoModel.from_pretrained(_weights(), attn_implementation="eager")
+        loaded = PeftModel.from_pretrained(base, folder).eval()
+        with torch.no_grad():
+            after = [_loss(model, tokenizer, PAIRS).item() for model in (sharded, loaded)]
+        adapters = [found, *(get_peft_model_state_dict(model) for model in (ddp.module, loaded))]
+        return losses, adapters, after
+
+
 def _train(model, tokenizer, rank):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -108,7 +144,15 @@ def _train(model, tokenizer, rank):
 @pytest.mark.parametrize("policy", ["layer", "peft"])
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 def test_fine_tuning_minilm(run, tmp_path, use_orig_params, policy):
-    for losses, adapters, after in run(_fine_tune, policy, use_orig_params, str(tmp_path)):
+    _check(run(_fine_tune, policy, use_orig_params, str(tmp_path)))
+
+
+def test_fine_tuning_minilm_by_fully_shard(run, tmp_path):
+    _check(run(_fine_tune_fully_sharded, str(tmp_path)))
+
+
+def _check(results):
+    for losses, adapters, after in results:
         torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-4)
         assert losses[0][-1] < 0.5 * losses[0][0]
         found, by_ddp, loaded = adapters

@@ -1,4 +1,8 @@
-"""transformers' `Trainer` and `generate`, unmodified, on our wrapper: DDP's and the plain model's results."""
+"""transformers' `Trainer` and `generate`, unmodified, on ours: DDP's and the plain model's results.
+
+A `front` is "flat" or "orig", the wrapper without and with `use_orig_params`, or "composable", `fully_shard`,
+which transformers takes where it is told that the version is 2.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import contextlib
 import pytest
 import torch
 
-from fsdp_wrap import register_fsdp_forward_method
+from fsdp_wrap import FSDPModule, register_fsdp_forward_method
 from launch import client_rank, needs
 
 pytestmark = needs("transformers", "accelerate")
@@ -62,17 +66,18 @@ def _examples():
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def _arguments(folder, wrapped, layers, use_orig_params, **options):
+def _fsdp(front, layers, state_dict_type):
+    common = {"transformer_layer_cls_to_wrap": layers, "state_dict_type": state_dict_type}
+    if front == "composable":
+        return {"version": 2, **common}
+    wrapper = {"use_orig_params": front == "orig", "sync_module_states": False}
+    return {"version": 1, "backward_prefetch": "backward_pre", **wrapper, **common}
+
+
+def _arguments(folder, wrapped, layers, front, **options):
     from transformers import Seq2SeqTrainingArguments
 
-    fsdp = {
-        "version": 1,
-        "transformer_layer_cls_to_wrap": layers,
-        "use_orig_params": use_orig_params,
-        "sync_module_states": False,
-        "backward_prefetch": "backward_pre",
-        "state_dict_type": options.pop("state_dict_type", "FULL_STATE_DICT"),
-    }
+    fsdp = _fsdp(front, layers, options.pop("state_dict_type", "FULL_STATE_DICT"))
     return Seq2SeqTrainingArguments(
         output_dir=folder,
         use_cpu=not wrapped,
@@ -91,19 +96,21 @@ def _arguments(folder, wrapped, layers, use_orig_params, **options):
     )
 
 
-def _train(rank, world_size, port, wrapped, kind, use_orig_params, folder, resume=None, options=None):
+def _train(rank, world_size, port, wrapped, kind, front, folder, resume=None, options=None):
     """Trains by the `Trainer`; returns the logged losses and gradient norms, and the evaluation's loss."""
-    with client_rank(rank, port, wrapped):
+    with client_rank(rank, port, wrapped, front == "composable"):
         from transformers import Trainer
 
         make, layers = MODELS[kind]
         options = dict(options or {})
         save_at_end, lora = options.pop("save_at_end", False), options.pop("lora", False)
-        arguments = _arguments(folder, wrapped, layers, use_orig_params, **options)
+        arguments = _arguments(folder, wrapped, layers, front, **options)
         data = _examples()
         model = _with_adapters(make()) if lora else make()
         trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:8])
         trainer.train(resume_from_checkpoint=resume)
+        if front == "composable":
+            assert isinstance(trainer.model_wrapped, FSDPModule)
         evaluated = trainer.evaluate()["eval_loss"]
         if save_at_end:
             trainer.save_model(f"{folder}/final")
@@ -119,21 +126,21 @@ def _with_adapters(model):
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+each_front = pytest.mark.parametrize("front", ["flat", "orig", "composable"])
 
 
-@each_form
+@each_front
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_trainer_equals_its_ddp_run(run, tmp_path, kind, use_orig_params):
+def test_trainer_equals_its_ddp_run(run, tmp_path, kind, front):
     expected = run(_train, False, kind, None, str(tmp_path))
-    found = run(_train, True, kind, use_orig_params, str(tmp_path))
+    found = run(_train, True, kind, front, str(tmp_path))
     assert len(expected[0][0]) == STEPS
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@each_form
-def test_trainer_of_adapters_saves_and_resumes_them(run, tmp_path, use_orig_params, state_dict):
+@each_front
+def test_trainer_of_adapters_saves_and_resumes_them(run, tmp_path, front, state_dict):
     """All of them, in nested units, too; torch's wrapper loses those silently."""
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -141,10 +148,10 @@ def test_trainer_of_adapters_saves_and_resumes_them(run, tmp_path, use_orig_para
     options = {"lora": True, "save_strategy": "steps", "save_steps": STEPS // 2, "save_at_end": True}
     options |= {"state_dict_type": state_dict}
     expected = run(_train, False, "llama", None, str(tmp_path / "ddp"), None, options)
-    whole = run(_train, True, "llama", use_orig_params, str(tmp_path / "whole"), None, options)
+    whole = run(_train, True, "llama", front, str(tmp_path / "whole"), None, options)
     torch.testing.assert_close(whole, expected, rtol=0, atol=2e-4)
     checkpoint = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
-    resumed = run(_train, True, "llama", use_orig_params, str(tmp_path / "resumed"), checkpoint, options)
+    resumed = run(_train, True, "llama", front, str(tmp_path / "resumed"), checkpoint, options)
     assert resumed == whole
     if state_dict == "SHARDED_STATE_DICT":
         return  # of which the `Trainer` makes no file for others
@@ -156,21 +163,32 @@ def test_trainer_of_adapters_saves_and_resumes_them(run, tmp_path, use_orig_para
     assert _evaluate(loaded) == pytest.approx(whole[0][1], abs=1e-5)
 
 
-def _generate(rank, world_size, port, kind, use_orig_params, way):
-    """Greedy and by beams, each rank with a prompt and a length of its own; (plain, wrapped) tokens."""
-    with client_rank(rank, port, True):
-        import functools
+def _sharded(model, front, layers):
+    import functools
 
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    if front != "composable":
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
+        return FSDP(model, auto_wrap_policy=policy, use_orig_params=front == "orig")
+    for layer in [module for module in model.modules() if type(module) in layers]:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _generate(rank, world_size, port, kind, front, way):
+    """Greedy and by beams, each rank with a prompt and a length of its own; (plain, wrapped) tokens."""
+    with client_rank(rank, port, True, front == "composable"):
         import torch.distributed as dist
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
         dist.init_process_group("gloo")
         make, names = MODELS[kind]
         plain, model = make().eval(), make().eval()
         layers = {type(module) for module in model.modules() if type(module).__name__ in names}
-        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
-        wrapped = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        wrapped = _sharded(model, front, layers)
         if way == "registered":
             register_fsdp_forward_method(wrapped, "generate")
         summoned = {"summoned": True, "root summoned": False}  # the latter gathers block by block
@@ -186,31 +204,37 @@ def _generate(rank, world_size, port, kind, use_orig_params, way):
         return results
 
 
-@pytest.mark.parametrize("way", ["registered", "summoned", "root summoned"])
-@each_form
+@pytest.mark.parametrize(
+    "front, way",
+    [
+        *((front, way) for front in ("flat", "orig") for way in ("registered", "summoned", "root summoned")),
+        ("composable", "registered"),
+    ],
+)
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_generate_of_a_wrapped_model(run, kind, use_orig_params, way):
-    for results in run(_generate, kind, use_orig_params, way):
+def test_generate_of_a_sharded_model(run, kind, front, way):
+    for results in run(_generate, kind, front, way):
         for expected, found in results:
             assert found == expected
 
 
-def _predict(rank, world_size, port, wrapped, folder):
-    """Trains a T5, and lets the `Trainer` generate: inside of `summon_full_params`, as it does."""
-    with client_rank(rank, port, wrapped):
+def _predict(rank, world_size, port, wrapped, front, folder):
+    """Trains a T5, and lets the `Trainer` generate, of a wrapper inside of `summon_full_params`."""
+    with client_rank(rank, port, wrapped, front == "composable"):
         from transformers import Seq2SeqTrainer
 
         generation = {"predict_with_generate": True, "generation_max_length": 10}
-        arguments = _arguments(folder, wrapped, ["T5Block"], True, **generation)
+        arguments = _arguments(folder, wrapped, ["T5Block"], front, **generation)
         data = _examples()
         trainer = Seq2SeqTrainer(model=_t5(), args=arguments, train_dataset=data)
         trainer.train()
         return trainer.predict(data[:8]).predictions.tolist()
 
 
-def test_seq2seq_trainer_generates(run, tmp_path):
-    expected = run(_predict, False, str(tmp_path))
-    assert run(_predict, True, str(tmp_path)) == expected
+@pytest.mark.parametrize("front", ["orig", "composable"])
+def test_seq2seq_trainer_generates(run, tmp_path, front):
+    expected = run(_predict, False, None, str(tmp_path))
+    assert run(_predict, True, front, str(tmp_path)) == expected
     assert len({tuple(row) for row in expected[0]}) > 1
 
 
@@ -221,19 +245,22 @@ def _evaluate(model):
 
 
 @pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize("kind, use_orig_params", [("llama", False), ("llama", True), ("t5", False)])
-def test_trainer_resumes_where_it_was(run, tmp_path, kind, use_orig_params, state_dict):
+@pytest.mark.parametrize(
+    "kind, front", [("llama", "flat"), ("llama", "orig"), ("t5", "flat"), ("t5", "composable")]
+)
+def test_trainer_resumes_where_it_was(run, tmp_path, kind, front, state_dict):
     options = {"save_strategy": "steps", "save_steps": STEPS // 2, "state_dict_type": state_dict}
-    whole = run(_train, True, kind, use_orig_params, str(tmp_path / "whole"), None, options)
+    whole = run(_train, True, kind, front, str(tmp_path / "whole"), None, options)
     checkpoint = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
-    resumed = run(_train, True, kind, use_orig_params, str(tmp_path / "resumed"), checkpoint, options)
+    resumed = run(_train, True, kind, front, str(tmp_path / "resumed"), checkpoint, options)
     assert resumed == whole
 
 
-def test_trainer_saves_a_model_that_transformers_loads(run, tmp_path):
+@pytest.mark.parametrize("front", ["orig", "composable"])
+def test_trainer_saves_a_model_that_transformers_loads(run, tmp_path, front):
     """Whose loss is that of the last evaluation."""
     from transformers import AutoModelForCausalLM
 
-    (_, evaluated), _ = run(_train, True, "llama", True, str(tmp_path), None, {"save_at_end": True})
+    (_, evaluated), _ = run(_train, True, "llama", front, str(tmp_path), None, {"save_at_end": True})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
     assert _evaluate(loaded) == pytest.approx(evaluated, abs=1e-5)

@@ -1,0 +1,53 @@
+"""Errors that are of several types: of ours, and of what torch raises in the same place."""
+
+from __future__ import annotations
+
+import pickle
+
+__all__ = [
+    "AlreadyShardedError",
+    "ChangedBetweenError",
+    "NoDimensionError",
+    "NoPlacementError",
+    "NoValuesError",
+    "NotIdleError",
+    "NotPicklableError",
+    "OtherCommsError",
+    "UnevenCutError",
+]
+
+
+class NotIdleError(RuntimeError, AssertionError, ValueError):
+    """What must not run inside a forward, a backward or `summon_full_params` was called there."""
+
+
+class ChangedBetweenError(RuntimeError, AssertionError):
+    """Parameters were changed between a forward and its backward."""
+
+
+class AlreadyShardedError(ValueError, AssertionError):
+    """A module is in a unit already."""
+
+
+class NoDimensionError(ValueError, AssertionError):
+    """A parameter is to be cut along a dimension that it does not have."""
+
+
+class NoPlacementError(TypeError, ValueError):
+    """What is to tell how a parameter is cut does not."""
+
+
+class UnevenCutError(ValueError, NotImplementedError):
+    """A parameter would be cut into chunks that no rank could hold."""
+
+
+class NoValuesError(ValueError, RuntimeError):
+    """Parameters on the meta device were to compute."""
+
+
+class OtherCommsError(RuntimeError, AssertionError):
+    """Something else decides how a unit communicates."""
+
+
+class NotPicklableError(TypeError, pickle.PicklingError):
+    """A sharded module was to be pickled."""

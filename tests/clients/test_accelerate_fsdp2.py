@@ -1,0 +1,132 @@
+"""HF accelerate with `fsdp_version=2`, unmodified, on our `fully_shard`: its DDP's losses, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launch import client_rank, needs
+from models import Transformer, loss_of, tokens
+
+pytestmark = needs("accelerate")
+
+STEPS = 4
+
+
+def _accelerator(ours, accumulation=1, precision="no", **options):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        **options,
+    )
+    return Accelerator(
+        cpu=not ours,
+        fsdp_plugin=plugin if ours else None,
+        gradient_accumulation_steps=accumulation,
+        mixed_precision=precision,
+    )
+
+
+def _prepare(accelerator):
+    """Model and optimizer in one call, as accelerate demands for FSDP2."""
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.cat([tokens(rank, step) for step in range(STEPS) for rank in range(2)])
+    return accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=2))
+
+
+def _step(accelerator, model, optimizer, batch):
+    with accelerator.accumulate(model):
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else None
+        optimizer.step()
+        optimizer.zero_grad()
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return accelerator.gather(loss.detach()).tolist(), None if norm is None else norm.item()
+
+
+def _train(rank, world_size, port, ours, options, accumulation=1, precision="no"):
+    """Trains as accelerate's own examples do; returns losses and norms."""
+    with client_rank(rank, port, ours, fully_shard=True):
+        accelerator = _accelerator(ours, accumulation, precision, **options)
+        model, optimizer, batches = _prepare(accelerator)
+        if ours:
+            _check_ours(model)
+        return [_step(accelerator, model, optimizer, batch) for batch in batches]
+
+
+def _check_ours(model):
+    """Also by the class that torch had before anything was installed."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fully_shard as private
+
+    import fsdp_wrap
+
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    assert FSDPModule is fsdp_wrap.FSDPModule is not private.FSDPModule
+    assert len(sharded) >= 5, "the root, each block, and the norm in front of the head"
+    assert all(isinstance(module, private.FSDPModule) for module in sharded)
+
+
+@pytest.mark.parametrize(
+    "options, accumulation",
+    [
+        ({}, 1),
+        ({}, 2),
+        ({"reshard_after_forward": False, "cpu_ram_efficient_loading": True}, 1),
+        ({"cpu_offload": True, "activation_checkpointing": True}, 2),
+    ],
+    ids=["plain", "accumulating", "loading on meta", "offload and checkpointing"],
+)
+def test_training_equals_accelerates_ddp(run, options, accumulation):
+    """Losses, and the norms by which it clips."""
+    expected = run(_train, False, {}, accumulation)
+    found = run(_train, True, options, accumulation)
+    assert len({tuple(losses) for losses, _ in expected[0]}) == STEPS, "the losses move"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_training_in_bf16_is_close_to_ddp_under_autocast(run):
+    """Parameters are cast where DDP's autocast casts operands, so they agree to bf16's precision."""
+    expected = run(_train, False, {}, 1, "bf16")
+    found = run(_train, True, {}, 1, "bf16")
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_saving_and_resuming(run, tmp_path, kind):
+    """Interrupted half-way and resumed by other objects, training goes on as it would have."""
+    options = {"state_dict_type": kind}
+    whole = run(_train, True, options)
+    first = run(_train_and_save, options, str(tmp_path))
+    rest = run(_load_and_train, options, str(tmp_path))
+    assert [a + b for a, b in zip(first, rest)] == whole
+
+
+def _train_and_save(rank, world_size, port, options, folder):
+    with client_rank(rank, port, True, fully_shard=True):
+        accelerator = _accelerator(True, **options)
+        model, optimizer, batches = _prepare(accelerator)
+        log = [_step(accelerator, model, optimizer, batch) for batch in list(batches)[: STEPS // 2]]
+        accelerator.save_state(folder)
+        full, plain = accelerator.get_state_dict(model), Transformer().state_dict()
+        if rank == 0:
+            assert full.keys() == plain.keys()
+            assert all(full[name].shape == value.shape for name, value in plain.items())
+        return log
+
+
+def _load_and_train(rank, world_size, port, options, folder):
+    with client_rank(rank, port, True, fully_shard=True):
+        accelerator = _accelerator(True, **options)
+        model, optimizer, batches = _prepare(accelerator)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        accelerator.load_state(folder)
+        return [_step(accelerator, model, optimizer, batch) for batch in list(batches)[STEPS // 2 :]]

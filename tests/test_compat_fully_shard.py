@@ -1,0 +1,290 @@
+"""Programs that name torch's `fully_shard` get ours where `compat.install(fully_shard=True)` was called."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable import fsdp as composable_fsdp
+from torch.distributed.fsdp import FSDPModule as ImportedBefore
+from torch.distributed.fsdp import _fully_shard as package
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_init, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fully_shard as private
+
+import fsdp_wrap
+from bed import ranks
+from fsdp_wrap import compat
+from models import Transformer, loss_of, tokens
+
+composable_module = sys.modules[f"{composable_fsdp.__name__}.fully_shard"]
+
+HELD = (nn.Sequential, torch_fsdp.FSDPModule)
+"""A class in a tuple, which nobody rebinds."""
+
+NAMES = {
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+}
+OURS = {name: getattr(fsdp_wrap, name) for name in NAMES}
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    yield
+    compat.uninstall()
+
+
+def _held_by_torch() -> dict[tuple[str, str], object]:
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("torch.distributed")}
+    found = {name: vars(module) for name, module in modules.items() if isinstance(module, ModuleType)}
+    return {(name, key): value for name, held in found.items() for key, value in held.items()}
+
+
+def test_names_resolve_to_ours_and_back(clean):
+    before = _held_by_torch()
+    compat.install(fully_shard=True)
+    for module in (torch_fsdp, package, composable_fsdp, composable_module):
+        held = {name: value for name, value in vars(module).items() if name in NAMES}
+        assert held == {name: OURS[name] for name in held}, module.__name__
+    assert vars(torch_fsdp).keys() >= NAMES and ImportedBefore is fsdp_wrap.FSDPModule
+    assert private.fully_shard is fsdp_wrap.fully_shard, "by its whole path, too"
+    assert _fsdp_api.MixedPrecisionPolicy is fsdp_wrap.MixedPrecisionPolicy
+    assert torch_fsdp.FullyShardedDataParallel is fsdp_wrap.FullyShardedDataParallel
+    compat.uninstall()
+    after = _held_by_torch()
+    assert {key for key in before if after[key] is not before[key]} == set()
+    assert ImportedBefore is HELD[1] and fsdp_wrap.FSDPModule.__bases__ == (nn.Module,)
+    assert not hasattr(fsdp_wrap.fully_shard, "state")
+
+
+def test_every_name_that_we_have_is_ours(clean):
+    """Those that a newer torch has added stay torch's until we have them."""
+    compat.install(fully_shard=True)
+    for name in package.__all__:
+        assert getattr(torch_fsdp, name) is getattr(fsdp_wrap, name, getattr(private, name, None)), name
+
+
+def test_installing_twice_and_ending_the_inner_one(clean):
+    compat.install(fully_shard=True)
+    with compat.install(fully_shard=True):
+        pass
+    assert torch_fsdp.fully_shard is fsdp_wrap.fully_shard and issubclass(fsdp_wrap.FSDPModule, HELD)
+    compat.uninstall()
+    with compat.install(), compat.install(fully_shard=True):
+        assert issubclass(fsdp_wrap.FSDPModule, HELD)
+    assert not issubclass(fsdp_wrap.FSDPModule, HELD)
+
+
+@ranks(2)
+def test_sharded_modules_are_instances_of_torchs_class_while_installed(rank, world_size):
+    """By whichever name it is asked for, and also those that were sharded before."""
+    before = fsdp_wrap.fully_shard(nn.Linear(4, 4))
+    with compat.install(fully_shard=True):
+        model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        assert type(model) is not nn.Sequential and type(model[:1]) is nn.Sequential
+        for module in (before, model):
+            assert isinstance(module, torch_fsdp.FSDPModule) and isinstance(module, private.FSDPModule)
+            assert isinstance(module, HELD[1]) and type(module).state_dict is fsdp_wrap.FSDPModule.state_dict
+        assert not isinstance(model[0], HELD[1])
+        model(torch.ones(2, 4)).sum().backward()
+    assert not isinstance(before, HELD[1]) and isinstance(before, fsdp_wrap.FSDPModule)
+
+
+def _sharded(**options):
+    torch.manual_seed(0)
+    model = Transformer()
+    for block in model.blocks:
+        torch_fsdp.fully_shard(block, **options)
+    return torch_fsdp.fully_shard(model)
+
+
+@ranks(2)
+def test_programs_read_the_state_by_torchs_names(rank, world_size):
+    """As tools do that offload, average or count what is sharded."""
+    with compat.install(fully_shard=True):
+        model = _sharded()
+        state = model._get_fsdp_state()
+        assert isinstance(state, _fsdp_state.FSDPState)
+        assert state == _fsdp_state._get_module_fsdp_state(model) == torch_fsdp.fully_shard.state(model)
+        assert _fsdp_state._get_module_fsdp_state(model.head) is None
+        assert state._is_root is None and state._modules == (model,)
+        state._lazy_init()
+        states = state._state_ctx.all_states
+        assert [each._modules for each in states] == [(model,), *((block,) for block in model.blocks)]
+        assert [each._is_root for each in states] == [True, False, False, False]
+        groups = [each._fsdp_param_group for each in states]
+        assert all(isinstance(group, _fsdp_param_group.FSDPParamGroup) for group in groups)
+        assert [each._fsdp_param_groups for each in states] == [[group] for group in groups]
+        params = [param for group in groups for param in group.fsdp_params]
+        names = {id(param): name for name, param in model.named_parameters()}
+        assert {param._param_fqn: id(param.sharded_param) for param in params} == {
+            name: number for number, name in names.items()
+        }
+        info = groups[1].fsdp_params[0]._module_info
+        assert getattr(info.module, info.param_name) is groups[1].fsdp_params[0].sharded_param
+        assert groups[1].mesh_info.shard_process_group is groups[1]._all_gather_process_group
+        assert groups[1]._all_gather_process_group.size() == 2
+        for param in params:
+            if param._orig_size.numel() == 2 * param.sharded_size.numel():
+                assert torch.equal(param._sharded_param_data, param.sharded_param.to_local().view(-1))
+
+
+@ranks(2)
+def test_what_the_state_cannot_tell_raises_by_its_name(rank, world_size):
+    """An absent attribute, or an assignment without effect, would pass for "not sharded"."""
+    with compat.install(fully_shard=True):
+        model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(4, 3)))
+        state = model._get_fsdp_state()
+        group = state._fsdp_param_group
+        with pytest.raises(NotImplementedError, match="'_training_state' of torch's FSDPState.*root unit"):
+            getattr(state, "_training_state", None)
+        with pytest.raises(NotImplementedError, match="'_all_gather_comm' of torch's FSDPParamGroup"):
+            group._all_gather_comm = None
+        with pytest.raises(NotImplementedError, match="'_sharded_param_data'"):  # torch's would be padded
+            _ = group.fsdp_params[1]._sharded_param_data
+        with pytest.raises(RuntimeError, match="full parameter '0.weight' is not in memory"):
+            _ = group.fsdp_params[0].unsharded_param
+        assert not hasattr(state, "no_such_thing")
+        group.unshard()
+        group.wait_for_unshard()
+        assert group.is_unsharded and group.fsdp_params[0].unsharded_param is model[0].weight
+        group.reshard()
+        assert group.is_sharded and not group.is_unsharded
+        bare = torch_fsdp.fully_shard(nn.Sequential(nn.ReLU()))._get_fsdp_state()
+        assert bare._fsdp_param_group is None and bare._fsdp_param_groups == []
+
+
+@ranks(2)
+def test_programs_set_what_happens_after_forward(rank, world_size):
+    """In the state, as they do where torch's method was missing once: the root reshards, a unit does not."""
+    with compat.install(fully_shard=True):
+        model = _sharded()
+        states = [module._get_fsdp_state() for module in (model, *model.blocks)]
+        groups = [state._fsdp_param_group for state in states]
+        model(tokens(rank, 0))
+        assert [group.is_unsharded for group in groups] == [True, False, False, False]
+        assert [group.post_forward_mesh_info is None for group in groups] == [True, False, False, False]
+        for state, group, reshards in zip(states, groups, (True, False, True, True)):
+            state._auto_reshard_after_forward = False
+            group.post_forward_mesh_info = _fsdp_init._get_post_forward_mesh_info(reshards, group.mesh_info)
+        model(tokens(rank, 0)).sum()
+        assert [group.is_unsharded for group in groups] == [False, True, False, False]
+
+
+@ranks(2)
+def test_backwards_ended_by_the_state(rank, world_size):
+    """As pipelines do: backwards that neither reduce nor reshard, and then each unit's part by hand."""
+    with compat.install(fully_shard=True):
+        model = _sharded()
+        torch.manual_seed(0)
+        plain = Transformer()
+        for flag, steps in ((False, (0, 1)), (True, ())):
+            model.set_is_last_backward(flag)
+            model.set_reshard_after_backward(flag)
+            model.set_requires_gradient_sync(flag)
+            for step in steps:
+                loss_of(model, tokens(rank, step)).backward()
+        state = torch_fsdp.fully_shard.state(model)
+        for each in state._state_ctx.all_states:
+            each._fsdp_param_group.post_backward()
+        state._root_post_backward_final_callback()
+        for step in (0, 1):
+            for each in range(world_size):
+                (loss_of(plain, tokens(each, step)) / world_size).backward()
+        for (name, param), other in zip(model.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad, msg=name)
+        assert all(each._fsdp_param_group.is_sharded for each in state._state_ctx.all_states)
+
+
+SCRIPT = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo")
+    model = fully_shard(torch.nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    assert isinstance(model, FSDPModule) and isinstance(model.weight, DTensor)
+    model(torch.ones(2, 8)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    if dist.get_rank() == 0:
+        print(fully_shard.__module__, f"{norm.item():.3f}")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("options", [["--fully-shard"], []], ids=["with", "without"])
+def test_the_option_of_the_command_line(tmp_path, monkeypatch, capsys, clean, options):
+    script = tmp_path / "script.py"
+    script.write_text("from torch.distributed.fsdp import fully_shard\nprint(fully_shard.__module__)\n")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    compat.main([*options, str(script)])
+    module = "fsdp_wrap.fully_shard" if options else "torch.distributed.fsdp"
+    assert capsys.readouterr().out.split() == [module]
+
+
+@pytest.mark.slow
+def test_a_script_from_the_command_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*launch, "-m", "fsdp_wrap.compat", "--fully-shard", str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(fsdp_wrap.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"fsdp_wrap.fully_shard {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ours", [False, True], ids=["torch's", "ours"])
+@ranks(4)
+def test_torchs_pipelines_over_sharded_stages(rank, world_size, ours):
+    """Two stages on each rank, each sharded over two ranks: unsharded, resharded and reduced by hand."""
+    with compat.install(fully_shard=ours):
+        from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+        from torch.distributed.pipelining import stage as imported_later
+
+        assert issubclass(ReplicateModule, imported_later.FSDPModule), "which it looks for as well"
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+        place, shard = mesh.get_coordinate()
+        torch.manual_seed(0)
+        plain = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
+        own = {number: copy.deepcopy(plain[number]) for number in (place, place + 2)}
+        for stage in own.values():
+            for linear in (stage[0], stage[2]):
+                torch_fsdp.fully_shard(linear, mesh=mesh["data"])
+            torch_fsdp.fully_shard(stage, mesh=mesh["data"])
+        inputs, targets = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+        device, group = torch.device("cpu"), mesh.get_group("pipeline")
+        stages = [PipelineStage(stage, number, 4, device, group=group) for number, stage in own.items()]
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        for one, target in zip(inputs, targets):
+            (nn.functional.mse_loss(nn.Sequential(*plain)(one), target) / 2).backward()
+        for _ in range(2):
+            schedule.step(*([] if place else [inputs[shard]]), target=targets[shard] if place else None)
+            for number, stage in own.items():
+                for param, expected in zip(stage.parameters(), plain[number].parameters()):
+                    torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+                    param.grad = None

@@ -1,0 +1,666 @@
+"""What programs take from torch's wrapper by private names: attributes, and with `compat` installed helpers.
+
+Each flow is one of a program that was written for torch's wrapper, made small; torch's own runs beside ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import _common_utils, _flat_param, _runtime_utils, _traversal_utils
+from torch.distributed.fsdp import _unshard_param_utils as _unshard_utils
+from torch.distributed.fsdp._common_utils import _get_module_fsdp_state as imported_before
+
+import fsdp_wrap
+from bed import ranks
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, compat
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+
+WIDTH = 6
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+HELPERS = [
+    (_common_utils, "_get_module_fsdp_state"),
+    (_runtime_utils, "_lazy_init"),
+    (_runtime_utils, "_post_backward_final_callback"),
+    (_runtime_utils, "_reshard"),
+    (_runtime_utils, "_root_pre_forward"),
+    (_traversal_utils, "_get_fsdp_handles"),
+    (_unshard_utils, "_unshard_params"),
+    (_unshard_utils, "_unshard_params_for_summon"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 3))
+
+
+def wrapped(library: Any, module: nn.Module, use_orig_params: bool, **options: Any) -> Any:
+    """By either library, every block and the whole."""
+    if library is torch_fsdp:
+        options["device_id"] = torch.device("cpu")
+        options = {name: _of_torch(value) for name, value in options.items()}
+    policy = library.wrap.ModuleWrapPolicy({Block})
+    return library.FullyShardedDataParallel(
+        module, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options
+    )
+
+
+def _of_torch(value: Any) -> Any:
+    return torch_fsdp.ShardingStrategy[value.name] if isinstance(value, ShardingStrategy) else value
+
+
+LIBRARIES = (fsdp_wrap, torch_fsdp)
+
+
+def train(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+    for step in range(count):
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+
+def trained(library: Any, rank: int, use_orig_params: bool, seed: int = 0, **options: Any) -> Any:
+    model = wrapped(library, net(seed), use_orig_params, **options)
+    train(model, rank, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model
+
+
+def full(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@contextmanager
+def installed(library: Any) -> Iterator[None]:
+    if library is torch_fsdp:
+        yield
+    else:
+        with compat.install():
+            yield
+
+
+def same_with_both(flow: Callable[[Any], dict[str, torch.Tensor]]) -> None:
+    """Runs a flow with either library; the values that it returns are equal."""
+    results = []
+    for library in LIBRARIES:
+        with installed(library):
+            results.append(flow(library))
+    ours, theirs = results
+    assert ours.keys() == theirs.keys() and ours
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# helpers
+
+
+def test_helpers_are_given_back():
+    before = [getattr(module, name) for module, name in HELPERS]
+    assert {name for _, name in HELPERS} == {theirs.__name__ for theirs, _ in compat.HELPERS}
+    known = imported_before
+    with compat.install():
+        assert all(getattr(module, name) is not old for (module, name), old in zip(HELPERS, before))
+        assert imported_before is _common_utils._get_module_fsdp_state is not known
+    assert [getattr(module, name) for module, name in HELPERS] == before
+    assert imported_before is known
+
+
+@each_form
+@ranks(2)
+def test_walks_find_our_wrappers_and_torchs(rank, world_size, use_orig_params):
+    ours = wrapped(fsdp_wrap, net(), use_orig_params)
+    theirs = wrapped(torch_fsdp, net(), use_orig_params)
+    both = nn.ModuleList([ours, theirs])
+    with compat.install():
+        assert _traversal_utils._get_fsdp_states(both) == [
+            *FSDP.fsdp_modules(both),
+            theirs,
+            *theirs.module[1:3],
+        ]
+        states, modules = _traversal_utils._get_fsdp_states_with_modules(ours)
+        assert states == modules == FSDP.fsdp_modules(ours) and len(states) == 3
+        handles = _traversal_utils._get_fsdp_handles(both)
+        assert [handle.flat_param for handle in handles[:3]] == [each.params[0] for each in states]
+        assert handles[3:] == [each._handle for each in (theirs, *theirs.module[1:3])]
+        assert imported_before(ours[1]) is ours[1] and imported_before(ours[1].module) is None
+        assert imported_before(theirs) is theirs
+        assert _runtime_utils._get_fsdp_root_states(both) == [ours, theirs]
+        assert [each._is_root for each in states] == [True, False, False]
+
+
+@each_form
+@ranks(2)
+def test_a_unit_of_several_flat_parameters_has_as_many_handles(rank, world_size, use_orig_params):
+    """None is left out of an average or a move of all that handles hold."""
+    layer = nn.Linear(4, 3)
+    layer.bias.requires_grad_(False)
+    model = FSDP(layer, use_orig_params=use_orig_params)
+    with compat.install():
+        handles = _traversal_utils._get_fsdp_handles(model)
+    assert {handle.flat_param._fqns for handle in handles} == {("weight",), ("bias",)}
+    assert [handle.flat_param for handle in model._all_handles] == model.params
+    assert model._handle in handles and model._flat_param is model._handle.flat_param
+
+
+@each_form
+@ranks(2)
+def test_offload_between_phases(rank, world_size, use_orig_params):
+    """As verl does it: shards leave, and come back, by their handles."""
+
+    def move(model: Any) -> None:
+        _runtime_utils._lazy_init(model, model)
+        assert model._is_root
+        for handle in model._all_handles:
+            flat = handle.flat_param
+            assert not handle._offload_params
+            assert flat.data.data_ptr() == flat._local_shard.data_ptr()
+            assert id(flat.data) != id(flat._local_shard) and flat.data.size() == flat._local_shard.size()
+            handle.flat_param_to(torch.device("cpu"), non_blocking=True, copy=True)
+            flat._local_shard = flat.data
+            assert id(flat._local_shard) != id(flat.data)
+
+    def flow(library: Any) -> dict[str, torch.Tensor]:
+        model = wrapped(library, net(), use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        _runtime_utils._lazy_init(model, model)
+        for _ in range(2):
+            before = [handle.flat_param.data_ptr() for handle in model._all_handles]
+            move(model)
+            assert all(
+                handle.flat_param.data_ptr() != pointer for handle, pointer in zip(model._all_handles, before)
+            )
+            train(model, rank, optimizer)
+        return full(model)
+
+    same_with_both(flow)
+
+
+@each_form
+@ranks(2)
+def test_average_by_handles(rank, world_size, use_orig_params):
+    """As Bagel and LLaMA2-Accessory do it: two models' handles side by side."""
+
+    def flow(library: Any) -> dict[str, torch.Tensor]:
+        model = trained(library, rank, use_orig_params)
+        average = wrapped(library, net(1), use_orig_params)
+        pairs = [_traversal_utils._get_fsdp_handles(each) for each in (average, model)]
+        assert len(pairs[0]) == len(pairs[1]) == 3
+        for old, new in zip(*pairs):
+            assert old.flat_param.shape == new.flat_param.shape
+            if new.flat_param.requires_grad:
+                old.flat_param.data.lerp_(new.flat_param.data, 0.25)
+        batch = torch.ones(2, WIDTH)
+        return full(average) | {"output": average(batch).detach()}
+
+    same_with_both(flow)
+
+
+@each_form
+@ranks(2)
+def test_clipping_by_handles(rank, world_size, use_orig_params):
+    """As programs clip that have a loop of their own over the handles: by slices, and by the shard."""
+
+    def flow(library: Any) -> dict[str, torch.Tensor]:
+        model = wrapped(library, net(), use_orig_params)
+        model(torch.full((2, WIDTH), rank + 1.0)).sum().backward()
+        handles = _traversal_utils._get_fsdp_handles(model)
+        assert all(handle.uses_sharded_strategy for handle in handles)
+        grads = [handle.sharded_grad for handle in handles]
+        square = sum(grad.square().sum() for grad in grads)
+        dist.all_reduce(square)
+        for handle in handles:
+            assert handle._use_orig_params is use_orig_params
+            held = handle.flat_param._params if use_orig_params else [handle.flat_param]
+            for param in held:
+                if param.grad is not None:
+                    param.grad.mul_(1 / square.sqrt())
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return full(model) | {"norm": square.sqrt()}
+
+    same_with_both(flow)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_form
+@ranks(2)
+def test_resharding_by_hand(rank, world_size, use_orig_params, strategy):
+    """As torchtnt does it after averaging, and audiocraft after loading: what is full is freed."""
+
+    def flow(library: Any) -> dict[str, torch.Tensor]:
+        model = trained(library, rank, use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+        kept = model(torch.ones(2, WIDTH))  # no backward follows
+        for module in type(model).fsdp_modules(model):
+            module._flat_param.data.mul_(0.5)
+            handle = module._handle
+            if handle._get_padded_unsharded_flat_param().untyped_storage().size():
+                _runtime_utils._reshard(module, handle, True)
+            assert handle._get_padded_unsharded_flat_param().untyped_storage().size() == 0
+            assert handle.needs_unshard() and module._state_dict_type.name == "FULL_STATE_DICT"
+        return full(model) | {"before": kept.detach(), "after": model(torch.ones(2, WIDTH)).detach()}
+
+    same_with_both(flow)
+
+
+@ranks(2)
+def test_resharding_does_not_take_another_handle(rank, world_size):
+    model = wrapped(fsdp_wrap, net(), False)
+    with compat.install(), pytest.raises(TypeError, match="takes the _handle of a wrapper"):
+        _runtime_utils._reshard(model, model._unit.handle, True)
+
+
+@each_form
+@ranks(2)
+def test_roots_are_made_before_the_first_forward(rank, world_size, use_orig_params):
+    """As OLMo and litgpt do it, before tracing or saving."""
+
+    def flow(library: Any) -> dict[str, torch.Tensor]:
+        policy = library.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        model = wrapped(library, net(), use_orig_params, mixed_precision=policy)
+        assert model._is_root is None
+        _runtime_utils._lazy_init(model, model)
+        _runtime_utils._lazy_init(model, model)
+        assert [each._is_root for each in type(model).fsdp_modules(model)] == [True, False, False]
+        assert _runtime_utils._root_pre_forward(model, model, [], {}) in ([], ([], {}), ((), {}))
+        (batch,), _ = _runtime_utils._root_pre_forward(model, model, (torch.ones(2, WIDTH),), {})
+        (same,), _ = _runtime_utils._root_pre_forward(model[1], model[1], (torch.ones(2),), {})
+        assert same.dtype == torch.float32
+        return {"batch": batch, "output": model(batch).detach()}
+
+    same_with_both(flow)
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@each_form
+@ranks(2)
+def test_cleaning_up_after_running_out_of_memory(rank, world_size, use_orig_params, where):
+    """As composer does it, before it tries again with a smaller batch."""
+
+    def fail(*_: Any) -> None:
+        raise OutOfMemory
+
+    model, plain = wrapped(fsdp_wrap, net(), use_orig_params), net()
+    with compat.install():
+        for _ in range(2):
+            batch = torch.ones(2, WIDTH, requires_grad=True)
+            hooked = model[2].up.register_forward_pre_hook if where == "forward" else batch.register_hook
+            hook = hooked(fail)
+            with pytest.raises(OutOfMemory):
+                model(batch).sum().backward()
+            hook.remove()
+            for module in FSDP.fsdp_modules(model):
+                if module.check_is_root():
+                    _runtime_utils._post_backward_final_callback(module, module)
+            for param in model.parameters():
+                param.grad = None
+            assert all(handle.needs_unshard() for handle in model._all_handles)
+        train(model, rank, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(RuntimeError, match="must be called on the root, and this is unit '1'"):
+            _runtime_utils._post_backward_final_callback(model[1], model[1])
+    reference = wrapped(fsdp_wrap, plain, use_orig_params)
+    train(reference, rank, torch.optim.SGD(reference.parameters(), lr=0.1))
+    torch.testing.assert_close(full(model), full(reference), rtol=0, atol=0)
+
+
+@each_form
+@ranks(2)
+def test_full_parameters_of_one_wrapper(rank, world_size, use_orig_params):
+    """As verl does it for a rollout: what the root owns is full, what is nested is not."""
+
+    def flow(library: Any) -> dict[str, torch.Tensor]:
+        model = trained(library, rank, use_orig_params)
+        state = _common_utils._get_module_fsdp_state(model)
+        context = _unshard_utils._unshard_params_for_summon(
+            module=model,
+            state=state,
+            writeback=True,
+            rank0_only=False,
+            offload_to_cpu=False,
+            with_grads=False,
+        )
+        states = _common_utils.TrainingState
+        assert model.training_state is states.IDLE
+        with context:
+            assert model.training_state is states.SUMMON_FULL_PARAMS
+            assert model.module[0].weight.shape == (WIDTH, WIDTH)
+            assert model[1].training_state is states.IDLE
+            model.module[0].weight.data.mul_(2)
+        args = (False, False, False, False)  # writeback, rank0_only, offload_to_cpu, with_grads
+        with _unshard_utils._unshard_params(model, True, *args):
+            assert model.module[1].module.up.weight.shape == (5, WIDTH)
+        return full(model)
+
+    same_with_both(flow)
+
+
+@ranks(2)
+def test_summoning_a_part_first(rank, world_size):
+    """As verl does it for adapters, block by block: the part is no root afterwards."""
+    model = wrapped(fsdp_wrap, net(), True)
+    for module in (model[1], model[2]):
+        with FSDP.summon_full_params(module, writeback=False):
+            assert module._is_root
+            module._is_root = False
+        assert not module._is_root
+    train(model, rank, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [each._is_root for each in FSDP.fsdp_modules(model)] == [True, False, False]
+    with pytest.raises(RuntimeError, match="unit '1' is no root: another instance encloses it"):
+        model[1]._is_root = True
+    before = full(model)
+    for module in FSDP.fsdp_modules(model):
+        module._is_root = None
+    assert model._is_root is None and model[1]._is_root is None
+    torch.testing.assert_close(full(model), before)
+    train(model, rank, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# attributes
+
+
+def _pieces(flat: Any) -> dict[str, torch.Tensor]:
+    """What a rank holds of each parameter, cut from the shard as Distributed Shampoo does it."""
+    found = {}
+    for fqn, numel, info in zip(flat._fqns, flat._numels, flat._shard_param_infos):
+        in_shard, offset, length, first, last = info
+        assert (info.in_shard, info.offset_in_shard) == (in_shard, offset)
+        whole = torch.full((numel,), torch.nan)
+        if in_shard:
+            assert last - first + 1 == length == info.numel_in_shard
+            whole[first : last + 1] = flat.data[offset : offset + length]
+        found[fqn] = whole
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@each_form
+@ranks(2, 3)
+def test_where_parameters_lie_in_the_shard(rank, world_size, use_orig_params, strategy):
+    plain = net()
+    model = wrapped(
+        fsdp_wrap, copy.deepcopy(plain), use_orig_params, sharding_strategy=ShardingStrategy[strategy]
+    )
+    values = {name: param.flatten() for name, param in plain.named_parameters()}
+    seen: dict[str, torch.Tensor] = {}
+    for prefix, wrapper in (("", model), ("1.", model[1]), ("2.", model[2])):
+        flat = wrapper._flat_param
+        for fqn, piece in _pieces(flat).items():
+            held = ~piece.isnan()
+            assert torch.equal(piece[held], values[prefix + fqn][held])
+            seen[prefix + fqn] = held.int()
+        infos = [(*each,) for each in flat._param_infos]
+        assert [f"{module}.{name}".lstrip(".") for name, _, module in infos] == list(flat._fqns)
+        names = {id(module): name for name, module in wrapper.module.named_modules()}
+        assert [names[id(module)] for _, module, _ in infos] == [module for _, _, module in infos]
+        assert flat._modules == {module for _, module, _ in infos}
+        assert flat._num_params == len(infos) and flat._sharded_size == flat.shape
+        real = [numel for numel, gap in zip(flat._numels_with_padding, flat._is_padding_mask) if not gap]
+        assert real == list(flat._numels) and len(real) == flat._num_params
+        assert flat._unpadded_unsharded_size == (sum(flat._numels_with_padding),)
+        if strategy == "FULL_SHARD":
+            beyond = flat._padded_unsharded_size[0] - flat._unpadded_unsharded_size[0]
+            assert flat._shard_numel_padded <= beyond < world_size * 8
+        assert wrapper._handle.shard_metadata().param_names == tuple(wrapper._handle._fqns_in_shard)
+        params = flat._params
+        if use_orig_params:
+            assert [each.numel() for each in params] == [
+                info.numel_in_shard or 0 for info in flat._shard_param_infos
+            ]
+            assert {id(each) for each in params} <= {id(each) for each in model.parameters()}
+        else:
+            assert params is None and flat._shared_params is None
+    for name, held in seen.items():
+        dist.all_reduce(held)
+        assert held.eq(world_size if strategy == "NO_SHARD" else 1).all(), name
+
+
+@each_form
+@ranks(2)
+def test_named_tuples_equal_those_of_torch(rank, world_size, use_orig_params):
+    """Where no alignment makes the two differ: parameters of 8 and 16 elements."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.c = nn.Linear(2, 4, bias=False)
+            self.c.weight = self.a.weight
+
+    def described(info: Any) -> tuple[Any, ...]:
+        return tuple(type(each).__name__ if isinstance(each, nn.Module) else each for each in info)
+
+    found = []
+    for library in LIBRARIES:
+        options = {"device_id": torch.device("cpu")} if library is torch_fsdp else {}
+        model = library.FullyShardedDataParallel(Tied(), use_orig_params=use_orig_params, **options)
+        _runtime_utils._lazy_init(model, model) if library is torch_fsdp else None
+        flat = model._flat_param
+        rows: list[Any] = [flat._shard_param_infos, flat._numels]
+        rows += map(list, (flat._fqns, flat._shapes, flat._strides, flat._contiguities))
+        rows += [flat._unpadded_unsharded_size, flat._shard_numel_padded]
+        rows += [tuple(map(described, flat._param_infos)), tuple(map(described, flat._shared_param_infos))]
+        rows += [flat._sharded_size, flat._padded_unsharded_size, flat._numels_with_padding]
+        rows += [None if flat._params is None else [each.shape for each in flat._params]]
+        rows += [None if flat._shared_params is None else [each.shape for each in flat._shared_params]]
+        rows += [model._handle.shard_metadata(), [*model._handle.param_module_names()]]
+        found.append([*rows, [*model._handle.shared_param_module_names()], model._handle._sharding_strategy])
+    for ours, theirs in zip(*found):
+        assert ours == theirs
+    assert isinstance(model._flat_param, _flat_param.FlatParameter)
+
+
+class Spy(nn.Linear):
+    """Says in its forward what its wrapper's flat parameter is."""
+
+    def look_at(self, wrapper: Any) -> None:
+        self.__dict__["wrapper"], self.__dict__["seen"] = wrapper, []
+
+    def forward(self, x):
+        for param in self.wrapper.params:
+            mixed = hasattr(param, "_mp_shard")
+            shard = None if not mixed else (param._mp_shard.dtype, param._mp_shard.untyped_storage().size())
+            away = param.data_ptr() != param._local_shard.data_ptr()
+            padded = param._full_param_padded if self.wrapper._handle.uses_sharded_strategy else param
+            states = self.wrapper.training_state.name, self.wrapper._handle._training_state.name
+            self.seen.append((param.dtype, away, shard, padded.dtype, states))
+            if away:
+                self.seen.append(torch.equal(param[: self.weight.numel()], self.weight.flatten()))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["master", "bf16"])
+@each_form
+@ranks(2)
+def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_params, dtype, strategy):
+    """The full values in the dtype of the computation, as torch has them; the shard before and after."""
+    found = []
+    for library in LIBRARIES:
+        options = {"device_id": torch.device("cpu")} if library is torch_fsdp else {}
+        policy = library.MixedPrecision(param_dtype=dtype)
+        spy = Spy(WIDTH, 4)
+        model = library.FullyShardedDataParallel(
+            spy,
+            mixed_precision=policy,
+            sharding_strategy=library.ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+            **options,
+        )
+        spy.look_at(model)
+        looks = []
+        for _ in range(2):
+            output = model(torch.ones(2, WIDTH))
+            spy.seen.append("backward")
+            looks.append(
+                (model._flat_param.dtype, model._flat_param.shape == model._flat_param._local_shard.shape)
+            )
+            if dtype is not None:
+                looks.append(model._flat_param._mp_shard.untyped_storage().size())
+            output.sum().backward()
+            full_size = (
+                model._flat_param._full_param_padded.untyped_storage().size() if strategy != "NO_SHARD" else 0
+            )
+            looks.append((model._flat_param.dtype, full_size, model.training_state.name))
+        found.append((spy.seen, looks))
+    ours, theirs = found
+    if strategy == "NO_SHARD":  # torch computes with the low-precision shard, ours with a buffer
+        ours, theirs = (
+            [each[:2] + each[4:] for each in seen if isinstance(each, tuple)] for seen, _ in found
+        )
+    assert ours == theirs
+
+
+@each_form
+@ranks(2)
+def test_what_is_shown_while_a_unit_computes_is_a_copy(rank, world_size, use_orig_params):
+    kept = []
+    model = FSDP(Spy(WIDTH, 4), use_orig_params=use_orig_params)
+    model.module.look_at(model)
+    model.module.register_forward_pre_hook(lambda *_: kept.extend(model.params))
+    output = model(torch.ones(2, WIDTH))
+    kept[0].data.zero_()  # which is nobody else's memory
+    assert kept[0] is not model.params[0] and kept[0]._local_shard.data_ptr() == model.params[0].data_ptr()
+    assert torch.equal(output, model(torch.ones(2, WIDTH))) and model.params[0].any()
+    output.sum().backward()
+
+
+@each_form
+@ranks(2)
+def test_the_shard_follows_what_is_assigned(rank, world_size, use_orig_params):
+    model = wrapped(fsdp_wrap, net(), use_orig_params)
+    flat = model._flat_param
+    assert flat._local_shard is flat._local_shard
+    flat._local_shard = torch.full_like(flat.data, 0.5)
+    assert flat.data.eq(0.5).all()
+    with FSDP.summon_full_params(model, recurse=False):
+        assert model.module[0].weight.eq(0.5).all()
+    flat.data = torch.full_like(flat.data, 0.25)
+    assert flat._local_shard.eq(0.25).all()
+    with pytest.raises(ValueError, match=r"cannot be replaced by a tensor of shape \(3,\)"):
+        flat._local_shard = torch.zeros(3)
+
+
+@ranks(2)
+def test_the_gradient_of_the_flat_parameter_behind_slices(rank, world_size):
+    """It is the shard of which the slices' gradients are views, also where a user has replaced some."""
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), use_orig_params=True)
+    flat, batch = model._flat_param, torch.ones(2, 4)
+    assert flat.grad is None
+    for change in ("nothing", "replaced", "dropped"):
+        model(batch).sum().backward()
+        held = [param for param in model.parameters() if param.numel()]
+        if change == "replaced":
+            held[0].grad = held[0].grad * 3
+        if change == "dropped":
+            held[-1].grad = None
+        pieces = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in held]
+        grad = flat.grad
+        assert grad.shape == flat.shape and grad.square().sum().isclose(
+            sum(piece.square().sum() for piece in pieces)
+        )
+        grad.mul_(2)
+        for param, piece in zip(held, pieces):
+            assert param.grad is None or torch.equal(param.grad, 2 * piece), change
+    flat.grad = None
+    assert all(param.grad is None for param in model.parameters())
+
+
+@each_form
+@ranks(2)
+def test_attributes_of_a_copy_and_of_one_that_is_pickled(rank, world_size, use_orig_params):
+    model = wrapped(fsdp_wrap, net(), use_orig_params)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    second = copy.deepcopy(model)
+    for one, other in zip(model._all_handles, second._all_handles):
+        assert one is not other and one.flat_param is not other.flat_param
+        assert one.flat_param._shard_param_infos == other.flat_param._shard_param_infos
+        assert other.flat_param._local_shard.data_ptr() == other.flat_param.data_ptr()
+        assert other._fully_sharded_module is not one._fully_sharded_module
+    flat = model._flat_param
+    assert flat._local_shard is not None
+    file = io.BytesIO()
+    torch.save(flat, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False), flat)
+    alone = copy.deepcopy(flat)
+    assert torch.equal(alone._local_shard, flat.data)
+    with pytest.raises(AttributeError, match="is a copy, or its model is gone"):
+        alone._shard_param_infos  # noqa: B018
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offloaded"])
+@each_form
+@ranks(2)
+def test_what_wrappers_and_handles_say_of_themselves(rank, world_size, use_orig_params, offload):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = wrapped(
+        fsdp_wrap,
+        net(),
+        use_orig_params,
+        mixed_precision=policy,
+        cpu_offload=CPUOffload(offload_params=offload),
+    )
+    handle = model._handle
+    assert handle is model._handle and handle is model._all_handles[0]
+    assert handle._fully_sharded_module is model.module
+    assert model._fully_sharded_module_to_handle == {model.module: handle}
+    assert (handle.rank, handle.world_size, handle.process_group) == (rank, world_size, model.process_group)
+    assert handle.device == model.compute_device and handle._offload_params is offload
+    assert handle._use_orig_params is model._use_orig_params is use_orig_params
+    assert (handle._orig_param_dtype, handle._fwd_bwd_param_dtype) == (torch.float32, torch.bfloat16)
+    assert handle._reduce_dtype == torch.bfloat16 and handle._keep_low_precision_grads
+    assert handle._uses_param_mixed_precision and handle._uses_reduce_mixed_precision
+    assert handle.is_sharded(model._flat_param) and not handle.is_sharded(torch.zeros(1))
+    assert model._exec_order_data.all_handles == model._all_handles
+    assert model._all_fsdp_states == FSDP.fsdp_modules(model)
+    assert model._device_handle.is_available() and handle._device_handle.is_available()
+    assert all(param._is_flat_param for param in model.params)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        assert model[1]._state_dict_type is StateDictType.SHARDED_STATE_DICT
+        assert model._state_dict_config == FSDP.get_state_dict_type(model).state_dict_config
+        assert model._optim_state_dict_config == FSDP.get_state_dict_type(model).optim_state_dict_config
+
+
+@ranks(2)
+def test_what_is_not_there_says_what_to_use(rank, world_size):
+    model = wrapped(fsdp_wrap, net(), False)
+    with pytest.raises(AttributeError, match="'unshard' of a handle.*use summon_full_params"):
+        model._handle.unshard()
+    with pytest.raises(AttributeError, match="'_unshard_stream' of a wrapper"):
+        model._unshard_stream  # noqa: B018
+    with pytest.raises(AttributeError, match="handles_post_forward_order"):
+        model._exec_order_data.handles_post_forward_order  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'anything'"):
+        model._handle.anything  # noqa: B018
+    with pytest.raises(AttributeError, match="'_cpu_grad' of a FlatParameter.*`.grad`"):
+        model._flat_param._cpu_grad  # noqa: B018
+    whole = wrapped(fsdp_wrap, net(), False, sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.raises(AttributeError, match="where it is sharded only"):
+        whole._handle._get_padded_unsharded_flat_param()
+    with FSDP.summon_full_params(model):
+        with pytest.raises(RuntimeError, match="must not run inside summon_full_params"):
+            model._handle.flat_param_to("cpu")
+        with pytest.raises(AttributeError):
+            model.training_state = "idle"
+    assert not hasattr(model, "_handles")
