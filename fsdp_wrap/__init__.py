@@ -1,5 +1,6 @@
 """Fully sharded data parallel training with the wrapper API that people know."""
 
+from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
 from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._version import __version__ as __version__

@@ -69,6 +69,8 @@ def _refuse_in_use(unit: Unit) -> None:
             f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
             "before copying the wrapped module"
         )
+    if unit.handle is not None:
+        unit.handle.shown.show_sharded()
 
 
 def _copy_module(wrapper: Wrapper, memo: dict[int, Any]) -> Wrapper:

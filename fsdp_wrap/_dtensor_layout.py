@@ -19,7 +19,7 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, mark_owned
-from fsdp_wrap._shown import Shown
+from fsdp_wrap._shown import Cover, Shown
 from fsdp_wrap._torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap.flat_param import Allocator
 
@@ -249,7 +249,8 @@ class DTensorLayout:
         leaves = [nn.Parameter(view.data, requires_grad=False) for view in self.views(buffer)]
         for leaf, attributes in zip(leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._leaves, self.show_leaves = leaves, Display(self.places, leaves).show
+        self._leaves = leaves
+        self._follow_places()
         return leaves
 
     def write_shard(self, out: torch.Tensor) -> None:
@@ -388,6 +389,7 @@ class DTensorLayout:
         firsts = [next(iter(places)) for places in self.places]
         self._first_places = [(module._parameters, name) for module, name in firsts]
         self.show_leaves = Display(self.places, self._leaves).show
+        self.cover = Cover(self.places, self._leaves)
         self.show_sharded = Display(self.places, self.sources).show
         self.shown_sharded = Shown(self.places, self.sources)
 

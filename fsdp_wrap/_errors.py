@@ -8,12 +8,13 @@ __all__ = [
     "AlreadyShardedError",
     "ChangedBetweenError",
     "NoDimensionError",
-    "NoPlacementError",
     "NoValuesError",
     "NotIdleError",
     "NotPicklableError",
     "OtherCommsError",
+    "ReplacedError",
     "UnevenCutError",
+    "WrongKindError",
 ]
 
 
@@ -25,16 +26,16 @@ class ChangedBetweenError(RuntimeError, AssertionError):
     """Parameters were changed between a forward and its backward."""
 
 
+class ReplacedError(ValueError, RuntimeError):
+    """Something else was put in the place of a sharded parameter."""
+
+
 class AlreadyShardedError(ValueError, AssertionError):
     """A module is in a unit already."""
 
 
 class NoDimensionError(ValueError, AssertionError):
     """A parameter is to be cut along a dimension that it does not have."""
-
-
-class NoPlacementError(TypeError, ValueError):
-    """What is to tell how a parameter is cut does not."""
 
 
 class UnevenCutError(ValueError, NotImplementedError):
@@ -51,3 +52,7 @@ class OtherCommsError(RuntimeError, AssertionError):
 
 class NotPicklableError(TypeError, pickle.PicklingError):
     """A sharded module was to be pickled."""
+
+
+class WrongKindError(TypeError, ValueError):
+    """An argument, or what a function that was an argument returned, is of the wrong type."""

@@ -62,8 +62,12 @@ class Front(Protocol):
 
     def gradient_blocks(self) -> list[torch.Tensor]: ...
 
-    def joint_gradient(self) -> torch.Tensor | None:
-        """The gradient shard of which the holders' gradients are views."""
+    def joint_gradient(self, moves: bool) -> torch.Tensor | None:
+        """The gradient shard; where the holders' gradients are no views of one, a copy.
+
+        Args:
+            moves: Whether they become views of the copy.
+        """
         ...
 
     def follow_places(self) -> None:
@@ -133,7 +137,7 @@ class FlatFront:
         grad = self._layout.flat_param.grad
         return [] if grad is None else [grad]
 
-    def joint_gradient(self) -> torch.Tensor | None:
+    def joint_gradient(self, moves: bool) -> torch.Tensor | None:
         return self._layout.flat_param.grad
 
     def follow_places(self) -> None:
@@ -238,20 +242,23 @@ class SliceFront:
         begin, size = shard.data_ptr(), shard.element_size()
         return shard if all(grad.data_ptr() == begin + start * size for grad, start in grads) else None
 
-    def joint_gradient(self) -> torch.Tensor | None:
-        held = [(self.sources[index], index, start) for index, start in self._held]
-        present = [(param.grad, start) for param, _, start in held if param.grad is not None]
+    def joint_gradient(self, moves: bool) -> torch.Tensor | None:
+        shown_in_full = self._grads is not None
+        grads = self._grads or [param.grad for param in self.sources]
+        found = [(grads[index], index, start) for index, start in self._held]
+        present = [(grad, start) for grad, _, start in found if grad is not None]
         if not present:
             return None
         around = self._shard_around(present)
         joint = present[0][0].new_zeros(self._layout.shard_numel) if around is None else around
         pieces = self._layout.pieces(joint)
-        for param, index, _ in held:
-            if param.grad is None:
+        for grad, index, _ in found:
+            if grad is None:
                 pieces[index].zero_()
             elif around is None:
-                pieces[index].copy_(param.grad)
-                param.grad = pieces[index]
+                pieces[index].copy_(grad)
+                if moves and not shown_in_full:
+                    self.sources[index].grad = pieces[index]
         return joint
 
     def follow_places(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Pending
 from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._interval_tensor import assemble
+from fsdp_wrap._interval_tensor import IntervalTensor, assemble
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._torch_private import ShardedTensor, default_device_of
 from fsdp_wrap._unit import Unit
@@ -120,16 +120,16 @@ def offloaded(tensor: torch.Tensor, to_host: bool) -> torch.Tensor:
 
 def is_sharded(value: Any) -> bool:
     """Whether a value is of one of torch's own kinds of sharded tensors."""
-    return isinstance(value, (DTensor, ShardedTensor))
+    return isinstance(value, (DTensor, ShardedTensor)) and not isinstance(value, IntervalTensor)
 
 
 def unsharded(value: Any) -> Any:
     """Returns torch's own kinds of sharded tensors as full ones (collective), all else as it is."""
+    if not is_sharded(value):
+        return value
     if isinstance(value, DTensor):
         with deaths_told():
             return value.full_tensor()
-    if not isinstance(value, ShardedTensor):
-        return value
     metadata = value.metadata()
 
     def write(full: torch.Tensor) -> None:

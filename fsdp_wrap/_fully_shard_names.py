@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_wrap._fully_shard_state import state_of
 from fsdp_wrap._installation import Installation
-from fsdp_wrap._torch_private import get_module_fsdp_state, torch_fully_shard
+from fsdp_wrap._torch_private import get_module_state, torch_fully_shard
 from fsdp_wrap.fully_shard import fully_shard
 
 __all__ = ["adapt_fully_shard", "fully_shard_names"]
@@ -52,15 +52,21 @@ def adapt_fully_shard(installation: Installation) -> None:
         importlib.import_module(name)
     names = fully_shard_names()
     torchs, ours = names.pop("FSDPModule")
-    installation.replace([*names.values(), (get_module_fsdp_state, _state_of)], kept=("fsdp_wrap.",))
+    installation.replace([*names.values(), (get_module_state, _state_of)], kept=("fsdp_wrap.",))
     installation.replace([(torchs, ours)], kept=("fsdp_wrap.", *_BY_CLASS))
     for name in _LATER:
         installation.when_imported(name, _adapt_importer)
     if torchs not in ours.__bases__:
         installation.at_end(functools.partial(setattr, ours, "__bases__", ours.__bases__))
         ours.__bases__ = (*ours.__bases__, torchs)  # last: whatever we define or inherit goes before
-        installation.at_end(functools.partial(delattr, fully_shard, "state"))
-        vars(fully_shard)["state"] = _contracted_state_of
+        installation.at_end(functools.partial(_set_attributes, dict(vars(fully_shard))))
+        _set_attributes({**vars(fully_shard), "state": _contracted_state_of})
+
+
+def _set_attributes(attributes: dict[str, Any]) -> None:
+    """Gives our `fully_shard` these attributes, and no others."""
+    vars(fully_shard).clear()
+    vars(fully_shard).update(attributes)
 
 
 def _adapt_importer(installation: Installation, module: Any) -> None:
@@ -73,8 +79,8 @@ def _adapt_importer(installation: Installation, module: Any) -> None:
 
 
 def _state_of(module: nn.Module) -> Any:
-    """Returns what `fully_shard`, ours or torch's, knows of a module; None where it was not applied."""
-    return state_of(module) or get_module_fsdp_state(module)
+    """Returns what one of torch's composable ways, or our `fully_shard`, knows of a module; else None."""
+    return state_of(module) or get_module_state(module)
 
 
 def _contracted_state_of(module: nn.Module) -> Any:

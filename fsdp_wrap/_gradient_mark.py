@@ -55,6 +55,11 @@ class GradientMarks:
     def __init__(self) -> None:
         self._marks: dict[nn.Parameter, _Mark] = {}
 
+    @property
+    def present(self) -> bool:
+        """Whether there are any."""
+        return bool(self._marks)
+
     def put(self, params: Iterable[nn.Parameter]) -> None:
         """Marks, perhaps again, the parameters that need a gradient."""
         for param in params:

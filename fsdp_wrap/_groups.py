@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,8 +22,10 @@ __all__ = [
     "Ranks",
     "default_group",
     "default_mesh",
+    "group_of",
     "groups_by_host",
     "is_destroyed",
+    "mesh_over",
     "neighbours",
     "ranks_in",
     "time_limit",
@@ -125,6 +127,36 @@ def default_mesh() -> DeviceMesh:
         return mesh
 
     return _once_for(group, "mesh", make)
+
+
+def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Returns the one-dimensional mesh of a group's ranks, without communication."""
+
+    def make() -> DeviceMesh:
+        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+        mesh._pg_registry.clear()  # as above
+        return mesh
+
+    return _once_for(group, ("mesh over", device_type, names), make)
+
+
+def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Returns a group of these ranks in this order, as the default group counts them.
+
+    Args:
+        ranks: Its ranks.
+        known: The one to take, unless it was destroyed.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
+    for group in all_groups():
+        if group is known or (known is None and dist.get_process_group_ranks(group) == list(ranks)):
+            return group  # type: ignore[no-any-return]
+    raise RuntimeError(
+        f"ranks {list(ranks)} hold this tensor between them, and this process has no process group of just "
+        "them (any more): pass the group whose ranks have all of it, as full_tensor(group)"
+    )
 
 
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:

@@ -14,6 +14,8 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
+from fsdp_wrap._display import Showing, UnitDisplay
+from fsdp_wrap._held_by import HeldBy
 from fsdp_wrap._in_flight import KeptParameters, NotedReduction, Reduction
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
@@ -56,6 +58,7 @@ class ParamHandle:
         communicator: Of the ranks that hold one copy of the unit between them.
         replicas: Of the ranks that hold the same part of other copies.
         policies: Dtypes of each layout.
+        held_by: The ranks that hold one copy of the unit between them, for what is saved of it.
 
     Attributes:
         state: What is in memory.
@@ -69,6 +72,7 @@ class ParamHandle:
         resident: Whether leaves alias the shards.
         kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
         values: How often the leaves have got other values; a graph needs those that they had in its forward.
+        shown: What the modules show in training.
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class ParamHandle:
         communicator: Communicator,
         replicas: Communicator,
         policies: Sequence[SegmentPolicy],
+        held_by: HeldBy,
     ) -> None:
         self.communicator = communicator
+        self.held_by = held_by
         self.replicas = replicas
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
@@ -99,12 +105,11 @@ class ParamHandle:
         self._reduce_scatter: ReduceScatter | None = None
         self._summing = replicas
         self._summoned: list[SummonedSegment] = []
-        self._shows_leaves = True
-        self.show_sharded()
+        self.shown = UnitDisplay(self.segments)
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
-        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies)
+        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
         handle.travel_by(self.transport)
         handle.keep_storage(self._keeps_storage)
         if self._reduce_scatter is not None:
@@ -145,7 +150,7 @@ class ParamHandle:
         """Whether the modules show pieces of the original parameters."""
         shards = any(segment.layout.resident is None for segment in self.segments)
         in_full = self.shows_full or self.state is HandleState.REPLACED
-        return shards and not self._shows_leaves and not in_full
+        return shards and self.shown.state is Showing.SHARDED and not in_full
 
     @property
     def shows_full(self) -> bool:
@@ -255,7 +260,7 @@ class ParamHandle:
             return False
         if within is not None and not self._keeps_storage:  # which a gather from there may exchange
             self.kept = KeptParameters(self.segments, within)
-        self.show_sharded()
+        self.shown.show_sharded()
         for segment in self.segments:
             segment.free()
         self.state = HandleState.SHARDED
@@ -268,20 +273,6 @@ class ParamHandle:
             segment.keep_memory(keep)
             if self.state is HandleState.SHARDED:
                 segment.free()
-
-    def show_leaves(self) -> None:
-        """Lets the modules compute with the leaves."""
-        if not self._shows_leaves:
-            self._shows_leaves = True
-            for segment in self.segments:
-                segment.layout.show_leaves()
-
-    def show_sharded(self) -> None:
-        """Lets the modules show the sharded parameters."""
-        if self._shows_leaves:
-            self._shows_leaves = False
-            for segment in self.segments:
-                segment.layout.show_sharded()
 
     def follow_replaced(self) -> None:
         """Takes over data that the user has put in the place of a sharded unit's, also of another dtype.
@@ -325,16 +316,6 @@ class ParamHandle:
         """The shard that a client may upcast: of several, one that trains in the lowest precision."""
         params = [segment.layout.flat_param for segment in self.segments]
         return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
-
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """Dtype of `flat_param` (torch's name, to which clients write after an upcast)."""
-        return self.flat_param.dtype
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        if self.state is HandleState.SHARDED:
-            self.follow_replaced()
 
     def settle(self) -> bool:
         """Reshards, and takes over replaced data; returns False if the modules show something else."""

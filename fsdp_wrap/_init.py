@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._compile import skip_runtime_frames
-from fsdp_wrap._composition import announce_sharded, find_replicated
+from fsdp_wrap._composition import announce_sharded
 from fsdp_wrap._errors import AlreadyShardedError
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._held_by import HeldBy
 from fsdp_wrap._initial_values import InitialValues, sample
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import (
@@ -57,7 +57,6 @@ __all__ = [
     "check_module",
     "refuse_taken",
     "register_copy",
-    "resolve_ignored",
     "taken_in",
 ]
 
@@ -115,43 +114,6 @@ class FlatSpec(UnitSpec):
 
 LayoutMaker = Callable[[list[ParamSlot], str, Communicator], Layout]
 """Makes the layout of a segment, given its parameters, its name and the communicator."""
-
-
-def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """Reads the two arguments by which users name what not to shard.
-
-    Raises:
-        TypeError: If they are no collections of modules or of parameters.
-        ValueError: If both are given, or `module` itself is to be ignored.
-    """
-    if isinstance(ignored_states, Ignored):  # of the unit above, which has resolved it
-        return ignored_states
-    if ignored_modules is not None and ignored_states is not None:
-        raise ValueError(
-            "ignored_modules and ignored_states exclude each other; pass both kinds as ignored_states"
-        )
-    argument = "ignored_states" if ignored_modules is None else "ignored_modules"
-    given = list(_iterate(argument, ignored_states if ignored_modules is None else ignored_modules))
-    allowed = (nn.Module,) if argument == "ignored_modules" else (nn.Module, nn.Parameter)
-    for item in given:
-        if not isinstance(item, allowed):
-            kinds = " or ".join(kind.__name__ for kind in allowed)
-            raise TypeError(f"{argument} must hold {kinds} objects only, found {type(item).__name__}")
-    modules = {child for item in given if isinstance(item, nn.Module) for child in item.modules()}
-    if module in modules:
-        raise ValueError(f"{argument} holds the {type(module).__name__} that is being wrapped")
-    params = {item for item in given if isinstance(item, nn.Parameter)}
-    modules |= find_replicated([module])
-    params.update(param for child in modules for param in child.parameters(recurse=False))
-    return Ignored(frozenset(modules), frozenset(params))
-
-
-def _iterate(argument: str, value: Any) -> Iterable[Any]:
-    if value is None:
-        return ()
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{argument} must be an iterable, not {type(value).__name__}")
-    return value
 
 
 def check_module(
@@ -223,7 +185,8 @@ def assemble_unit(
         for number, segment in enumerate(segments.values())
     ]
     policies = [kind[-1] for kind in segments]
-    handle = ParamHandle(layouts, communicator, replicas, policies) if layouts else None
+    held_by = HeldBy.of(spec.mesh, spec.device)
+    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None
     modules = [each for _, each in own_modules(module, spec.ignored.modules)]
     unit = Unit(
         module,

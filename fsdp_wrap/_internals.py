@@ -300,8 +300,7 @@ class FlatHandle:
 
     @property
     def _layout(self) -> FlatLayout:
-        layout = _layout_of(self._shard)
-        return layout
+        return _layout_of(self._shard)
 
     @property
     def _shard(self) -> FlatParameter:
@@ -345,7 +344,7 @@ class FlatHandle:
         if free_unsharded_flat_param:
             schedule_of(unit).reshard(unit)
         elif handle is not None and not unit.running:
-            handle.show_sharded()
+            handle.shown.show_sharded()
 
     def needs_unshard(self) -> bool:
         """Whether the full parameters are not there."""

@@ -21,6 +21,8 @@ class Interval:
         data: The piece, 1-D, in master dtype; writing into it changes the sharded parameter.
         source: The sharded parameter that holds it.
         offset: Index of the piece's first element in the flattened `source`.
+        at: Index of the parameter's first element in a buffer of which each rank has an even part; 0 where it
+            is cut by itself.
     """
 
     fqn: str
@@ -29,6 +31,7 @@ class Interval:
     data: torch.Tensor
     source: nn.Parameter
     offset: int
+    at: int = 0
 
     @property
     def stop(self) -> int:

@@ -7,8 +7,8 @@ protocol of `torch.distributed.checkpoint` for tensors that bring chunks of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,66 +17,51 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_wrap._torch_private import make_wrapper_subclass, pin_memory_operator, pytree, to_copy_operator
+from fsdp_wrap._boxes import Box, boxes_of
+from fsdp_wrap._held_by import HeldBy, Intervals, Spread
+from fsdp_wrap._torch_private import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    ShardOfTensor,
+    default_device_of,
+    make_wrapper_subclass,
+    no_torch_function,
+    pin_memory_operator,
+    pytree,
+    to_copy_operator,
+)
+from fsdp_wrap._torch_private import TensorProperties as ShardProperties
 from fsdp_wrap._watch import deaths_told
 
-__all__ = ["Box", "IntervalTensor", "assemble", "boxes_of"]
+__all__ = ["Box", "IntervalTensor", "assemble", "boxes_of", "passes_for_dtensor"]
 
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Box:
-    """A rectangular part of a tensor that is contiguous in it.
+class _Disguised(torch.Tensor):
+    """What `isinstance` takes for a `DTensor`."""
 
-    Attributes:
-        offsets: Index of its first element.
-        sizes: Its shape.
-        first: Index of its first element in the flattened tensor.
+    __class__ = property(lambda self: DTensor)
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> torch.Tensor:
+        return torch.empty(0)
+
+
+@cache
+def passes_for_dtensor() -> bool:
+    """Whether operators find what `isinstance` takes for a `DTensor`.
+
+    Up to torch 2.11 they go to `DTensor`'s own runtime then, which reads what is not there.
     """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    first: int
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return torch.Size(self.sizes).numel()
-
-
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cuts the interval [start, stop) of a flattened tensor into at most 2 x dimensions - 1 boxes, in order.
-
-    An empty interval has none, save that of a tensor without elements: that has one, of the whole shape.
-    """
-    if torch.Size(shape).numel() == 0:
-        yield Box((0,) * len(shape), shape, 0)
-    elif start < stop and not shape:
-        yield Box((), (), 0)
-    elif start < stop:
-        yield from _boxes(shape, start, stop)
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    row = torch.Size(shape[1:]).numel()
-    first, last = -(-start // row), stop // row  # whole rows: [first, last)
-    if first > last:  # inside of one row
-        yield from _within_row(shape, last, start, stop)
-        return
-    if start < first * row:
-        yield from _within_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]), first * row)
-    if last * row < stop:
-        yield from _within_row(shape, last, last * row, stop)
-
-
-def _within_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    base = index * torch.Size(shape[1:]).numel()
-    for box in _boxes(shape[1:], start - base, stop - base):
-        yield Box((index, *box.offsets), (1, *box.sizes), base + box.first)
+    try:
+        make_wrapper_subclass(_Disguised, (0,)).detach()
+    except AttributeError:
+        return False
+    return True
 
 
 class IntervalTensor(torch.Tensor):
@@ -85,28 +70,44 @@ class IntervalTensor(torch.Tensor):
     Elementwise operations, copies and moves act on the piece; whatever needs other elements raises
     TypeError. Made by sharded state dicts; `torch.distributed.checkpoint` saves and loads it.
 
+    Programs that expect a `DTensor` or a `ShardedTensor` find what they read of one: `isinstance` says that
+    it is a `DTensor` (from torch 2.13 on), and the methods of both are here.
+
     Args:
         shape: Shape of the full tensor.
         start: Index of the piece's first element in the flattened full tensor.
         piece: 1-D, contiguous; it is not copied.
         requires_grad: Whether the tensor claims to need a gradient.
+        spread: Which ranks hold the tensor between them, and how; None if that is not known.
     """
 
     start: int
     piece: torch.Tensor
+    spread: Spread | None
 
     @staticmethod
     def __new__(
-        cls, shape: torch.Size, start: int, piece: torch.Tensor, requires_grad: bool = False
+        cls,
+        shape: torch.Size,
+        start: int,
+        piece: torch.Tensor,
+        requires_grad: bool = False,
+        spread: Spread | None = None,
     ) -> IntervalTensor:
         self: IntervalTensor = make_wrapper_subclass(
             cls, shape, dtype=piece.dtype, device=piece.device, requires_grad=requires_grad
         )
-        self.start, self.piece = start, piece
+        self.start, self.piece, self.spread = start, piece, spread
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # to which isinstance() looks beside the type
+        return DTensor if passes_for_dtensor() else IntervalTensor
 
     @property
     def stop(self) -> int:
@@ -121,9 +122,26 @@ class IntervalTensor(torch.Tensor):
             for box in found
         }
 
-    def full_tensor(self, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Returns the full tensor; collective over `group`, whose ranks hold all of it between them."""
-        return assemble(self.detach(), self._write_into, lambda data: _largest(data, group))
+    def with_piece(self, piece: torch.Tensor) -> IntervalTensor:
+        """Returns a tensor of which this rank holds the same interval, with other values."""
+        return IntervalTensor(self.shape, self.start, piece, spread=self.spread)
+
+    def full_tensor(
+        self, group: dist.ProcessGroup | None = None, *, grad_placements: Any = None
+    ) -> torch.Tensor:
+        """Returns the full tensor; collective.
+
+        Args:
+            group: Its ranks hold all of it between them. By default those that did when it was made; all
+                ranks, if that is not known.
+            grad_placements: Of no effect: no gradient flows here.
+        """
+        if group is None and self.spread is not None:
+            if self.spread.held_by.size == 1:
+                return self.piece.clone().view(self.shape)
+            group = self.spread.held_by.group
+        like = self.piece.new_empty((), device=_device_in(group, self.device)).expand(self.shape)
+        return assemble(like, self._write_into, lambda data: _largest(data, group)).to(self.device)
 
     def to_dtensor(self, mesh: DeviceMesh) -> DTensor:
         """Returns the same as a `DTensor`; collective over `mesh`, whose ranks hold all of it between them.
@@ -140,6 +158,88 @@ class IntervalTensor(torch.Tensor):
 
         full = assemble(self.detach(), self._write_into, combine)
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+    # what programs read of a `DTensor`
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks that hold the tensor between them."""
+        held_by = HeldBy.everyone() if self.spread is None else self.spread.held_by
+        return held_by.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How they hold it: `Shard(0)` where that is true of all of them, `Intervals()` where it is not."""
+        return (Intervals(),) if self.spread is None else self.spread.placements(self.shape)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Returns what this rank holds: the rows or the tensor that `placements` tells of, else 1-D."""
+        if isinstance(self.placements[-1], Intervals):
+            return self.piece
+        rows = self.piece.numel() // self.shape[1:].numel() if self.shape else 1
+        return self.piece.view((rows, *self.shape[1:]) if self.shape else ())
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **_: Any,
+    ) -> DTensor | IntervalTensor:
+        """Returns a `DTensor` that is placed like this; collective over the ranks that hold the tensor."""
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
+        if mesh == self.device_mesh and tuple(wanted) == self.placements:
+            if isinstance(wanted[-1], Intervals):
+                return self
+            local, stride = self.to_local(), self.stride()
+            return DTensor.from_local(local, mesh, wanted, run_check=False, shape=self.shape, stride=stride)
+        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self.piece
+
+    @_local_tensor.setter
+    def _local_tensor(self, piece: torch.Tensor) -> None:
+        self.piece = piece
+
+    @property
+    def _spec(self) -> Any:
+        raise AttributeError(
+            "a piece of a sharded state dict cannot combine with a DTensor; use full_tensor() or to_dtensor()"
+        )
+
+    # what programs read of a `ShardedTensor`
+
+    def local_shards(self) -> list[ShardOfTensor]:
+        """Returns the boxes that this rank holds."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return [
+            ShardOfTensor.from_tensor_and_offsets(box, list(offsets), rank)
+            for offsets, box in self.boxes().items()
+        ]
+
+    def local_tensor(self) -> torch.Tensor:
+        """Returns what this rank holds: a box, if it is one, else 1-D."""
+        boxes = [*self.boxes().values()]
+        return boxes[0] if len(boxes) == 1 else self.piece
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Returns which boxes every rank holds.
+
+        Raises:
+            RuntimeError: If that is not known here.
+        """
+        if self.spread is None:
+            raise RuntimeError("a piece that was made by hand does not know what other ranks hold")
+        return ShardedTensorMetadata(
+            shards_metadata=[
+                ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{_device_of(rank, self.device)}")
+                for rank, box in self.spread.boxes(self.shape)
+            ],
+            size=self.shape,
+            tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
+        )
 
     def _write_into(self, full: torch.Tensor) -> None:
         full.view(-1)[self.start : self.stop].copy_(self.piece)
@@ -183,29 +283,31 @@ class IntervalTensor(torch.Tensor):
         return _on_pieces(func, args, dict(kwargs or {}))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["piece"], (self.shape, self.start, self.requires_grad)
+        return ["piece"], (self.shape, self.start, self.requires_grad, self.spread)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> IntervalTensor:
-        shape, start, requires_grad = context
-        return IntervalTensor(shape, start, inner["piece"], requires_grad)
+        shape, start, requires_grad, spread = context
+        return IntervalTensor(shape, start, inner["piece"], requires_grad, spread)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IntervalTensor:
-        copied = IntervalTensor(self.shape, self.start, self.piece.clone(), self.requires_grad)
+        copied = IntervalTensor(self.shape, self.start, self.piece.clone(), self.requires_grad, self.spread)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = self.piece.untyped_storage().nbytes() == self.piece.numel() * self.piece.element_size()
         # A view would take the whole shard with it.
-        return _rebuild, (tuple(self.shape), self.start, self.piece if own else self.piece.clone())
+        piece = self.piece if own else self.piece.clone()
+        spread = self.spread and (*self.spread.held_by.described, self.spread.first, self.spread.length)
+        return _rebuild, (tuple(self.shape), self.start, piece, spread)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
         return f"IntervalTensor(shape={shape}, start={self.start}, piece={self.piece!r})"
 
 
-_LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default}
+_LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allclose.default}
 """What comparing needs; they tell of what this rank holds."""
 
 _ON_PIECES = {
@@ -225,8 +327,11 @@ _ON_PIECES = {
 }
 
 
-def _rebuild(shape: tuple[int, ...], start: int, piece: torch.Tensor) -> IntervalTensor:
-    return IntervalTensor(torch.Size(shape), start, piece)
+def _rebuild(
+    shape: tuple[int, ...], start: int, piece: torch.Tensor, described: tuple[Any, ...] | None = None
+) -> IntervalTensor:
+    spread = described and Spread(HeldBy(*described[:-2]), *described[-2:])
+    return IntervalTensor(torch.Size(shape), start, piece, spread=spread)
 
 
 torch.serialization.add_safe_globals([IntervalTensor, _rebuild])
@@ -235,7 +340,7 @@ torch.serialization.add_safe_globals([IntervalTensor, _rebuild])
 def _new_empty(like: IntervalTensor, size: torch.Size, kwargs: dict[str, Any]) -> torch.Tensor:
     if size != like.shape:
         return like.piece.new_empty(size, **kwargs)
-    return IntervalTensor(size, like.start, like.piece.new_empty(like.piece.shape, **kwargs))
+    return like.with_piece(like.piece.new_empty(like.piece.shape, **kwargs))
 
 
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,7 +360,7 @@ def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     if result is first.piece:  # in place
         return first
-    return IntervalTensor(first.shape, first.start, result)
+    return first.with_piece(result)
 
 
 def _refuse_other(one: IntervalTensor, other: IntervalTensor) -> None:
@@ -313,6 +418,19 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
         return view
     data = torch.from_numpy(view.detach().view(-1).view(torch.uint8).numpy())
     return data.view(view.dtype).view(view.shape)
+
+
+def _device_in(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Returns a device from which a group can communicate: the given one, if it can."""
+    group = dist.group.WORLD if group is None else group
+    types = {each.type for each in group._device_types}  # type: ignore[union-attr]
+    return device if device.type in types else default_device_of(group)
+
+
+def _device_of(rank: int, like: torch.device) -> str:
+    """Returns on which device another rank has its part, by the custom of one rank for each device."""
+    count = 0 if like.index is None else torch.get_device_module(like).device_count()
+    return f"{like.type}:{rank % count}" if count else like.type
 
 
 def _largest(data: torch.Tensor, group: dist.ProcessGroup | None) -> None:

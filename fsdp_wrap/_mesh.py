@@ -27,10 +27,12 @@ class ShardMesh:
     Attributes:
         shard: Ranks over which parameters are sharded; None where every rank holds all of them.
         replicate: Ranks over which they are replicated; None where there is one copy.
+        given: The mesh that the user gave them by.
     """
 
     shard: Ranks | None
     replicate: Ranks | None
+    given: DeviceMesh | None = None
 
     @property
     def size(self) -> int:
@@ -81,14 +83,15 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     else:
         groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
     if strategy in HYBRID_STRATEGIES:
-        return _hybrid_mesh(groups_by_host(_world()) if groups == (None,) else groups, strategy)
+        return _hybrid_mesh(groups_by_host(_world()) if groups == (None,) else groups, strategy, device_mesh)
     if len(groups) != 1:
         raise ValueError(
             f"{strategy.name} takes one process group or a one-dimensional device_mesh, but got "
             f"{len(groups)} groups or dimensions; HYBRID_SHARD takes two"
         )
     ranks = ranks_in(_world() if groups[0] is None else groups[0])
-    return ShardMesh(None, ranks) if strategy is ShardingStrategy.NO_SHARD else ShardMesh(ranks, None)
+    whole = strategy is ShardingStrategy.NO_SHARD
+    return ShardMesh(None if whole else ranks, ranks if whole else None, device_mesh)
 
 
 def _world() -> dist.ProcessGroup:
@@ -105,16 +108,16 @@ def ranks_of(mesh: DeviceMesh) -> ShardMesh:
     groups = _mesh_groups(mesh)
     if len(groups) > 2:
         raise ValueError(f"a mesh has one dimension (shard) or two (replicate, shard), not {mesh.ndim}")
-    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None)
+    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None, mesh)
 
 
-def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy) -> ShardMesh:
+def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy, given: DeviceMesh | None) -> ShardMesh:
     if len(groups) != 2:
         raise ValueError(
             f"{strategy.name} takes a (shard, replicate) pair of process groups or a device_mesh of two "
             "dimensions (replicate, shard), or neither, in which case it shards within each host"
         )
-    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]))
+    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]), given)
 
 
 def _mesh_groups(mesh: Any) -> tuple[dist.ProcessGroup, ...]:

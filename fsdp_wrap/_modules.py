@@ -139,10 +139,12 @@ def own_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
 
+    Nothing is walked where `module` itself is ignored.
+
     Yields:
         (name relative to `module`, module), parents before children, each module once or for all its names.
     """
-    stack, seen = [("", module)], set[nn.Module]()
+    stack, seen = [("", module)] if module not in ignored else [], set[nn.Module]()
     while stack:
         prefix, current = stack.pop()
         if current in seen and not all_names:

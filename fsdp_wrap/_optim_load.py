@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_wrap._full_values import FirstRank, handles_of, unsharded
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._optim_params import given_groups, originals_of, params_by_key
+from fsdp_wrap._optim_params import given_groups, keys_of, originals_of
 from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._unit import units_in
 
@@ -32,6 +32,8 @@ def load_optim_state_dict(
     *,
     optim_input: Any = None,
     from_first_rank: bool = False,
+    by_name: bool = False,
+    only_known: bool = False,
 ) -> dict[str, Any]:
     """Cuts an optimizer state dict by names to what this rank's optimizer takes.
 
@@ -42,9 +44,13 @@ def load_optim_state_dict(
             sharded tensors (then this is collective).
         optim_input: What an optimizer would be made from; None for `model.parameters()`.
         from_first_rank: Whether the first rank alone has a state dict; then this is collective.
+        by_name: Whether the optimizer takes names even if its own keys are numbers.
+        only_known: Leave out, also of the groups, parameters of no unit that the state dict does not have:
+            the caller adds what else it knows of them.
 
     Returns:
-        What `optim.load_state_dict` takes, in memory of its own.
+        What `optim.load_state_dict` takes, in memory of its own; without `param_groups` where those are not
+        given.
 
     Raises:
         ValueError: If it names parameters that the model does not have, does not name them at all, or what it
@@ -59,14 +65,20 @@ def load_optim_state_dict(
         for name in given.state
     }
     targets = _targets(model, names, optim, optim_input)
+    if by_name:
+        targets = [target.by_name() for target in targets]
+    if only_known:
+        targets = [target.restricted(given.has) for target in targets]
     state = {
         key: built
         for target in targets
         for key, originals in zip(target.keys, target.originals)
         if (built := _source_state(originals, pieces))
     }
-    groups = [filled_group(target, given.groups) for target in targets]
-    return {"state": {**state, **given.others}, "param_groups": groups}
+    result: dict[str, Any] = {"state": {**state, **given.others}}
+    if given.groups is not None:
+        result["param_groups"] = [filled_group(target, given.groups) for target in targets]
+    return result
 
 
 def _handles(model: nn.Module) -> list[ParamHandle]:
@@ -87,7 +99,7 @@ class _Given:
     Attributes:
         state: By name of parameter; tensors with dimensions, and pieces, are only described.
         others: What belongs to no parameter.
-        groups: The parameter groups.
+        groups: The parameter groups; None where the state dict has none.
     """
 
     def __init__(
@@ -107,8 +119,13 @@ class _Given:
             raise described
         self.state: dict[str, State]
         self.others: State
-        self.groups: list[dict[str, Any]]
+        self.groups: list[dict[str, Any]] | None
         self.state, self.others, self.groups = described
+
+    def has(self, original: Original) -> bool:
+        """Whether the state dict says anything of a parameter, or a unit owns it."""
+        declared = (name for group in self.groups or () for name in group.get("params", ()))
+        return original.handle is not None or original.fqn in self.state or original.fqn in declared
 
     def counted(self) -> frozenset[str]:
         """Returns the kinds of state that have no dimensions though their parameters have."""
@@ -135,11 +152,11 @@ class _Given:
 
 def _described(names: Originals, state_dict: Any) -> tuple[Mapping[Any, State], Any]:
     """Returns the states, and (described states, other states, groups), or refuses what is no state dict."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         found = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise TypeError(f"an optimizer state dict has the entries 'state' and 'param_groups'; found {found}")
-    values, groups = state_dict["state"], state_dict["param_groups"]
-    declared = [name for group in groups for name in group.get("params", ())]
+    values, groups = state_dict["state"], state_dict.get("param_groups")
+    declared = [name for group in groups or () for name in group.get("params", ())]
     if any(isinstance(name, int) for name in (*declared, *values)):
         raise ValueError(
             "the optimizer state dict goes by parameter ids, which do not say which parameters they mean: "
@@ -156,7 +173,7 @@ def _described(names: Originals, state_dict: Any) -> tuple[Mapping[Any, State], 
         if name in names.by_name
     }
     others = {name: value for name, value in values.items() if name not in names.by_name}
-    return values, (state, others, [dict(group) for group in groups])
+    return values, (state, others, None if groups is None else [dict(group) for group in groups])
 
 
 def _description(value: Any) -> Any:
@@ -179,8 +196,7 @@ def _cut(original: Original, key: str, value: Any, counted: frozenset[str]) -> A
         return value
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and value.shape == original.shape and (value.dim() > 0 or key not in counted):
-        piece = value.reshape(-1)[interval.start : interval.stop]
-        return IntervalTensor(original.shape, interval.start, piece.clone())
+        return original.piece(value.reshape(-1)[interval.start : interval.stop].clone())
     if not original.uncut:
         original.refuse_cut(key, value)
     return value
@@ -200,6 +216,23 @@ class Target:
     originals: list[list[Original]]
     options: dict[str, Any] | None = None
 
+    def by_name(self) -> Target:
+        """Returns the same for an optimizer that knows its parameters by names."""
+        keys = [
+            originals[0].fqn if isinstance(key, int) else key
+            for key, originals in zip(self.keys, self.originals)
+        ]
+        return replace(self, keys=keys)
+
+    def restricted(self, wanted: Callable[[Original], bool]) -> Target:
+        """Returns the same without parameters that stand for nothing that is wanted."""
+        kept = [index for index, originals in enumerate(self.originals) if any(map(wanted, originals))]
+        return replace(
+            self,
+            keys=[self.keys[index] for index in kept],
+            originals=[self.originals[index] for index in kept],
+        )
+
 
 def _targets(
     model: nn.Module, names: Originals, optim: torch.optim.Optimizer | None, optim_input: Any
@@ -207,8 +240,8 @@ def _targets(
     if optim is not None:
         now = optim.state_dict()
         return [
-            Target(keys, [names.of(param) for param in params], options_of(saved))
-            for saved, (keys, params) in zip(now["param_groups"], params_by_key(optim, now))
+            Target(keys, [names.of(param) for param in group["params"]], options_of(saved))
+            for saved, keys, group in zip(now["param_groups"], keys_of(names, optim, now), optim.param_groups)
         ]
     targets, count = [], 0
     for group in given_groups(model, optim_input):
@@ -230,11 +263,26 @@ def _source_state(originals: Sequence[Original], pieces: Mapping[str, State]) ->
     source = originals[0].source
     if originals[0].left_out:
         return {}
+    _refuse_uncounted(originals, found)
     keys = {key: None for _, entry in found for key in entry}
     return {
         key: _source_value(source, key, [(each, entry[key]) for each, entry in found if key in entry])
         for key in keys
     }
+
+
+def _refuse_uncounted(originals: Sequence[Original], found: Sequence[tuple[Original, State]]) -> None:
+    """Refuses to let a FlatParameter count steps that some of its parameters have not taken."""
+    having = {each.fqn for each, _ in found}
+    without = next((each.fqn for each in originals if each.fqn not in having), None)
+    for each, entry in found if without is not None else ():
+        key = next((key for key, value in entry.items() if not isinstance(value, IntervalTensor)), None)
+        if key is not None:
+            raise ValueError(
+                f"there is optimizer state '{key}' of parameter '{each.fqn}' and none of '{without}', but "
+                "both are part of one FlatParameter, which has one such value: wrap the module with "
+                "use_orig_params=True, or wrap the two apart"
+            )
 
 
 def _source_value(source: torch.Tensor, key: str, values: Sequence[tuple[Original, Any]]) -> Any:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._originals import Originals
 from fsdp_wrap._schedule import require_idle
 from fsdp_wrap._unit import units_in
 
-__all__ = ["GivenGroup", "given_groups", "originals_of", "params_by_key", "refuse_shared"]
+__all__ = ["GivenGroup", "given_groups", "keys_of", "originals_of", "params_by_key", "refuse_shared"]
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,27 @@ def params_by_key(
     """Yields, for each group, its parameters' keys in the optimizer's state dict, and the parameters."""
     for saved, group in zip(state_dict["param_groups"], optim.param_groups):
         yield saved["params"], group["params"]
+
+
+def keys_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[list[Any]]:
+    """Returns, for each group, the keys of its parameters in the optimizer's state dict, in their order.
+
+    Args:
+        names: The parameters of the model.
+        optim: The optimizer.
+        state_dict: Of it; without `param_groups` its parameters go by the keys that the optimizer uses now.
+    """
+    saved = state_dict if "param_groups" in state_dict else optim.state_dict()
+    groups = zip(saved["param_groups"], optim.param_groups)
+    return [_in_order(names, list(each["params"]), group["params"]) for each, group in groups]
+
+
+def _in_order(names: Originals, keys: list[Any], params: Sequence[torch.Tensor]) -> list[Any]:
+    """Puts keys into the order of the parameters that they name, if names is what they are.
+
+    Optimizers that name their parameters may sort them in their state dicts.
+    """
+    if not all(isinstance(key, str) for key in keys):
+        return keys
+    named = {id(names.holders.get(clean_fqn(key))): key for key in keys}
+    return [named[id(param)] for param in params] if {*map(id, params)} == named.keys() else keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from fsdp_wrap._full_values import FullValue, full_values, handles_of
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval import Interval
+from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import Place, clean_fqn
 from fsdp_wrap._segment import Segment
@@ -70,6 +73,13 @@ class Original:
         """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
         return self.source.numel() == 0 and self.shape.numel() > 0
 
+    def piece(self, held: torch.Tensor) -> IntervalTensor:
+        """Returns what this rank holds of something of the parameter's shape."""
+        spread = None
+        if self.handle is not None and self.segment is not None:
+            spread = Spread(self.handle.held_by, self.interval.at, self.segment.layout.shard_numel)
+        return IntervalTensor(self.shape, self.interval.start, held, spread=spread)
+
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.
 
@@ -90,6 +100,7 @@ class Originals:
     """The parameters of the unwrapped module, in its order, whichever way the module is wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self.by_name = {original.fqn: original for original in _walk(module)}
         self._by_source: dict[int, list[Original]] = {}
         for original in self.by_name.values():
@@ -108,6 +119,12 @@ class Originals:
                 "model's: pass the model whose parameters() it was made from, after wrapping"
             )
         return found
+
+    @cached_property
+    def holders(self) -> dict[str, torch.Tensor]:
+        """What optimizers hold, by the names that the wrapped module's parameters go by, without prefixes."""
+        shown = {clean_fqn(name): param for name, param in self._module.named_parameters()}
+        return {**shown, **{fqn: original.source for fqn, original in self.by_name.items()}}
 
     def in_group(self, params: Iterable[torch.Tensor]) -> list[Original]:
         """Returns what the parameters of a group stand for, as a plain optimizer's group has them.

@@ -254,15 +254,19 @@ class BufferCasts:
     Args:
         modules: The unit's modules.
         dtype: The buffer dtype; None leaves them as they are.
+
+    Attributes:
+        modules: The unit's modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
         self._holders = 0
         self._computes = False
+        self.modules = tuple(modules)
         self._casts = [
             _BufferCast(module, name)
-            for module in (modules if dtype is not None else ())
+            for module in (self.modules if dtype is not None else ())
             for name, buffer in module._buffers.items()
             if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
         ]

@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_wrap._errors import ChangedBetweenError, ReplacedError
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import ParamSlot
 from fsdp_wrap._steps import NOT_ELEMENTWISE, refuse_in_steps, refuse_pieces_in_steps
 from fsdp_wrap._unit import Unit, Use
+from fsdp_wrap.flat_param import FlatParameter
 
 __all__ = [
     "ParametrizationGuard",
@@ -28,9 +31,14 @@ __all__ = [
     "refuse_graph",
     "refuse_outdated",
     "refuse_pieces",
+    "refuse_replaced",
+    "step_in_backward",
+    "with_optimizers",
 ]
 
 _VERSION = attrgetter("_version")
+_NOT_BETWEEN = "FSDP does not support changing the parameters between forward and backward"
+"""Programs know torch's words."""
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
@@ -48,25 +56,69 @@ def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
         )
 
 
+def with_optimizers(unit: Unit) -> list[nn.Parameter]:
+    """Returns the sharded parameters with optimizers in backward that were not returned before.
+
+    Torch's `_apply_optimizer_in_backward` notes those on parameters.
+
+    Raises:
+        RuntimeError: If a `FlatParameter` has one, which stands for several parameters.
+    """
+    found = []
+    for segment in unit.handle.segments if unit.handle is not None else ():
+        for source in dict.fromkeys(segment.layout.sources):
+            if hasattr(source, "_in_backward_optimizers") and source not in _with_optimizers:
+                _refuse_flat(unit, source)
+                _with_optimizers[source] = True
+                found.append(source)
+    return found
+
+
+_with_optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _refuse_flat(unit: Unit, source: nn.Parameter) -> None:
+    if isinstance(source, FlatParameter):
+        raise RuntimeError(
+            f"an optimizer in backward was given to the FlatParameter of {unit.name}, which is only "
+            "supported with use_orig_params=True: wrap the module so, or step after backward"
+        )
+
+
+def step_in_backward(param: nn.Parameter) -> None:
+    """Steps what `with_optimizers` has found on a parameter whose gradient is there; then that goes."""
+    for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+        optimizer.step()
+    param.grad = None
+
+
 def refuse_outdated(use: Use) -> None:
     """Refuses the backward of a forward that computed with other values of the parameters.
 
     Raises:
-        RuntimeError: In any case.
+        ChangedBetweenError: In any case.
     """
     name = use.unit.name
+    changed = _forget_changed(use.unit)
     if use.converted:
         what = f"parameters of {name} were converted to another dtype"
         why = " (or it was evaluated in full precision)" if use.unit.options.full_in_eval else ""
     else:
-        written = _written_since(use)
+        written = changed or _written_since(use)
         of = f"parameter '{written}' of {name} was" if written else f"parameters of {name} were"
         what, why = f"{of} written to, or its data replaced,", " (by a step, say)"
-    raise RuntimeError(
+    raise ChangedBetweenError(
         f"the {what} between forward and backward on rank {dist.get_rank()}{why}; backward needs the "
-        "forward's values: change parameters after the last backward of what was computed, or run the "
+        f"forward's values: {_NOT_BETWEEN}, but after the last backward of what was computed, or run the "
         "forward again"
     )
+
+
+def _forget_changed(unit: Unit) -> str | None:
+    """Names a parameter that was changed while shown in full, and forgets all of them."""
+    assert unit.handle is not None
+    changed, unit.handle.shown.changed = unit.handle.shown.changed, []
+    return unit.name_of(changed[0]) if changed else None
 
 
 def _written_since(use: Use) -> str | None:
@@ -101,22 +153,39 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
     """Refuses what users have put in the place of sharded parameters, and hooks that cannot run.
 
     Raises:
-        ValueError: If there is any.
+        ReplacedError: If anything stands in the place of a sharded parameter.
+        ValueError: If there is a hook that cannot run.
+        ChangedBetweenError: If a full parameter was written to after the last forward.
     """
     for segment in handle.segments:
         if not segment.layout.shown_sharded.is_untouched():
-            _refuse_changed(unit, segment.layout)
+            refuse_replaced(unit, segment.layout)
+            _refuse_hooked(unit, segment.layout)
+    if handle.shown.changed:
+        raise ChangedBetweenError(
+            f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
+            f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: {_NOT_BETWEEN}; "
+            "edit them inside summon_full_params, or each shard by itself (model.parameters())"
+        )
 
 
-def _refuse_changed(unit: Unit, layout: Layout) -> None:
+def refuse_replaced(unit: Unit, layout: Layout) -> None:
+    """Refuses what users have put in the place of sharded parameters.
+
+    Raises:
+        ReplacedError: If there is any.
+    """
     for index, found in layout.shown_sharded.replaced():
         what = "was removed" if found is None else f"was replaced by {_described(found)}"
-        raise ValueError(
-            f"the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its module on rank "
-            f"{dist.get_rank()}, where optimizer and training would not know of it: put the former object "
-            "back, and write new values into it; or replace it before sharding, or, with the wrapper, inside "
-            "summon_full_params"
+        raise ReplacedError(
+            f"Cannot writeback: the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its "
+            f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
+            "former object back, and write new values into it; or replace it before sharding, or, with the "
+            "wrapper, inside summon_full_params"
         )
+
+
+def _refuse_hooked(unit: Unit, layout: Layout) -> None:
     for index in layout.shown_sharded.hooked():
         raise ValueError(
             f"on rank {dist.get_rank()}: register_hook on the sharded parameter "

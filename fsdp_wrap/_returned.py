@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._tree import map_tensors
+from fsdp_wrap._tree import iter_tensors, map_tensors
 
 __all__ = ["without_parameters"]
 
 
-def without_parameters(handle: ParamHandle, output: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Returns a forward's output with copies in the place of parameters of the unit, and of views of them.
+def without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Puts copies in the place of a unit's parameters, and of views of them, in what its forward returned.
 
     Gradients pass through the copies. What was one tensor stays one; an edit of it stays with the copy.
 
-    Args:
-        handle: Of the unit.
-        output: What the forward returned.
-        tensors: Those in it.
+    Returns:
+        The output, and the tensors in it.
     """
+    tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
     for tensor in tensors:
         if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
-            return _copied(handle, output)
-    return output
+            output = _copied(handle, output)
+            return output, list(iter_tensors(output))
+    return output, tensors
 
 
 def _copied(handle: ParamHandle, output: Any) -> Any:

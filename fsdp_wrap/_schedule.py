@@ -28,11 +28,13 @@ from fsdp_wrap._refusals import (
     refuse_edits,
     refuse_graph,
     refuse_outdated,
+    step_in_backward,
+    with_optimizers,
 )
 from fsdp_wrap._returned import without_parameters
 from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._traffic import Traffic
-from fsdp_wrap._tree import iter_tensors, map_tensors
+from fsdp_wrap._tree import map_tensors
 from fsdp_wrap._unit import Unit, Use, graph_task, units_in
 from fsdp_wrap.api import BackwardPrefetch
 
@@ -106,7 +108,7 @@ class Schedule:
         else:
             unit.buffers.show_cast()
         if unit.handle is not None:
-            unit.handle.show_leaves()
+            unit.handle.shown.show_leaves()
         return Use(unit, part)
 
     def watch_inputs(self, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any, list[Node]]:
@@ -152,10 +154,7 @@ class Schedule:
         if unit.handle is None:
             return output
         refuse_edits(unit, unit.handle)
-        tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
-        safe = without_parameters(unit.handle, output, tensors)
-        if safe is not output:
-            output, tensors = safe, list(iter_tensors(safe))
+        output, tensors = without_parameters(unit.handle, output)
         with_grad = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
         if with_grad:
             use.written = unit.handle.written()
@@ -170,6 +169,8 @@ class Schedule:
         over = unit.running == 1 and unit.ran(use.part)
         if over and not unit.keeps_parameters(use, bool(with_grad), unit is self.root):
             self._traffic.reshard(unit, Phase.FORWARD, unit.options.reshards_within if with_grad else None)
+        elif over:
+            unit.handle.shown.show_kept()
         return output
 
     def exit_forward(self, use: Use) -> None:
@@ -178,7 +179,7 @@ class Schedule:
         unit = use.unit
         unit.running -= 1
         if unit.handle is not None and unit.running == 0 and graph_task() == -1:
-            unit.handle.show_sharded()
+            unit.handle.shown.end_forward()
         if self._depth == 0 and graph_task() == -1:
             self._end_outermost_forward()
 
@@ -229,7 +230,10 @@ class Schedule:
 
     def _hook_leaves(self, unit: Unit) -> None:
         assert unit.handle is not None
-        for leaf, number, index in unit.newly_trainable():
+        leaves = unit.newly_trainable()
+        for source in with_optimizers(unit) if leaves else ():
+            source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
+        for leaf, number, index in leaves:
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 unit.arrivals.hook(leaf, _look_after(unit, number, index))
             )
@@ -268,8 +272,8 @@ class Schedule:
         if unit.options.unshards_in_backward:
             self._traffic.unshard(unit, Phase.BACKWARD)
             if handle is not None:
-                handle.show_leaves()  # checkpointing inside of the unit computes with them again
-        if use.outdated:
+                handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
+        if use.outdated or (handle is not None and handle.shown.changed):
             self._traffic.reshard(unit, Phase.BACKWARD)
             refuse_outdated(use)
 
@@ -356,7 +360,7 @@ class Schedule:
         if unit.options.reshards_after_backward:
             self._traffic.reshard(unit, phase)
         elif unit.handle is not None and not unit.running:
-            unit.handle.show_sharded()
+            unit.handle.shown.show_sharded()
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
@@ -393,7 +397,7 @@ class Schedule:
         else:
             unit.arrivals.end()
             if not unit.running:
-                handle.show_sharded()
+                handle.shown.show_sharded()
         self._take_gradients(unit, Phase.FINAL_CALLBACK)
 
     def end_failed_backward(self) -> None:
@@ -432,7 +436,7 @@ class Schedule:
         if unit.handle is not None:
             self._traffic.unshard(unit, Phase.IDLE)
             self._hook_leaves(unit)
-            unit.handle.show_leaves()
+            unit.handle.shown.show_leaves()
 
     def reshard(self, unit: Unit) -> None:
         """Frees a unit's full parameters, unless its forward is running."""

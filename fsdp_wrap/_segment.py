@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from sys import getrefcount
 
 import torch
 
@@ -18,6 +19,7 @@ __all__ = ["Segment"]
 
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
+_DATA_PTR = torch.Tensor.data_ptr
 
 _FREED = 1 << 31
 """The version of leaves whose memory is freed, which no graph has saved."""
@@ -57,6 +59,12 @@ class Segment:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
         self._keeps_memory = False
+        self._lie_at: list[int] = []
+        self._references: list[int] = []
+        self._held: dict[
+            int, int
+        ] = {}  # leaves that somebody keeps: how many references without
+        self._apart: list[int] = []  # those with memory of their own
         self.versions = [*map(_VERSION, self.leaves)]
         self._counted, self._freed = tuple(self.leaves), (_FREED,) * len(self.leaves)
         set_version_counters(self._counted, self._freed)
@@ -77,6 +85,42 @@ class Segment:
         pairs = zip(before, self.versions) if self.full.temporary else ()
         return [number for number, (old, new) in enumerate(pairs) if old != new]
 
+    def cover(self) -> None:
+        """Lets the modules' attributes show the leaves, to whoever looks until `uncover`."""
+        self._lie_at, self._references = [*map(_DATA_PTR, self.leaves)], [*map(getrefcount, self.leaves)]
+        for index, alone in self._held.items():
+            self._references[index] = alone
+        self.layout.cover.put()
+
+    def uncover(self) -> list[int]:
+        """Ends that; returns which leaves were changed meanwhile, where that reaches no shard."""
+        self.layout.cover.take_away()
+        before, references = self._references, [*map(getrefcount, self.leaves)]
+        if references != before or self._held:
+            held = [index for index, alone in enumerate(before) if references[index] > alone]
+            self._held = {index: before[index] for index in held}
+        lie_at = [*map(_DATA_PTR, self.leaves)]
+        if lie_at != self._lie_at:
+            self._apart = [index for index, known in enumerate(self._lie_at) if lie_at[index] != known]
+        return sorted({*self.edited(), *self._apart})
+
+    def _part_from_held(self) -> None:
+        """Gives leaves that somebody has kept memory of their own until they are filled again.
+
+        To read what is freed would end the process.
+        """
+        references = [*map(getrefcount, self.leaves)]
+        self._held = {index: alone for index, alone in self._held.items() if references[index] > alone}
+        for index in self._held:
+            self.leaves[index].data = self.leaves[index].data.clone()
+        self._apart += self._held
+
+    def _rejoin(self) -> None:
+        views = self.layout.views(self.full.tensor)
+        for index in self._apart:
+            self.leaves[index].data = views[index]
+        self._apart = []
+
     def arrange(self) -> None:
         """Fills the unsharded buffer with what was gathered into another."""
         self.full.allocate()
@@ -89,6 +133,8 @@ class Segment:
         Args:
             changed: Whether their values are others than before: what graphs saved then is refused.
         """
+        if self._apart:
+            self._rejoin()
         if changed:
             self.versions = [version + 1 for version in self.versions]
         set_version_counters(self._counted, tuple(self.versions))
@@ -100,6 +146,8 @@ class Segment:
         it saved them. Gradients that took the parameters' place stay until they are reduced.
         """
         self.versions = [*map(_VERSION, self.leaves)]
+        if self._held and self.full.temporary:
+            self._part_from_held()
         set_version_counters(self._counted, self._freed)
         if self._keeps_memory or self.gradients.lie_in(self.full):
             return

@@ -1,4 +1,4 @@
-"""Whether sharded parameters are as their layout has left them: shown by modules, and not written to."""
+"""Whether sharded parameters are as they were left: shown, not written to; and what stands before them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_wrap._gradient_hooks import REFUSED_HOOKS_OF
 from fsdp_wrap._modules import Place
 
-__all__ = ["Observed", "Shown"]
+__all__ = ["Cover", "Observed", "Shown"]
 
 _GONE = object()
 
@@ -60,8 +60,48 @@ class Shown:
                 yield index
 
 
+class Cover:
+    """Tensors that stand before parameters, for who computes with them outside of their module's forward.
+
+    Attributes show them; `parameters()`, and so optimizers, `zero_grad()` and state dicts, what is behind.
+
+    Args:
+        places: For each tensor, all that are to show it.
+        tensors: The tensors.
+    """
+
+    def __init__(self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor]) -> None:
+        self._covers = [
+            (module.__dict__, name, tensor)
+            for several, tensor in zip(places, tensors)
+            for module, name in several
+        ]
+        self._behind: list[Any] = []
+
+    def put(self) -> None:
+        """Lets the attributes show the tensors."""
+        self._behind = [names.get(name, _GONE) for names, name, _ in self._covers]
+        for names, name, tensor in self._covers:
+            names[name] = tensor
+
+    def take_away(self) -> None:
+        """Lets the attributes show what they did before, where nobody has set them since."""
+        for (names, name, tensor), behind in zip(self._covers, self._behind):
+            if names.get(name) is tensor:
+                names[name] = behind
+                if behind is _GONE:
+                    del names[name]
+
+
 class Observed(Protocol):
-    """Sharded parameters that tell whether anybody has changed them."""
+    """Sharded parameters that tell whether anybody has changed them.
+
+    Attributes:
+        cover: The leaves, to stand before them.
+    """
+
+    @property
+    def cover(self) -> Cover: ...
 
     @property
     def shown_sharded(self) -> Shown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from fsdp_wrap._load_checks import check_fits
 from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
+from fsdp_wrap._optim_refit import refitted
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._taking import taking
 from fsdp_wrap._torch_private import IncompatibleKeys
@@ -130,7 +132,8 @@ class StateDictMethods(nn.Module):
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
 
         By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
-        training does not change them.
+        training does not change them; what is ignored, modules with their buffers or parameters, stays the
+        model's own memory, as in the state dict of a plain module, unless `offload_to_cpu` copies it too.
         """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         settings = self._state_dict_settings
@@ -292,13 +295,16 @@ class OptimStateDictMethods:
         """Cuts what `optim_state_dict` returned, or the like of it, to what `optim.load_state_dict` takes.
 
         Values may be full tensors, pieces of this rank, `DTensor`s or `ShardedTensor`s. With `rank0_only` in
-        the configuration only the first rank's dict counts.
+        the configuration only the first rank's dict counts. Where the kind chosen by `state_dict_type` is not
+        full, pieces of another wrapping are exchanged between the ranks (collective). Parameters of no
+        instance that the dict does not have are left out, unless it is loaded directly: add what you have of
+        them.
 
         Args:
             model: The wrapped module, or one that contains it.
             optim: Made from its parameters.
             optim_state_dict: State by name.
-            is_named_optimizer: Not needed: the optimizer's own keys tell.
+            is_named_optimizer: Key by names even if the optimizer's own keys are numbers.
             load_directly: Also load the result.
             group: Not needed: every unit knows its ranks.
 
@@ -308,7 +314,16 @@ class OptimStateDictMethods:
         """
         settings = StateDictMethods.get_state_dict_type(model)
         rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
-        result = load_optim_state_dict(model, optim, optim_state_dict, from_first_rank=rank0_only)
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            optim_state_dict = refitted(model, optim_state_dict)
+        result = load_optim_state_dict(
+            model,
+            optim,
+            optim_state_dict,
+            from_first_rank=rank0_only,
+            by_name=is_named_optimizer,
+            only_known=not load_directly,
+        )
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -322,6 +337,7 @@ class OptimStateDictMethods:
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """`optim_state_dict` of full tensors, on the host; `optim_input` and `group` are not needed."""
+        _warn_of_optim_input(optim_input)
         wanted = wants_result(model, FullOptimStateDictConfig(rank0_only=rank0_only))
         return full_optim_state_dict(model, optim, None, to_host=True, wanted=wanted)
 
@@ -340,7 +356,10 @@ class OptimStateDictMethods:
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
-        return load_optim_state_dict(model, optim, full_optim_state_dict, optim_input=optim_input)
+        _warn_of_optim_input(optim_input)
+        return load_optim_state_dict(
+            model, optim, full_optim_state_dict, optim_input=optim_input, only_known=True
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -351,16 +370,22 @@ class OptimStateDictMethods:
         group: Any | None = None,
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
+        _warn_of_optim_input(optim_input)
         return load_optim_state_dict(
-            model, optim, full_optim_state_dict, optim_input=optim_input, from_first_rank=True
+            model,
+            optim,
+            full_optim_state_dict,
+            optim_input=optim_input,
+            from_first_rank=True,
+            only_known=True,
         )
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of pieces."""
-        return load_optim_state_dict(model, optim, sharded_optim_state_dict)
+        """`optim_state_dict_to_load` of pieces, also of another wrapping; collective."""
+        return load_optim_state_dict(model, optim, refitted(model, sharded_optim_state_dict), only_known=True)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -371,7 +396,18 @@ class OptimStateDictMethods:
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Renames parameters from names to positions or back; see `fsdp_wrap.optim_state_dict`."""
+        _warn_of_optim_input(optim_input)
         return rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+
+
+def _warn_of_optim_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "the `optim_input` argument is deprecated: pass optim, which says what it was made from, or, for "
+            "model.parameters() in their order, neither",
+            FutureWarning,
+            stacklevel=3,
+        )
 
 
 def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from fsdp_wrap._full_values import offloaded
-from fsdp_wrap._modules import WRAPPED_ATTR, Place
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Place
 from fsdp_wrap._originals import names_of_places
+from fsdp_wrap._unit import Unit
 from fsdp_wrap._walks import walk
 
 __all__ = ["Taking", "taking"]
@@ -40,9 +41,13 @@ class Taking:
         self._last = next(reversed(destination), None)
         self._aliased: dict[int, tuple[torch.Tensor, bool]] = {}
 
-    def note_aliased(self, module: nn.Module, to_host: bool) -> None:
-        """Notes a wrapped module's tensors, with which what was added must not share memory in the end."""
-        tensors = _own_tensors(module)
+    def note_aliased(self, unit: Unit, to_host: bool) -> None:
+        """Notes a unit's tensors, with which what was added must not share memory in the end.
+
+        These are its buffers, and its parameters, which the user may hold in full now. What it ignores stays
+        that of the model, as in the state dict of a plain module, unless all is copied to the host.
+        """
+        tensors = _tensors(_modules(unit)) if to_host else _taken_tensors(unit)
         self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
 
     @cached_property
@@ -92,13 +97,41 @@ def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> It
         _taking.reset(token)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the parameters and buffers below a wrapped module, but not those below other wrappers."""
-    stack, seen = [module], set[nn.Module]()
+def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
+    """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
+    yield from _shown_params(unit)
+    own, inside = set(unit.buffers.modules), set[nn.Module]()
+    for module in _modules(unit):
+        if UNIT_ATTR in module.__dict__:
+            inside.update(module.__dict__[UNIT_ATTR].buffers.modules)
+        if module in inside:
+            yield from _tensors([module])
+        elif module in own:
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+def _shown_params(unit: Unit) -> Iterator[torch.Tensor]:
+    """Yields what modules show now of the parameters that a unit uses."""
+    for each in (*unit.lenders, unit):
+        for segment in each.handle.segments if each.handle is not None else ():
+            for module, name in (place for places in segment.layout.places for place in places):
+                shown = module._parameters.get(name, module.__dict__.get(name))
+                if shown is not None:
+                    yield shown
+
+
+def _modules(unit: Unit) -> Iterator[nn.Module]:
+    """Yields a wrapped module and those below, parents first, but not what is below other wrappers."""
+    stack, seen = [unit.module._modules[WRAPPED_ATTR]], set[nn.Module | None]()
     while stack:
         current = stack.pop()
-        if current not in seen and WRAPPED_ATTR not in current._modules:
+        if current is not None and current not in seen and WRAPPED_ATTR not in current._modules:
             seen.add(current)
-            tensors = (*current._parameters.values(), *current._buffers.values())
-            yield from (tensor for tensor in tensors if tensor is not None)
-            stack.extend(child for child in current._modules.values() if child is not None)
+            yield current
+            stack.extend(current._modules.values())
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        yield from (tensor for tensor in tensors if tensor is not None)

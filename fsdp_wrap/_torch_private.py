@@ -14,8 +14,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
+from torch.distributed._composable_state import _get_module_state as get_module_state
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
@@ -30,7 +36,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as get_module_fsdp_state
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -55,10 +60,14 @@ __all__ = [
     "PURPOSES",
     "ParamModuleInfo",
     "ReduceScatterOptions",
+    "ShardMetadata",
+    "ShardOfTensor",
     "ShardedTensor",
+    "ShardedTensorMetadata",
     "StorageInfo",
     "StorageWriterTransforms",
     "TensorMeta",
+    "TensorProperties",
     "all_groups",
     "chunk_cat",
     "composable_registry",
@@ -72,11 +81,12 @@ __all__ = [
     "foreach_norm",
     "foreach_zero_",
     "get_layout",
-    "get_module_fsdp_state",
+    "get_module_state",
     "graph_task",
     "load_state_dict",
     "make_subclass",
     "make_wrapper_subclass",
+    "no_torch_function",
     "outside_transforms",
     "pin_memory_operator",
     "pytree",
@@ -90,6 +100,8 @@ __all__ = [
     "torch_runtime_utils",
     "torch_traversal_utils",
     "torch_unshard_utils",
+    "torch_gathers",
+    "torch_state_dict",
     "trace_rules",
     "will_execute",
 ]
@@ -102,6 +114,7 @@ PURPOSES = {
     "torch._C._swap_tensor_impl": "gives a parameter on the meta device its values and keeps its identity",
     "torch.Tensor._make_subclass": "makes `FlatParameter`s",
     "torch.Tensor._make_wrapper_subclass": "makes `IntervalTensor`s, which have no memory of their own",
+    "torch._C._disabled_torch_function_impl": "keeps what operators return for `IntervalTensor`s as it is",
     "torch.Tensor._version": "whether a gradient, parameter or leaf was written since we last saw it",
     "torch.Tensor._has_grad_dtype_override": "whether a user has set `grad_dtype`; from 2.15 on",
     "torch.Tensor._base": "whether a parameter is a view of another tensor",
@@ -158,6 +171,10 @@ PURPOSES = {
     "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
+    "torch.distributed._shard.metadata.ShardMetadata": "tells of pieces as a `ShardedTensor` would",
+    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata": "tells of them, too",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "tells of them, too",
+    "torch.distributed._shard.sharded_tensor.shard.Shard": "tells of them, too",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "loads in a group of our choice",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
@@ -197,7 +214,14 @@ PURPOSES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "as what programs read trees",
-    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state": "finds our units, in `compat`",
+    "torch.distributed.checkpoint.state_dict._verify_options": "finds our modules by their clean names",
+    "torch.distributed.checkpoint.state_dict._get_model_state_dict": "asks our wrapper, where there is one",
+    "torch.distributed.checkpoint.state_dict._get_optim_state_dict": "asks our wrapper, where there is one",
+    "torch.distributed.checkpoint.state_dict._load_model_state_dict": "asks our wrapper, where there is one",
+    "torch.distributed.checkpoint.state_dict._load_optim_state_dict": "asks our wrapper, where there is one",
+    "torch.distributed._state_dict_utils": "torch's gathers of whole state dicts",
+    "torch.distributed._state_dict_utils._iterate_state_dict": "gathers pieces, with torch 2.11",
+    "torch.distributed._composable_state._get_module_state": "finds our units, in `compat`",
 }
 """What each is for, by its path."""
 
@@ -207,6 +231,7 @@ graph_task = torch._C._current_graph_task_id
 will_execute = torch._C._will_engine_execute_node
 set_version_counters = torch._C._autograd._unsafe_set_version_counter
 swap_tensor_impl = torch._C._swap_tensor_impl
+no_torch_function = torch._C._disabled_torch_function_impl
 make_subclass = torch.Tensor._make_subclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 foreach_copy_ = torch._foreach_copy_

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "plan_wrapping"]
+__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "plan_wrapping", "warn_of_container"]
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]
@@ -266,6 +266,16 @@ def _is_container(module: nn.Module) -> bool:
     """Whether the module is a container without a forward: as a unit it would never be unsharded."""
     forward = getattr(module.forward, "__func__", module.forward)
     return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
+
+
+def warn_of_container(module: nn.Module) -> None:
+    """Warns if a module that the user wraps is a container without a forward."""
+    if _is_container(module):
+        warnings.warn(
+            f"a {type(module).__name__} has no forward, in which its parameters would be gathered when it is "
+            "wrapped; wrap the modules in it, or the one above",
+            stacklevel=4,
+        )
 
 
 def _check_arguments(tree: _Tree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as 
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
-from fsdp_wrap._full_values import FirstRank, handles_of
-from fsdp_wrap._interval_tensor import IntervalTensor
+from fsdp_wrap._full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_params import refuse_shared
@@ -62,13 +61,7 @@ def get_model_state_dict(
     if not FSDP.fsdp_modules(model):
         with deaths_told():
             return torch_get_model_state_dict(model, submodules=submodules, options=options)
-    options = _checked(options)
-    with _kind(model, options):
-        state: dict[str, Any] = model.state_dict()
-    if options.ignore_frozen_params:
-        for name in _frozen_names(model):
-            state.pop(name, None)
-    return state if submodules is None else _selected(state, _prefixes(model, submodules), options)
+    return model_state(model, None if submodules is None else _prefixes(model, submodules), options)
 
 
 def get_optimizer_state_dict(
@@ -93,6 +86,39 @@ def get_optimizer_state_dict(
     if not FSDP.fsdp_modules(model):
         with deaths_told():
             return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    return optim_state(
+        model, optimizers, None if submodules is None else _prefixes(model, submodules), options
+    )
+
+
+def model_state(
+    model: nn.Module, prefixes: Iterable[str] | None, options: StateDictOptions | None
+) -> dict[str, Any]:
+    """Returns `get_model_state_dict` of a model with wrapped modules, for names with these prefixes."""
+    options = _checked(options)
+    on_first = options.full_state_dict and options.cpu_offload
+    others_sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
+    with _kind(model, options, everywhere=others_sharded):
+        state: dict[str, Any] = model.state_dict()
+    if options.full_state_dict and others_sharded:  # by `fully_shard` in parts of the model
+        state.update({name: unsharded(value) for name, value in state.items()})
+    if on_first and not is_first_rank(handles_of(units_in(model).values())):
+        return {}
+    if options.cpu_offload:  # also what belongs to no unit
+        state.update({name: v.cpu() for name, v in state.items() if isinstance(v, torch.Tensor)})
+    if options.ignore_frozen_params:
+        for name in _frozen_names(model):
+            state.pop(name, None)
+    return state if prefixes is None else _selected(state, prefixes, options)
+
+
+def optim_state(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    prefixes: Iterable[str] | None,
+    options: StateDictOptions | None,
+) -> dict[str, Any]:
+    """Returns `get_optimizer_state_dict` of a model with wrapped modules, for names with these prefixes."""
     options = _checked(options)
     with _kind(model, options):
         parts = [FSDP.optim_state_dict(model, optimizer) for optimizer in optimizers]
@@ -101,8 +127,8 @@ def get_optimizer_state_dict(
         return {}
     state = {name: entry for part in parts for name, entry in part["state"].items()}
     groups = [group for part in parts for group in part["param_groups"]]
-    if submodules is not None:
-        within = tuple(_prefixes(model, submodules))
+    if prefixes is not None:
+        within = tuple(prefixes)
         state = {name: entry for name, entry in state.items() if name.startswith(within)}
         for group in groups:
             group["params"] = [name for name in group["params"] if name.startswith(within)]
@@ -204,13 +230,13 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
     return options
 
 
-def _kind(model: nn.Module, options: StateDictOptions) -> Any:
+def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False) -> Any:
     offload = options.cpu_offload
     if options.full_state_dict:
         return FSDP.state_dict_type(
             model,
             StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
+            FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload and not everywhere),
             FullOptimStateDictConfig(
                 offload_to_cpu=offload, rank0_only=offload or options.broadcast_from_rank0
             ),
@@ -277,8 +303,7 @@ def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
         original = originals.by_name.get(name)
         if original is not None and original.segment is not None and value.shape == original.shape:
             interval = original.interval
-            piece = value.reshape(-1)[interval.start : interval.stop].clone()
-            value = IntervalTensor(original.shape, interval.start, piece)
+            value = original.piece(value.reshape(-1)[interval.start : interval.stop].clone())
         result[name] = value
     return result
 

@@ -18,7 +18,7 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks
 from fsdp_wrap._interval import Interval
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place, show_extra
-from fsdp_wrap._shown import Shown
+from fsdp_wrap._shown import Cover, Shown
 from fsdp_wrap._torch_private import foreach_copy_, foreach_zero_, make_subclass
 from fsdp_wrap._use_notes import UseNotes
 
@@ -262,8 +262,13 @@ class FlatLayout:
             leaf = nn.Parameter(view.data, requires_grad=False)  # with a version counter of its own
             leaf.__dict__.update(attributes)
             leaves.append(leaf)
-        self.leaves, self.show_leaves = leaves, Display(self.places, leaves, self._front.plain).show
+        self.leaves = leaves
+        self._show_leaves_in_places()
         return leaves
+
+    def _show_leaves_in_places(self) -> None:
+        self.show_leaves = Display(self.places, self.leaves, self._front.plain).show
+        self.cover = Cover(self.places, self.leaves)
 
     def write_shard(self, out: torch.Tensor) -> None:
         shard = self.flat_param.data
@@ -297,7 +302,7 @@ class FlatLayout:
         self._front.show_sharded()
 
     def _follow_places(self) -> None:
-        self.show_leaves = Display(self.places, self.leaves, self._front.plain).show
+        self._show_leaves_in_places()
         self._front.follow_places()
 
     def register_flat_param(self, param: nn.Parameter | None) -> None:
@@ -335,8 +340,11 @@ class FlatLayout:
         return self._front.gradients()
 
     def joint_gradient(self) -> torch.Tensor | None:
-        """Returns the gradient shard, of which the holders' gradients are views; None where none has one."""
-        return self._front.joint_gradient()
+        """Returns the gradient shard, of which the holders' gradients are views; None where none has one.
+
+        While gradients wait for a reduction, or parameters are shown in full, it may be a copy.
+        """
+        return self._front.joint_gradient(moves=not self._marks.present)
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         return self._front.gradient_blocks()
@@ -381,7 +389,7 @@ class FlatLayout:
             first = self.first + start - extent.start if stop > start else 0
             offset = start if source is self.flat_param else 0
             data = self.flat_param.data[start:stop]
-            result.append(Interval(extent.fqn, extent.shape, first, data, source, offset))
+            result.append(Interval(extent.fqn, extent.shape, first, data, source, offset, extent.start))
         return result
 
     def held_by_rank(self) -> list[list[int]]:

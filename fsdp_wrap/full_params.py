@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._errors import NotIdleError
-from fsdp_wrap._handle import HandleState
+from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._refusals import refuse_replaced
 from fsdp_wrap._schedule import require_idle
 from fsdp_wrap._summon import Summoning
 from fsdp_wrap._unit import Unit, units_in
@@ -60,6 +61,7 @@ def summon_full_params(
         NotIdleError: Inside a forward, a backward, or another summon of the same unit.
         RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced; on
             leaving, if another rank's edits are lost (`rank0_only`).
+        ReplacedError: If something else was put in the place of a sharded parameter before.
         ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
     """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
@@ -155,11 +157,19 @@ def _summon(unit: Unit, how: Summoning) -> list[Unit]:
     for each in (*unit.lenders, unit):
         if not is_summoned(each):
             if each.handle is not None:
+                _refuse_replaced(each, each.handle)
                 each.handle.summon(how)
             summoned.append(each)
         elif not how.rank0_only:
             refuse_hidden(each)
     return summoned
+
+
+def _refuse_replaced(unit: Unit, handle: ParamHandle) -> None:
+    """Refuses what was put in the place of sharded parameters, of which summoning would leave no trace."""
+    if handle.settle():
+        for segment in handle.segments:
+            refuse_replaced(unit, segment.layout)
 
 
 def refuse_hidden(unit: Unit) -> None:

@@ -16,7 +16,7 @@ from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._composition import find_replicated
 from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._errors import AlreadyShardedError, NoDimensionError, NoPlacementError, UnevenCutError
+from fsdp_wrap._errors import AlreadyShardedError, NoDimensionError, UnevenCutError, WrongKindError
 from fsdp_wrap._fsdp_module import (
     FSDPModule,
     GradientReductionHandle,
@@ -24,6 +24,7 @@ from fsdp_wrap._fsdp_module import (
     run_as_unit,
     share_comm_ctx,
 )
+from fsdp_wrap._fully_shard_state import state_of
 from fsdp_wrap._groups import Ranks, default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
 from fsdp_wrap._layout import Layout
@@ -32,7 +33,7 @@ from fsdp_wrap._mesh import ranks_of
 from fsdp_wrap._modules import UNIT_ATTR, Ignored, ParamSlot, collect_slots
 from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
 from fsdp_wrap._precision import InputCasts, SegmentPolicy
-from fsdp_wrap._unit import Unit, UnitOptions
+from fsdp_wrap._unit import UnitOptions
 from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
@@ -138,12 +139,7 @@ def fully_shard(
     return module
 
 
-def _state_of(module: nn.Module) -> Unit | None:
-    """The unit of which `fully_shard` made a module the root, or None: an object that tells units apart."""
-    return module.__dict__.get(UNIT_ATTR)
-
-
-vars(fully_shard)["state"] = _state_of  # under torch's name
+vars(fully_shard)["state"] = state_of  # where torch's has it
 
 
 def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
@@ -198,7 +194,7 @@ def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> in
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise NoPlacementError(
+        raise WrongKindError(
             f"shard_placement_fn must return a Shard or None, not {placement!r} (for parameter '{slot.fqn}')"
         )
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
@@ -219,7 +215,9 @@ def _resolved(reshard_after_forward: Any, ranks: int) -> bool | int | None:
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if not isinstance(reshard_after_forward, int):
-        raise TypeError(f"reshard_after_forward is a bool, an int or None, not {reshard_after_forward!r}")
+        raise WrongKindError(
+            f"reshard_after_forward is a bool, an int or None, not {reshard_after_forward!r}"
+        )
     if reshard_after_forward == 1:
         warnings.warn(
             "reshard_after_forward=1 lets each rank keep all of the unit's parameters, as False does; pass "

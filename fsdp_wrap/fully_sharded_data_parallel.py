@@ -18,7 +18,8 @@ from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
-from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken, resolve_ignored
+from fsdp_wrap._ignoring import resolve_ignored
+from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken
 from fsdp_wrap._internals import ShowsInternals, refuse_internal
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_mesh
@@ -28,6 +29,7 @@ from fsdp_wrap._schedule import require_idle, schedule_of
 from fsdp_wrap._settings import Settings
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
+from fsdp_wrap._wrap_plan import warn_of_container
 from fsdp_wrap.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -132,7 +134,7 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If the process group is missing or does not contain this rank, the module is wrapped
-            already, or a parameter cannot be sharded.
+            already, a parameter cannot be sharded, or what is to be ignored is no module or parameter.
         RuntimeError: If `param_init_fn` leaves something on the meta device.
 
     The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
@@ -453,6 +455,7 @@ def _check_wrappable(module: Any) -> None:
             f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel"
         )
     refuse_taken(module)
+    warn_of_container(module)
 
 
 def _wrap_below(
@@ -504,7 +507,7 @@ def _resolve_options(
 ) -> ShardMesh:
     """Checks what does not depend on the module, and finds the ranks."""
     if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn must be a function of a module or None, not {param_init_fn!r}")
+        raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {param_init_fn!r}")
     check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
     check_kind("cpu_offload", cpu_offload, CPUOffload)
     check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)

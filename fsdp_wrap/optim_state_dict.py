@@ -9,18 +9,18 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank, offloaded
 from fsdp_wrap._interval_tensor import IntervalTensor
+from fsdp_wrap._optim_agreement import merged
 from fsdp_wrap._optim_load import Target, filled_group, options_of
-from fsdp_wrap._optim_params import given_groups, originals_of, params_by_key
+from fsdp_wrap._optim_params import given_groups, keys_of, originals_of
 from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._streaming import check_budget, stream
 from fsdp_wrap._unit import units_in
@@ -61,12 +61,12 @@ def sharded_optim_state_dict(
     """
     names, saved = originals_of(model, optim, "optim_state_dict()"), state_dict or optim.state_dict()
     if not saved["state"]:
-        saved = {**saved, "state": _initial_state(optim, saved)}
+        saved = {**saved, "state": _initial_state(optim, keys_of(names, optim, saved))}
     pieces, others = _pieces(names, optim, saved)
     state: State = {
         fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()
     }
-    return {"state": {**state, **others}, "param_groups": _named_groups(names, optim, saved)}
+    return {"state": {**state, **others}, **_named_groups(names, optim, saved)}
 
 
 def full_optim_state_dict(
@@ -154,7 +154,7 @@ class _FullState:
             self._pieces, self._others = _pieces(self._names, optim, self._saved)
         except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
             error = refusal
-        self._known = _merged(self._names, self._pieces, error)
+        self._known = merged(self._names, self._pieces, error)
         self.unit_nbytes = self._names.largest_unit_nbytes()
 
     def gathered(
@@ -189,14 +189,15 @@ class _FullState:
             for fqn, entry in self._known.items()
         }
         groups = _named_groups(self._names, self._optim, self._saved)
-        return {"state": {**state, **self._others}, "param_groups": groups}
+        return {"state": {**state, **self._others}, **groups}
 
 
 def _pieces(
     names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]
 ) -> tuple[dict[str, State], State]:
     """Returns this rank's state by name, and what belongs to no parameter."""
-    params = {key: param for pairs in params_by_key(optim, saved) for key, param in zip(*pairs)}
+    groups = zip(keys_of(names, optim, saved), optim.param_groups)
+    params = {key: param for keys, group in groups for key, param in zip(keys, group["params"])}
     pieces: dict[str, State] = {}
     for key, param in params.items():
         for original in names.of(param) if saved["state"].get(key) else ():
@@ -211,7 +212,7 @@ def _piece(original: Original, key: str, value: Any) -> Any:
     if original.uncut:
         return value
     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == original.source.shape:
-        return IntervalTensor(original.shape, original.interval.start, original.interval.within(value))
+        return original.piece(original.interval.within(value))
     original.refuse_cut(key, value)
     return value
 
@@ -230,9 +231,10 @@ def _without_memory(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _named_groups(
-    names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def _named_groups(names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entry `param_groups`, with names, if what was saved has one."""
+    if "param_groups" not in saved:
+        return {}
     groups = []
     for saved_group, group in zip(saved["param_groups"], optim.param_groups):
         fqns = [original.fqn for original in names.in_group(group["params"])]
@@ -240,34 +242,7 @@ def _named_groups(
         if "param_names" in named:
             named["param_names"] = list(fqns)
         groups.append({**named, "params": fqns})
-    return groups
-
-
-def _merged(names: Originals, pieces: Mapping[str, State], error: ValueError | None) -> dict[str, State]:
-    """Returns, for every parameter with state on any rank, the dtype of what is cut, the value of all else.
-
-    A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on all.
-    """
-    mine = {
-        fqn: {key: v.dtype if isinstance(v, IntervalTensor) else v for key, v in entry.items()}
-        for fqn, entry in pieces.items()
-    }
-    by_group: dict[Communicator, dict[str, State]] = {}
-    for fqn, original in names.by_name.items():
-        if original.handle is not None and not original.uncut:
-            of_group = by_group.setdefault(original.handle.communicator, {})
-            if fqn in mine:
-                of_group[fqn] = mine[fqn]
-    merged, errors = dict(mine), [error]
-    for communicator, of_group in by_group.items():
-        for of_rank, of_its in communicator.all_gather_object((of_group, error)):
-            errors.append(of_its)
-            for fqn, entry in of_rank.items():
-                merged.setdefault(fqn, entry)
-    for each in errors:
-        if each is not None:
-            raise each
-    return {fqn: merged[fqn] for fqn in names.by_name if fqn in merged}
+    return {"param_groups": groups}
 
 
 def _cut_values(
@@ -286,8 +261,8 @@ def _writer(piece: Any) -> Callable[[torch.Tensor], object]:
     return copier(piece.piece) if isinstance(piece, IntervalTensor) else torch.Tensor.zero_
 
 
-def _initial_state(optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
-    """Returns the state that a first step would make, by the keys of `saved`, without taking that step.
+def _initial_state(optim: torch.optim.Optimizer, keys: Iterable[Sequence[Any]]) -> State:
+    """Returns the state that a first step would make, by the keys of its groups, without taking that step.
 
     A copy of the optimizer steps parameters of zeros by gradients of zeros.
     """
@@ -310,8 +285,8 @@ def _initial_state(optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> St
         return {}
     return {
         key: {name: _uncounted(name, value) for name, value in double.state[param].items()}
-        for pairs in params_by_key(double, saved)
-        for key, param in zip(*pairs)
+        for of_group, group in zip(keys, double.param_groups)
+        for key, param in zip(of_group, group["params"])
         if double.state.get(param)
     }
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_wrap._full_values import full_values, handles_of, is_first_rank, is_sharded, offloaded, unsharded
 from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._load_parts import copies_values
@@ -132,7 +133,7 @@ def take_state_dict(
         )
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
-            call.note_aliased(module, offload)
+            call.note_aliased(unit, offload)
         with _replaced(unit, settings, wanted):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
@@ -149,7 +150,7 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool) -> Iterator
             if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
                 shown = _full_params(handle, offload, wanted)
             else:
-                shown = [_interval_params(segment.layout, offload) for segment in handle.segments]
+                shown = [_interval_params(handle, segment.layout, offload) for segment in handle.segments]
             handle.replace(shown)
             replaced.append(handle)
         yield
@@ -183,14 +184,20 @@ def _full_params(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[
 
 
 def _interval_params(
-    layout: Layout, offload: bool = False, pieces: Sequence[torch.Tensor] | None = None
+    handle: ParamHandle,
+    layout: Layout,
+    offload: bool = False,
+    pieces: Sequence[torch.Tensor] | None = None,
 ) -> list[nn.Parameter]:
     intervals = layout.intervals()
     values = [interval.data for interval in intervals] if pieces is None else pieces
     return [
         nn.Parameter(
             IntervalTensor(
-                interval.shape, interval.start, offloaded(value, True) if offload else value.reshape(-1)
+                interval.shape,
+                interval.start,
+                offloaded(value, True) if offload else value.reshape(-1),
+                spread=Spread(handle.held_by, interval.at, layout.shard_numel),
             ),
             requires_grad=interval.source.requires_grad,
         )
@@ -217,7 +224,9 @@ def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: st
 
 def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> IntervalTensor:
     """Returns a shard as what it is of the flat buffer: other ranks' are not taken for copies of it."""
-    return IntervalTensor(torch.Size([layout.numel]), handle.communicator.rank * layout.shard_numel, shard)
+    start = handle.communicator.rank * layout.shard_numel
+    spread = Spread(handle.held_by, 0, layout.shard_numel)
+    return IntervalTensor(torch.Size([layout.numel]), start, shard, spread=spread)
 
 
 def _wrapped(unit: Unit) -> nn.Module:
@@ -252,7 +261,7 @@ class ShardedLoad:
             shards = [_shard_copy(segment.layout) for segment in handle.segments]
             handle.replace(
                 [
-                    _interval_params(segment.layout, pieces=segment.layout.pieces(shard))
+                    _interval_params(handle, segment.layout, pieces=segment.layout.pieces(shard))
                     for segment, shard in zip(handle.segments, shards)
                 ]
             )
@@ -328,7 +337,7 @@ def expand_local(
                 continue
             del state_dict[key]
             names = names or names_of_places(module)
-            params = _interval_params(layout, pieces=layout.pieces(shard))
+            params = _interval_params(handle, layout, pieces=layout.pieces(shard))
             for index, name in indexed_names(layout, names):
                 state_dict[prefix + name] = params[index].detach()
     return problems

@@ -70,6 +70,8 @@ LAYERS = [
         "_gradient_hooks.py",
         "_shown.py",
         "_layout.py",
+        "_boxes.py",
+        "_held_by.py",
         "_interval_tensor.py",
         "_gradient_mark.py",
         "_use_notes.py",
@@ -83,6 +85,7 @@ LAYERS = [
         "_transport.py",
         "_gradients.py",
         "_segment.py",
+        "_display.py",
         "_in_flight.py",
         "_summon.py",
         "_handle.py",
@@ -103,6 +106,7 @@ LAYERS = [
     [
         "_materialize.py",
         "_param_checks.py",
+        "_ignoring.py",
         "_init.py",
         "_full_values.py",
         "_originals.py",
@@ -117,6 +121,8 @@ LAYERS = [
         "_taking.py",
         "state_dict.py",
         "_optim_load.py",
+        "_optim_refit.py",
+        "_optim_agreement.py",
         "optim_state_dict.py",
         "_gradient_blocks.py",
         "_held_gradients.py",
@@ -137,11 +143,12 @@ LAYERS = [
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
         "distributed_state_dict.py",
+        "_torch_helpers.py",
         "_fsdp_module.py",
+        "_fully_shard_state.py",
         "fully_shard.py",
         "_safetensors.py",
         "_installation.py",
-        "_fully_shard_state.py",
         "_fully_shard_names.py",
         "_clients.py",
         "_helpers.py",
@@ -194,7 +201,7 @@ FILE_LINES = {
     "_dtensor_layout.py": 350,
     "_handle.py": 390,
     "_exec_order.py": 150,
-    "_schedule.py": 465,
+    "_schedule.py": 470,
     "_init.py": 300,
     "full_params.py": 200,
     "state_dict.py": 350,
@@ -372,7 +379,7 @@ def test_the_package_only_re_exports():
         constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants
         assert docstring or constant or isinstance(node, ast.ImportFrom), ast.unparse(node)
     imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported == {*fsdp_wrap.__all__, "__version__"}
+    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers"}
 
 
 # One writer, one seam.

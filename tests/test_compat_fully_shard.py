@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import fsdp as composable_fsdp
 from torch.distributed.fsdp import FSDPModule as ImportedBefore
@@ -56,7 +57,7 @@ def _held_by_torch() -> dict[tuple[str, str], object]:
 
 
 def test_names_resolve_to_ours_and_back(clean):
-    before = _held_by_torch()
+    before, attributes = _held_by_torch(), dict(vars(fsdp_wrap.fully_shard))
     compat.install(fully_shard=True)
     for module in (torch_fsdp, package, composable_fsdp, composable_module):
         held = {name: value for name, value in vars(module).items() if name in NAMES}
@@ -69,7 +70,7 @@ def test_names_resolve_to_ours_and_back(clean):
     after = _held_by_torch()
     assert {key for key in before if after[key] is not before[key]} == set()
     assert ImportedBefore is HELD[1] and fsdp_wrap.FSDPModule.__bases__ == (nn.Module,)
-    assert not hasattr(fsdp_wrap.fully_shard, "state")
+    assert vars(fsdp_wrap.fully_shard) == attributes
 
 
 def test_every_name_that_we_have_is_ours(clean):
@@ -121,6 +122,7 @@ def test_programs_read_the_state_by_torchs_names(rank, world_size):
         state = model._get_fsdp_state()
         assert isinstance(state, _fsdp_state.FSDPState)
         assert state == _fsdp_state._get_module_fsdp_state(model) == torch_fsdp.fully_shard.state(model)
+        assert isinstance(_composable_state._get_module_state(model), _fsdp_state.FSDPState)
         assert _fsdp_state._get_module_fsdp_state(model.head) is None
         assert state._is_root is None and state._modules == (model,)
         state._lazy_init()
@@ -167,6 +169,10 @@ def test_what_the_state_cannot_tell_raises_by_its_name(rank, world_size):
         assert group.is_sharded and not group.is_unsharded
         bare = torch_fsdp.fully_shard(nn.Sequential(nn.ReLU()))._get_fsdp_state()
         assert bare._fsdp_param_group is None and bare._fsdp_param_groups == []
+        parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        torch_fsdp.fully_shard(parts)
+        assert torch_fsdp.fully_shard.state(parts[1])._modules == tuple(parts)
+        assert torch_fsdp.fully_shard.state(nn.Tanh()) is None
 
 
 @ranks(2)

@@ -98,12 +98,28 @@ def test_of_a_parameter_shown_by_unshard(rank, world_size, part, reshard):
     assert_backward_still_right(plain, model, expected, loss, world_size)
 
 
-@pytest.mark.parametrize("part", ["root", "nested"])
+@pytest.mark.parametrize(("part", "strategy"), [("root", FULL), ("root", KEPT), ("nested", KEPT)])
 @each_front
 @ranks(2)
-def test_of_a_sharded_parameter_autograd_itself_refuses(rank, world_size, front, part):
+def test_of_a_parameter_that_the_forward_kept(rank, world_size, front, part, strategy):
+    # The wrapper's root is kept whatever the strategy, and so is that of fully_shard by default.
+    options = {} if (front, strategy) == ("composable", FULL) else {"sharding_strategy": strategy}
+    plain, model = twins(front, **options)
+    for _ in range(2):
+        expected, loss = losses(plain, model, rank)
+        wanted = torch.autograd.grad(expected, layer_of(plain, part).weight, retain_graph=True)
+        found = torch.autograd.grad(loss, layer_of(model, part).weight, retain_graph=True)
+        torch.testing.assert_close(found, wanted)  # this rank's own, reduced by no one
+        assert_backward_still_right(plain, model, expected, loss, world_size)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+@each_front
+@ranks(2)
+def test_of_a_sharded_parameter_autograd_itself_refuses(rank, world_size, front):
     plain, model = twins(front)
     expected, loss = losses(plain, model, rank)
     with pytest.raises(RuntimeError, match="not have been used in the graph|does not require grad"):
-        torch.autograd.grad(loss, layer_of(model, part).weight)
+        torch.autograd.grad(loss, layer_of(model, "nested").weight)
     assert_backward_still_right(plain, model, expected, loss, world_size)

@@ -11,26 +11,35 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._state_dict_utils import _gather_state_dict as gather_state_dict
+from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu as offload_state_dict_to_cpu
 from torch.distributed.checkpoint import state_dict as theirs
 
 from bed import ranks
-from fsdp_wrap import IntervalTensor
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import IntervalTensor, fully_shard
 from fsdp_wrap import distributed_state_dict as ours
 from fsdp_wrap.distributed_state_dict import StateDictOptions
 from test_optim_state_dict import assert_same, grouped
 from test_state_dict import (
+    WIDTH,
     Buffered,
     Net,
     Tied,
     adamw,
     assert_close,
     assert_equal,
+    below_plain,
     changed,
     each_form,
     per_block,
     train_side_by_side,
     wrapped_and_plain,
 )
+
+
+def no_entries(found: dict[str, Any]) -> None:
+    assert found == {}
 
 
 @pytest.mark.parametrize("name", [name for name in ours.__all__ if name.islower()])
@@ -42,14 +51,16 @@ def test_arguments_are_those_of_torch(name):
 
 
 @each_form
+@pytest.mark.parametrize("of_torch", [False, True], ids=["ours", "torch"])
 @ranks(2)
-def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, use_orig_params):
+def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, of_torch, use_orig_params):
+    functions = theirs if of_torch else ours
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
     optimizer, reference = adamw(model), adamw(plain)
     train_side_by_side(2, model, optimizer, plain, reference)
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-        found, found_optim = ours.get_state_dict(model, optimizer, options=options)
+        found, found_optim = functions.get_state_dict(model, optimizer, options=options)
         expected, expected_optim = theirs.get_state_dict(plain, reference)
         if offload and rank:
             assert (found, found_optim) == ({}, {})
@@ -65,6 +76,7 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, use_orig_
 def test_setting_what_was_got(rank, world_size, way, flatten, use_orig_params):
     model, plain = wrapped_and_plain(Buffered, per_block, use_orig_params)
     model.eval(), plain.eval()  # batches differ, and so would statistics
+    functions = ours if use_orig_params == flatten else theirs
     optimizer, reference = adamw(model), adamw(plain)
     train_side_by_side(2, model, optimizer, plain, reference)
     options = StateDictOptions(
@@ -73,12 +85,12 @@ def test_setting_what_was_got(rank, world_size, way, flatten, use_orig_params):
         broadcast_from_rank0=way == "first_rank",
         flatten_optimizer_state_dict=flatten,
     )
-    state, optim_state = ours.get_state_dict(model, optimizer, options=options)
+    state, optim_state = functions.get_state_dict(model, optimizer, options=options)
     assert ("state" in optim_state or not optim_state) != flatten or (way == "first_rank" and rank > 0)
     state, optim_state = copy.deepcopy(state), copy.deepcopy(optim_state)
     model.load_state_dict(changed(plain.state_dict()))
     fresh = adamw(model)
-    keys = ours.set_state_dict(
+    keys = functions.set_state_dict(
         model, fresh, model_state_dict=state, optim_state_dict=optim_state, options=options
     )
     assert str(keys) == "<All keys matched successfully>"
@@ -133,12 +145,14 @@ def test_frozen_parameters_left_out_and_submodules(rank, world_size, use_orig_pa
     model = per_block(copy.deepcopy(net), use_orig_params=use_orig_params)
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     state = ours.get_model_state_dict(model, options=options)
+    assert_equal(theirs.get_model_state_dict(model, options=options), state)
     frozen = {"blocks.0.up.weight", "blocks.1.up.weight", "blocks.1.up.bias"}
     assert_equal(state, {name: value for name, value in net.state_dict().items() if name not in frozen})
     block = model.module.blocks[1]
     options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=False)
-    state = ours.get_model_state_dict(model, submodules={block}, options=options)
-    assert_equal(state, net.blocks[1].state_dict())
+    for functions in (ours, theirs):
+        state = functions.get_model_state_dict(model, submodules={block}, options=options)
+        assert_equal(state, net.blocks[1].state_dict())
     state = ours.get_model_state_dict(model, submodules={block})
     assert set(state) == {f"blocks.1.{name}" for name in net.blocks[1].state_dict()}
 
@@ -180,16 +194,64 @@ def test_models_without_our_instances_go_to_torchs(rank, world_size):
 
 @each_form
 @ranks(2)
-def test_torchs_own_functions_serve_the_model_but_not_the_optimizer(rank, world_size, use_orig_params):
-    """As docs/architecture.md says; `fsdp_wrap.compat` puts ours in their place."""
-    model, plain = wrapped_and_plain(Buffered, per_block, use_orig_params)
+def test_torchs_own_functions_find_our_wrappers(rank, world_size, use_orig_params):
+    """Without `fsdp_wrap.compat`: by default pieces, which they gather, offload and load."""
+    model, plain = wrapped_and_plain(Buffered, below_plain, use_orig_params)
     state = theirs.get_model_state_dict(model)
-    assert_equal(state, plain.state_dict())
-    other = changed(state)
-    assert str(theirs.set_model_state_dict(model, other)) == "<All keys matched successfully>"
-    assert_equal(model.state_dict(), other)
-    optimizer = adamw(model)
-    train_side_by_side(1, model, optimizer, plain, adamw(plain))
-    names = {name for name, _ in plain.named_parameters()}
-    assert ours.get_optimizer_state_dict(model, optimizer)["state"].keys() <= names
-    assert not names & theirs.get_optimizer_state_dict(model, optimizer)["state"].keys()
+    assert isinstance(state["stem.weight"], IntervalTensor)
+    for gathered in (gather_state_dict(state), gather_state_dict(state, cpu_offload=True)):
+        assert_equal(gathered, plain.state_dict())
+    on_first = gather_state_dict({"model": state}, cpu_offload=True, ranks_only=(0,))
+    assert_equal(on_first["model"], plain.state_dict()) if rank == 0 else no_entries(on_first)
+    assert_equal(gather_state_dict(offload_state_dict_to_cpu(state)), plain.state_dict())
+    other = changed(plain.state_dict())
+    options = StateDictOptions(full_state_dict=True)
+    assert (
+        str(theirs.set_model_state_dict(model, other, options=options)) == "<All keys matched successfully>"
+    )
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = theirs.get_model_state_dict(model, options=options)
+    assert_equal(found, other) if rank == 0 else no_entries(found)
+
+
+@ranks(2)
+def test_torchs_own_functions_and_fully_shard(rank, world_size):
+    plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh())).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model[1])
+    fully_shard(model)
+    optimizer, reference = adamw(model), adamw(plain)
+    train_side_by_side(2, model, optimizer, plain, reference)
+    expected, expected_optim = theirs.get_state_dict(plain, reference)
+    for functions, offload in ((ours, True), (theirs, True), (theirs, False)):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        found, found_optim = functions.get_state_dict(model, optimizer, options=options)
+        if offload and rank:
+            assert (found, found_optim) == ({}, {})
+        else:
+            assert_close(found, expected)
+            assert_same(found_optim, expected_optim)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+    fresh = adamw(model)
+    fresh.zero_grad()  # or torch makes no state to load into
+    mine, mine_optim = copy.deepcopy((found, found_optim) if rank == 0 else ({}, {}))
+    theirs.set_model_state_dict(model, mine, options=options)
+    theirs.set_optimizer_state_dict(model, fresh, mine_optim, options=options)
+    train_side_by_side(2, model, fresh, plain, reference)
+    assert_close(
+        theirs.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), plain.state_dict()
+    )
+
+
+@each_form
+@ranks(2)
+def test_parts_that_fully_shard_has_sharded(rank, world_size, use_orig_params):
+    plain = Net().double()
+    model = copy.deepcopy(plain)
+    fully_shard(model.head)
+    model = FSDP(model, use_orig_params=use_orig_params)
+    for functions, offload in ((ours, False), (theirs, True)):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        found = functions.get_model_state_dict(model, options=options)
+        assert_equal(found, plain.state_dict()) if rank == 0 or not offload else no_entries(found)

@@ -151,6 +151,14 @@ def test_wrapping_twice(rank, world_size, use_orig_params, which):
     assert_trains_like(plain, model)
 
 
+@ranks(1)
+def test_wrapping_a_container_warns(rank, world_size):
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"one": nn.Linear(2, 2)})):
+        with pytest.warns(UserWarning, match="a Module.* has no forward") as caught:
+            FSDP(container)
+        assert caught[0].filename == __file__
+
+
 @each_form
 @ranks(2)
 def test_wrapping_a_part_of_what_is_wrapped(rank, world_size, use_orig_params):
@@ -276,7 +284,7 @@ def test_first_rank_with_nothing_to_send(rank, world_size, wrap, what):
 @ranks(2)
 def test_param_init_fn_that_is_no_function(rank, world_size, function):
     net = make_net()
-    with refused(net, TypeError, "param_init_fn", "function of a module", repr(function)):
+    with refused(net, ValueError, "param_init_fn", "callable with a module", repr(function)):
         per_block(net, param_init_fn=function)
 
 
@@ -465,8 +473,8 @@ def test_hybrid_group_of_other_ranks(rank, world_size, wrong):
 WRONG_TYPES: dict[str, list[Callable[[nn.Module], Any]]] = {
     "sharding_strategy": [lambda net: "FULL_SHARD", lambda net: 1, lambda net: BackwardPrefetch.BACKWARD_PRE],
     "backward_prefetch": [lambda net: "BACKWARD_PRE", lambda net: True],
-    "ignored_modules": [lambda net: net.head, lambda net: ["head"], lambda net: [net.head.weight]],
-    "ignored_states": [lambda net: net.head.weight.shape, lambda net: ["head.weight"], lambda net: 3],
+    "ignored_modules": [lambda net: net.head, lambda net: 3],
+    "ignored_states": [lambda net: net.head, lambda net: 3],
     "process_group": [lambda net: "gloo", lambda net: dist.get_rank()],
     "device_mesh": [lambda net: "cpu", lambda net: [0, 1]],
     "cpu_offload": [lambda net: True],
@@ -503,12 +511,30 @@ def test_two_ways_of_ignoring(rank, world_size):
     assert_trains_like(plain, FSDP(net))
 
 
-@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
+IGNORED: dict[str, list[Callable[[nn.Module], Any]]] = {
+    "ignored_modules": [lambda net: ["head"], lambda net: [net.head.weight]],
+    "ignored_states": [lambda net: net.head.weight.shape, lambda net: ["head.weight"]],
+}
+
+
+@pytest.mark.parametrize("argument", list(IGNORED))
 @ranks(2)
-def test_ignoring_what_is_wrapped(rank, world_size, argument):
+def test_ignoring_what_is_neither_module_nor_parameter(rank, world_size, argument):
     net = make_net()
-    with refused(net, ValueError, argument, "Net", "being wrapped"):
-        FSDP(net, **{argument: [net]})
+    plain = copy.deepcopy(net)
+    for make in IGNORED[argument]:
+        with refused(net, ValueError, argument, "objects only, found"):
+            per_block(net, **{argument: make(net)})
+    assert_trains_like(plain, FSDP(net))
+
+
+@pytest.mark.parametrize("argument", list(IGNORED))
+@ranks(2)
+def test_ignoring_what_is_sharded(rank, world_size, argument):
+    net = make_net()
+    net.head = FSDP(net.head)
+    with refused(net, ValueError, argument, "FullyShardedDataParallel that is sharded already"):
+        FSDP(net, **{argument: [net.head]})
 
 
 # Checkpoints.

@@ -108,7 +108,7 @@ def check_gather(handle: ParamHandle, module: nn.ParameterList, dtype: torch.dty
     for keeps in (within, None):
         assert handle.unshard()
         handle.wait()
-        handle.show_leaves()
+        handle.shown.show_leaves()
         for param, value in zip(module, originals()):
             assert type(param) is nn.Parameter
             assert torch.equal(param, value.to(dtype))

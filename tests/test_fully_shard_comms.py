@@ -168,7 +168,7 @@ def test_states_tell_units_apart(rank, world_size):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     fully_shard(model[0]), fully_shard([model[1], model[2]]), fully_shard(model)
     states = [fully_shard.state(module) for module in (model, *model)]
-    assert len({*map(id, states)}) == 4 and states[2] is states[3] and states[4] is None
+    assert len({*states}) == 4 and states[2] == states[3] and states[4] is None
     assert fully_shard.state(nn.Linear(2, 2)) is None
 
 
@@ -193,6 +193,7 @@ def test_errors_are_of_torchs_types(rank, world_size):
         (TypeError, "must return a Shard", 3),
     ):
         raises(error, match, lambda placed=placement: fully_shard(plain, shard_placement_fn=lambda _: placed))
+    raises(TypeError, "bool, an int or None", lambda: fully_shard(plain, reshard_after_forward="no"))
     with torch.device("meta"):
         meta = fully_shard(nn.Linear(3, 4))
     raises(RuntimeError, "meta device", lambda: meta(torch.ones(2, 3)))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 from bed import ranks
 from fronts import each_front, full, full_state, inner, local_numel, no_sync, shard, twins
@@ -46,6 +47,32 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front
         assert torch.equal(loss, expected)
         loss.backward()
         expected.backward()
+        optimizer.step()
+        assert all(param.grad is None for param in model.parameters())
+    found, expected = full_state(model), full_state(usual)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("register_hook", [False, True])
+@each_front
+@ranks(2)
+def test_optimizers_that_torch_applies_in_backward(rank, world_size, front, register_hook):
+    """Torch notes them on the parameters; a FlatParameter, which stands for several, takes none."""
+    _, usual = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+    _, model = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+    apply = apply_optimizer_in_backward
+    apply(torch.optim.AdamW, model.parameters(), {"lr": 0.01}, register_hook=register_hook)
+    if front == "flat":
+        with pytest.raises(
+            RuntimeError, match="FlatParameter of .* only supported with use_orig_params=True"
+        ):
+            loss_of(model, tokens(rank, 0))
+        return
+    optimizer = torch.optim.AdamW(usual.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        for each in (model, usual):
+            loss_of(each, tokens(rank, step)).backward()
         optimizer.step()
         assert all(param.grad is None for param in model.parameters())
     found, expected = full_state(model), full_state(usual)

@@ -8,6 +8,7 @@ from torch import nn
 
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import StateDictType
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, full_grads, gather_objects, loss_of, tokens, twins
 
@@ -62,3 +63,76 @@ def test_clipping_counts_ignored_gradients_once(rank, world_size):
     torch.testing.assert_close(model.clip_grad_norm_(0.1), expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(raw.norm.weight.grad, plain.norm.weight.grad, rtol=1e-12, atol=1e-12)
     assert len({norm.item() for norm in gather_objects(expected)}) == 1
+
+
+class Counting(nn.Module):
+    """A layer with a buffer that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
+@pytest.mark.parametrize("by_policy", [False, True])
+@each_form
+@ranks(2)
+def test_what_is_wrapped_may_itself_be_ignored(rank, world_size, use_orig_params, by_policy, argument):
+    """Its unit has nothing to shard; units that were inside before still do."""
+    torch.manual_seed(0)
+    raw = nn.Sequential(Counting(), nn.Linear(4, 4))
+    inner = raw[1] = FSDP(raw[1], use_orig_params=use_orig_params)
+    kept = dict(raw[0].named_parameters())
+    policy = ModuleWrapPolicy({Counting}) if by_policy else None
+    with pytest.warns(UserWarning, match=f"{argument} holds the Sequential that is being wrapped") as caught:
+        model = FSDP(raw, auto_wrap_policy=policy, **{argument: [raw]})
+    assert caught[0].filename == __file__
+    held = {id(param) for param in model.parameters()}
+    assert all(id(param) in held and param.shape == (4, 4)[: param.dim()] for param in kept.values())
+    assert raw[1] is inner and FSDP.fsdp_modules(model) == [model, inner]
+    batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    model(batch).sum().backward()
+    assert all(param.grad is not None and param.grad.shape == param.shape for param in kept.values())
+    assert sorted(model.state_dict()) == ["0.calls", "0.linear.bias", "0.linear.weight", "1.bias", "1.weight"]
+    alone = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="that is being wrapped"):
+        wrapped = FSDP(alone, ignored_modules=[alone], use_orig_params=use_orig_params)
+    outer = FSDP(nn.Sequential(wrapped, nn.Linear(4, 4)), use_orig_params=use_orig_params)
+    outer(batch).sum().backward()
+    assert alone.weight.grad is not None and outer.state_dict()["0.weight"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@pytest.mark.parametrize("prefix", ["", "below."])
+@each_form
+@ranks(2)
+def test_state_dicts_have_the_memory_of_what_is_ignored(rank, world_size, use_orig_params, prefix, kind):
+    """As that of a plain module; what units own is copied, also parameters that are shown in full now."""
+    raw = nn.Sequential(Counting(), Counting(), nn.Linear(4, 4))
+    options = {"use_orig_params": use_orig_params}
+    raw[1] = FSDP(raw[1], ignored_states=[raw[1].linear.weight], **options)
+    model = FSDP(raw, ignored_modules=[raw[0]], **options)
+    model(torch.ones(2, 4)).sum().backward()
+    ignored = {f"0.{name}": value for name, value in raw[0].state_dict(keep_vars=True).items()}
+    ignored["1.linear.weight"] = raw[1].module.linear.weight
+
+    def check(state: dict) -> None:
+        shared = {
+            name for name, value in ignored.items() if state[prefix + name].data_ptr() == value.data_ptr()
+        }
+        assert shared == set(ignored)
+
+    with FSDP.state_dict_type(model, kind):
+        check(model.state_dict(prefix=prefix))
+    with FSDP.summon_full_params(model):
+        full = model.state_dict(prefix=prefix)
+        check(full)
+        shown = {value.data_ptr() for value in (*raw[2].parameters(), raw[1].module.linear.bias)}
+        shown.add(raw[1].module.calls.data_ptr())
+        owned = (f"{prefix}{name}" for name in ("2.weight", "2.bias", "1.linear.bias", "1.calls"))
+        assert shown.isdisjoint(full[name].data_ptr() for name in owned)

@@ -537,12 +537,19 @@ def test_what_is_shown_while_a_unit_computes_is_a_copy(rank, world_size, use_ori
     kept = []
     model = FSDP(Spy(WIDTH, 4), use_orig_params=use_orig_params)
     model.module.look_at(model)
-    model.module.register_forward_pre_hook(lambda *_: kept.extend(model.params))
+    expected = model(torch.ones(2, WIDTH))
+
+    def change(*_: Any) -> None:
+        kept.append(model.params[0])
+        kept[0].data.zero_()  # which is nobody else's memory
+
+    model.module.register_forward_pre_hook(change)
     output = model(torch.ones(2, WIDTH))
-    kept[0].data.zero_()  # which is nobody else's memory
-    assert kept[0] is not model.params[0] and kept[0]._local_shard.data_ptr() == model.params[0].data_ptr()
-    assert torch.equal(output, model(torch.ones(2, WIDTH))) and model.params[0].any()
+    assert torch.equal(output, expected)
     output.sum().backward()
+    assert kept[0] is not model.params[0] and kept[0]._local_shard.data_ptr() == model.params[0].data_ptr()
+    assert kept[0].eq(0).all() and model.params[0].any()
+    assert torch.equal(kept[0].grad, model.params[0].grad)
 
 
 @each_form
@@ -582,6 +589,13 @@ def test_the_gradient_of_the_flat_parameter_behind_slices(rank, world_size):
         grad.mul_(2)
         for param, piece in zip(held, pieces):
             assert param.grad is None or torch.equal(param.grad, 2 * piece), change
+    model.zero_grad()
+    with model.no_sync():
+        model(batch).sum().backward()
+    assert flat.grad is None or not flat.grad.any(), "what waits for a reduction is not in the shard"
+    model(batch).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert model.module[1].bias.grad.eq(4).all() and flat.grad.shape == flat.shape
     flat.grad = None
     assert all(param.grad is None for param in model.parameters())
 

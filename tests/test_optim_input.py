@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from test_state_dict import (
     wrapped_and_plain,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
 each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
 
 
@@ -137,6 +139,29 @@ def test_rekeyed_states_reach_the_parameters_of_a_plain_optimizer(rank, world_si
     for name, entry in state["state"].items():
         assert torch.equal(back["state"][name]["exp_avg"], entry["exp_avg"]), name
     resume(model, ours, back)
+
+
+@ranks(2)
+def test_passing_it_warns_of_its_end(rank, world_size):
+    """At the caller's line; nothing else of the methods that take it does."""
+    model, plain = wrapped_and_plain(Net, whole, True)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(1, model, ours, plain, theirs)
+    state = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
+    to_ids, to_names = OptimStateKeyType.PARAM_ID, OptimStateKeyType.PARAM_NAME
+    for call in (
+        lambda **by: FSDP.full_optim_state_dict(model, ours, **by),
+        lambda **by: FSDP.shard_full_optim_state_dict(state, model, **by),
+        lambda **by: FSDP.scatter_full_optim_state_dict(state, model, **by),
+        lambda **by: FSDP.rekey_optim_state_dict(state, to_ids, model, **by),
+        lambda **by: FSDP.rekey_optim_state_dict(theirs.state_dict(), to_names, model, **by),
+    ):
+        with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated") as caught:
+            call(optim_input=list(model.parameters()))
+        assert [warning.filename for warning in caught] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
 
 
 @ranks(2)

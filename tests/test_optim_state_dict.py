@@ -360,10 +360,13 @@ def test_pieces_are_saved_and_loaded_without_communication(rank, world_size, mak
     ours, theirs = make(model), make(plain)
     train_side_by_side(2, model, ours, plain, theirs)
     fresh = make(model)
-    with FSDP.state_dict_type(model, SHARDED), count_collectives() as counts:
-        state = FSDP.optim_state_dict(model, ours)
-        resume(model, fresh, state)
-    assert counts == {}
+    with FSDP.state_dict_type(model, SHARDED):
+        with count_collectives() as counts:
+            state = FSDP.optim_state_dict(model, ours)
+        assert counts == {}
+        with count_collectives(objects=False) as counts:  # the ranks only tell each other that pieces fit
+            resume(model, fresh, state)
+        assert counts == {}
     expected = by_name(theirs, plain)
     for name, entry in expected["state"].items():  # a rank may have nothing of a parameter
         for key, value in entry.items() if name in state["state"] else ():
@@ -555,15 +558,167 @@ def test_counts_that_a_flat_parameter_cannot_have(rank, world_size):
     resume(other, adamw(other), state)
 
 
-@ranks(2)
-def test_pieces_of_another_wrapping(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, False)
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(("source", "target"), [(per_block, whole), (whole, below_plain)])
+@pytest.mark.parametrize("form", [(False, True), (True, False)])
+@ranks(3)
+def test_pieces_go_to_another_wrapping(rank, world_size, source, target, form, legacy):
+    model, plain = wrapped_and_plain(Net, source, form[0])
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    other = target(copy.deepcopy(plain), use_orig_params=form[1])
+    fresh = adamw(other)
+    if legacy:
+        pieces = FSDP.sharded_optim_state_dict(model, ours)
+        fresh.load_state_dict(FSDP.flatten_sharded_optim_state_dict(pieces, other, fresh))
+    else:
+        with FSDP.state_dict_type(model, SHARDED), FSDP.state_dict_type(other, SHARDED):
+            resume(other, fresh, FSDP.optim_state_dict(model, ours))
+    assert_same(FSDP.optim_state_dict(other, fresh), by_name(theirs, plain))
+
+
+@ranks(3)
+def test_pieces_of_fewer_ranks_than_hold_them_now(rank, world_size):
+    """What only some ranks have cannot be put together: told alike on all."""
+    model, plain = wrapped_and_plain(Net, whole, False)
     ours = adamw(model)
     train_side_by_side(1, model, ours, plain, adamw(plain))
     pieces = FSDP.sharded_optim_state_dict(model, ours)
-    other = whole(copy.deepcopy(plain))
-    with pytest.raises(ValueError, match=r"'exp_avg' of parameter '.*' holds elements .*checkpoint"):
+    if rank == 1:
+        pieces["state"].clear()
+    other = per_block(copy.deepcopy(plain), use_orig_params=False)
+    with pytest.raises(
+        ValueError, match=r"of shape .* cannot be put together from what the 3 ranks have of it"
+    ):
         FSDP.flatten_sharded_optim_state_dict(pieces, other, adamw(other))
+
+
+@ranks(2)
+def test_a_count_that_a_part_of_a_flat_parameter_has_not(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, False)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(1, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, ours)
+    del state["state"]["head.weight"]
+    with pytest.raises(ValueError, match=r"'step' of parameter 'shift' and none of 'head.weight'"):
+        resume(model, adamw(model), state)
+    other = per_block(copy.deepcopy(plain), use_orig_params=True)
+    fresh = adamw(other)
+    resume(other, fresh, state)
+    assert "head.weight" not in FSDP.optim_state_dict(other, fresh)["state"]
+
+
+@each_form
+@ranks(3)
+def test_a_rank_whose_optimizer_lacks_parameters(rank, world_size, use_orig_params):
+    """Its part of the state would be zeros: refused on all ranks, also on those that lack nothing."""
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    params = [param for param in model.parameters() if param.numel()]
+    ours = adamw(model) if rank != 1 else torch.optim.AdamW(params[:-1], lr=1e-2)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has no optimizer state of parameter '.*, of which rank [02] has"
+    ):
+        FSDP.full_optim_state_dict(model, ours)
+
+
+@each_form
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@ranks(2)
+def test_state_without_groups(rank, world_size, kind, use_orig_params):
+    """Goes and comes without them."""
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours = adamw(model)
+    train_side_by_side(2, model, ours, plain, adamw(plain))
+    own = ours.state_dict()
+    groups = own.pop("param_groups")
+    with FSDP.state_dict_type(model, kind):
+        state = FSDP.optim_state_dict(model, ours, own)
+        assert list(state) == ["state"]
+        given = FSDP.optim_state_dict_to_load(model, ours, state)
+    assert list(given) == ["state"]
+    fresh = adamw(model)
+    fresh.load_state_dict({**given, "param_groups": groups})
+    assert_same(FSDP.optim_state_dict(model, fresh), FSDP.optim_state_dict(model, ours))
+
+
+class Placed(Net):
+    """With a layer of the rank's own beside what is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(2, 2)
+
+
+@each_form
+@pytest.mark.parametrize("given", ["optim", "optim_input"])
+@pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
+@ranks(2)
+def test_parameters_that_are_managed_elsewhere(rank, world_size, given, use_orig_params):
+    """What the state dict does not have of them is not made up: the caller adds what it has."""
+    model, plain = wrapped_and_plain(Net, below_plain, use_orig_params)
+    ours = adamw(model)
+    train_side_by_side(2, model, ours, plain, adamw(plain))
+    state = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
+    placed = below_plain(Placed().double(), use_orig_params=use_orig_params)
+    fresh = adamw(placed)
+    chosen = {"optim": fresh} if given == "optim" else {"optim_input": placed.parameters()}
+    cut = FSDP.shard_full_optim_state_dict(state, placed, **chosen)
+    numbers = [
+        number for number, param in enumerate(placed.parameters()) if param in {*placed.own.parameters()}
+    ]
+    [group] = cut["param_groups"]
+    assert len(numbers) == 2 and {*group["params"], *numbers} == {*range(len(list(placed.parameters())))}
+    assert {*numbers}.isdisjoint([*group["params"], *cut["state"]])
+    for number, param in zip(numbers, placed.own.parameters()):
+        moments = {"exp_avg": torch.full_like(param, rank), "exp_avg_sq": torch.ones_like(param)}
+        cut["state"][number] = {"step": torch.tensor(2.0), **moments}
+    group["params"] = sorted([*group["params"], *numbers])
+    fresh.load_state_dict(cut)
+    found = FSDP.optim_state_dict(placed, fresh)["state"]
+    assert found["own.bias"]["exp_avg"].tolist() == [rank, rank]
+    assert torch.equal(found["head.weight"]["exp_avg"], state["state"]["head.weight"]["exp_avg"])
+    FSDP.optim_state_dict_to_load(placed, fresh, state, load_directly=True)
+    assert "own.bias" not in FSDP.optim_state_dict(placed, fresh)["state"]
+
+
+class Sorting(torch.optim.AdamW):
+    """Names its parameters in its state dicts, sorted within groups, as torch's `_NamedOptimizer`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = dict(module.named_parameters())
+        super().__init__(named.values(), lr=1e-2)
+        self.names = {id(param): name for name, param in named.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        [group] = state["param_groups"]
+        names = [self.names[id(param)] for param in self.param_groups[0]["params"]]
+        entries = {names[key]: entry for key, entry in state["state"].items()}
+        return {"state": entries, "param_groups": [{**group, "params": sorted(names)}]}
+
+
+@each_form
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@pytest.mark.parametrize("wrap", [per_block, below_plain])
+@ranks(1, 2)
+def test_an_optimizer_that_sorts_its_names(rank, world_size, wrap, kind, use_orig_params):
+    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+    ours, theirs = Sorting(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    with FSDP.state_dict_type(model, kind):
+        state = FSDP.optim_state_dict(model, ours)
+        assert set(state["state"]) <= set(by_name(theirs, plain)["state"])
+        given = FSDP.optim_state_dict_to_load(model, ours, state, is_named_optimizer=True)
+    own = ours.state_dict()
+    assert given["state"].keys() == own["state"].keys()
+    for name, entry in own["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(given["state"][name][key], value), (name, key)
+    if world_size == 1 or wrap is per_block:  # nobody reduces the gradients of what no instance wraps
+        assert_same(FSDP.optim_state_dict(model, ours), by_name(theirs, plain))
+    numbered = FSDP.optim_state_dict_to_load(model, adamw(model), state, is_named_optimizer=True)
+    assert all(isinstance(key, str) for key in numbered["state"])
 
 
 @each_form

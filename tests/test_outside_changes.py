@@ -52,6 +52,21 @@ def test_a_parameter_put_in_the_place_of_a_sharded_one(rank, world_size, front, 
 
 @pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
+def test_summoning_does_not_drop_a_parameter_that_was_replaced(rank, world_size, front):
+    model, block = training(front)
+    module, fqn, name = names_of(block)
+    before = getattr(module, name)
+    module.weight = nn.Parameter(torch.ones_like(before))
+    with pytest.raises(RuntimeError, match=rf"'blocks\.1\.{fqn}' was replaced by a Parameter") as raised:
+        with FSDP.summon_full_params(model):
+            raise AssertionError("the context was entered")
+    assert isinstance(raised.value, ValueError)
+    module._parameters["weight"] = None if front == "flat" else before
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@ranks(2)
 def test_replacing_inside_of_summon_is_kept(rank, world_size, front):
     model, block = training(front)
     module, fqn, _ = names_of(block)

@@ -75,7 +75,7 @@ def test_upcast_changes_the_master_dtype_alone(rank, world_size, use_orig_params
         train(net, rank)
     assert_same(model, expected, torch.float32)
     leaves = [
-        leaf for unit in FSDP.fsdp_modules(model) for seg in unit._handle.segments for leaf in seg.leaves
+        leaf for unit in FSDP.fsdp_modules(model) for seg in unit._unit.handle.segments for leaf in seg.leaves
     ]
     assert torch.bfloat16 in {leaf.dtype for leaf in leaves}
 

@@ -1,0 +1,96 @@
+"""Lets torch's own helpers for state dicts take models that this package wraps for what they are.
+
+The functions of `torch.distributed.checkpoint.state_dict` look for torch's wrapper. They would take ours for
+a plain module, and each rank's pieces of an optimizer's state for all of it, under full names. Programs may
+have imported them already. So what they call is rebound, when this package is imported, to look for our
+wrappers first; it is torch's own for all other models. `fsdp_wrap.compat` is not needed for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from fsdp_wrap import distributed_state_dict as ours
+from fsdp_wrap._interval_tensor import IntervalTensor, passes_for_dtensor
+from fsdp_wrap._modules import clean_fqn
+from fsdp_wrap._torch_private import torch_gathers
+from fsdp_wrap._torch_private import torch_state_dict as theirs
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+
+__all__: list[str] = []
+
+
+def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
+    return ours.model_state(model, _prefixes(info), info) if info.handle_model else {}
+
+
+def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]:
+    return ours.optim_state(model, optimizers, _prefixes(info), info) if info.handle_optim else {}
+
+
+def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+    state_dict = state_dict if info.handle_model else {}
+    return ours.set_model_state_dict(model, state_dict, options=info)
+
+
+def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
+    if info.handle_optim:
+        ours.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
+
+
+def _prefixes(info: Any) -> set[str] | None:
+    return info.submodule_prefixes or None
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "_get_model_state_dict": _model_state,
+    "_get_optim_state_dict": _optim_state,
+    "_load_model_state_dict": _load_model_state,
+    "_load_optim_state_dict": _load_optim_state,
+}
+
+
+def _adapt() -> None:
+    """Rebinds what torch's helpers call."""
+    for name, function in _OURS.items():
+        setattr(theirs, name, _asking_first(function, getattr(theirs, name)))
+    theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
+    if not passes_for_dtensor():
+        torch_gathers._iterate_state_dict = _gathering_pieces(torch_gathers._iterate_state_dict)
+
+
+def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(torchs)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_ours = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        return (own if is_ours else torchs)(model, *args, **kwargs)
+
+    return call
+
+
+def _with_clean_prefixes(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(torchs)
+    def verify_options(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        info = torchs(model, *args, **kwargs)
+        if info.submodule_prefixes:
+            info.submodule_prefixes = {clean_fqn(prefix) for prefix in info.submodule_prefixes}
+        return info
+
+    return verify_options
+
+
+def _gathering_pieces(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(torchs)
+    def iterate(value: Any, of_sharded: Any, of_dtensor: Any, of_tensor: Any, **kwargs: Any) -> Any:
+        if isinstance(value, IntervalTensor):  # which `isinstance` takes for a plain tensor
+            of_tensor = of_dtensor
+        return torchs(value, of_sharded, of_dtensor, of_tensor, **kwargs)
+
+    return iterate
+
+
+_adapt()
