@@ -23,6 +23,10 @@ __all__ = ["register_comm_hook"]
 _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 
+class _Refused(AssertionError, RuntimeError):
+    """What torch's wrapper refuses as the first of these, for programs that catch it."""
+
+
 def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., None]) -> None:
     """Lets a hook reduce the gradients of all units of a wrapped module.
 
@@ -40,8 +44,9 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
         hook: The hook. Torch's own ones may be given.
 
     Raises:
-        RuntimeError: Below the root, if there is a hook already or compressed reductions, inside a forward or
-            backward, or while gradients wait that were accumulated under `no_sync`.
+        RuntimeError: Below the root, if there is a hook already (both are an `AssertionError` as well) or
+            compressed reductions, inside a forward or backward, or while gradients wait that were accumulated
+            under `no_sync`.
         ValueError: If `hook` cannot be called as the units will call it, or is a ready-made one and `state`
             names other ranks than a unit's gradients are to be averaged over.
     """
@@ -59,13 +64,13 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
 
 def _check_place(units: list[Unit]) -> None:
     if units[0].nested:
-        raise RuntimeError(f"register_comm_hook() must be called on the root, and this is {units[0].name}")
+        raise _Refused(f"register_comm_hook() must be called on the root, and this is {units[0].name}")
     for unit in units:
         schedule_of(unit).require_idle("register_comm_hook()")
         if unit.handle is None:
             continue
         if unit.handle.has_own_reduction:
-            raise RuntimeError(f"{unit.name} has a communication hook already, and takes one only")
+            raise _Refused(f"{unit.name} has a communication hook already, and takes one only")
         if isinstance(unit.handle.transport, CompressedTransport) and unit.handle.transport.reduces:
             raise RuntimeError(
                 f"compress() compresses the reductions of {unit.name}, and a communication hook would take "

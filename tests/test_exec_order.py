@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import multiprocessing
 import multiprocessing.util
@@ -214,6 +215,44 @@ def test_other_levels_compare_nothing(rank, world_size):
         step(model, "abc")
         step(model, "cba")
     assert traffic["all_gather_into_tensor"].calls == 2 * (3 + 3)
+
+
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_form
+@ranks(2)
+def test_an_order_that_changes_on_all_ranks_trains_as_the_plain_model(
+    rank, world_size, use_orig_params, strategy, forward_prefetch
+):
+    """Whatever was prefetched by the order before; units may be left out, come back and run twice."""
+    torch.manual_seed(0)
+    plain = Ordered().double()
+    model = FSDP(
+        copy.deepcopy(plain),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        sharding_strategy=ShardingStrategy[strategy],
+        forward_prefetch=forward_prefetch,
+        use_orig_params=use_orig_params,
+    )
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    with silence():
+        for order in ("abc", "abc", "cba", "acb", "b", "cab", "a:bc", "bacab", "abc"):
+            plain.order = model.module.order = order
+            inputs = torch.randn(world_size, 2, 8, dtype=torch.float64)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for each in range(world_size):
+                (_loss(plain(inputs[each])) / world_size).backward()
+            _loss(model(inputs[rank])).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    with FSDP.summon_full_params(model):
+        for (name, param), whole in zip(model.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(param, whole, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def _loss(output):
+    return sum(each.square().sum() for each in (output if isinstance(output, tuple) else (output,)))
 
 
 # Mix-ups, by default.
