@@ -133,8 +133,8 @@ class StateDictMethods(nn.Module):
 
         By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
         training does not change them; what is ignored, modules with their buffers or parameters, stays the
-        model's own memory, as in the state dict of a plain module, unless `offload_to_cpu` copies it too. The pieces
-        of sharded ones are copies too, save with `keep_vars`.
+        model's own memory, as in the state dict of a plain module, unless `offload_to_cpu` copies it too.
+        The pieces of sharded ones are copies too, save with `keep_vars`.
         """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         settings = self._state_dict_settings
