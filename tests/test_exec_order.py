@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks, run_isolated
 from bed.references import count_collectives
+from fronts import each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, _positions, _watch, record_events
 from fsdp_wrap._device import lane_of
@@ -41,6 +42,34 @@ each_size = pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equa
 DIFFERS = "^Forward order differs across ranks"
 CHANGED = "^Forward order differs from that of the first iteration"
 MIXED_UP = "^ranks communicate for different units"
+
+
+class Skips(nn.Module):
+    """A layer that does not use its parameters for some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.skips else self.linear(x)
+
+
+@each_front
+@pytest.mark.parametrize("shared", ["0", "1"])
+@ranks(2)
+def test_a_unit_that_has_no_gradient_on_one_rank_is_told(rank, world_size, front, shared, monkeypatch):
+    """The rank that has none reduces nothing there; it is the last reduction of the backward."""
+    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shared)
+    layer = Skips()
+    model = shard(front, nn.Sequential(layer, nn.Linear(4, 4)), ModuleWrapPolicy({Skips}))
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    layer.skips = rank == 1
+    with pytest.raises(RuntimeError, match=MIXED_UP):
+        for _ in range(2):
+            model(x).sum().backward()
 
 
 class Ordered(nn.Module):
