@@ -99,7 +99,9 @@ def model_state(
     on_first = options.full_state_dict and options.cpu_offload
     others_sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     with _kind(model, options, everywhere=others_sharded):
-        state: dict[str, Any] = model.state_dict()
+        # For saving at once: the shards themselves, as of plain modules and `fully_shard`.
+        state: dict[str, Any] = model.state_dict(keep_vars=not options.full_state_dict)
+    state.update({name: v.detach() for name, v in state.items() if isinstance(v, torch.Tensor)})
     if options.full_state_dict and others_sharded:  # by `fully_shard` in parts of the model
         state.update({name: unsharded(value) for name, value in state.items()})
     if on_first and not is_first_rank(handles_of(units_in(model).values())):

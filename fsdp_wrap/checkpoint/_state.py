@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_params import refuse_shared
-from fsdp_wrap.api import StateDictType
 from fsdp_wrap.checkpoint._holders import refuse_fewer_ranks
 from fsdp_wrap.checkpoint._optimizer_of_dtensors import cut_for, taken_of
 from fsdp_wrap.checkpoint._plain import packed
@@ -71,11 +70,7 @@ class Subject:
 
     def model_state(self) -> dict[str, Any]:
         """Returns the model's state dict, of pieces where it is sharded."""
-        if not FullyShardedDataParallel.fsdp_modules(self.model):
-            return get_model_state_dict(self.model)
-        with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
-            state = self.model.state_dict(keep_vars=True)  # without copies
-        return {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+        return get_model_state_dict(self.model)
 
     def _optim_state(self) -> dict[str, Any]:
         by_name = self._is_of_dtensors()
