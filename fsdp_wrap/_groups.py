@@ -55,8 +55,8 @@ class Ranks:
 
     @property
     def members(self) -> list[int]:
-        """The group's ranks, as the default group counts them."""
-        return dist.get_process_group_ranks(self.group)
+        """The group's ranks, as the default group counts them; what stands in for a group counts its own."""
+        return dist.get_process_group_ranks(self.group) if self.communicate else [*range(self.size)]
 
 
 def ranks_in(group: Any) -> Ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +62,7 @@ class HeldBy:
         assert ranks is not None
         names = None if mesh.given is None else mesh.given.mesh_dim_names
         self = cls(ranks.members, device.type, names and names[-1:], replicated=mesh.shard is None)
-        self._given, self._reference = mesh.given, weakref.ref(ranks.group)
+        self._given, self._reference = mesh.given, ranks.reference
         return self
 
     @classmethod
