@@ -219,6 +219,10 @@ class IntervalTensor(torch.Tensor):
             for offsets, box in self.boxes().items()
         ]
 
+    @property
+    def _local_shards(self) -> list[ShardOfTensor]:
+        return self.local_shards()
+
     def local_tensor(self) -> torch.Tensor:
         """Returns what this rank holds: a box, if it is one, else 1-D."""
         boxes = [*self.boxes().values()]

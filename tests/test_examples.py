@@ -114,6 +114,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # --- to the end ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_default_corpus_trains_and_reports_one_line_of_json():
     result = train("--steps", 12, "--eval-every", 5, "--lr", "1e-2")
     report = result.report

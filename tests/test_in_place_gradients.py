@@ -179,6 +179,7 @@ class _Halves(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 @wrapper_fronts
 @ranks(2)
 def test_a_unit_of_memory_less(rank, world_size, front):

@@ -157,6 +157,7 @@ def test_pickling_says_what_to_do_instead(rank, world_size, front):
     model(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments", "told"),
     [

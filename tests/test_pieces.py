@@ -111,6 +111,7 @@ def test_as_sharded_tensors(rank, world_size, kind, use_orig_params):
         mine = [each for each in told[name].shards_metadata if each.placement.rank() == rank]
         shards = value.local_shards()
         assert [shard.metadata for shard in shards] == mine
+        assert [shard.metadata for shard in value._local_shards] == mine
         assert torch.equal(
             torch.cat([shard.tensor.flatten() for shard in shards] or [value.piece]), value.piece
         )

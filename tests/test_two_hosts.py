@@ -256,6 +256,7 @@ def trained(model):
     return losses, {event.way for event in events} - {""}, crossed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [False, True], ids=["full", "hybrid"])
 @pytest.mark.parametrize("wrap", [by_wrapper, by_fully_shard], ids=["wrapper", "fully_shard"])
 def test_training_equals_plain_and_crosses_the_link_with_less(hosts, tmp_path, wrap, hybrid):
