@@ -38,8 +38,6 @@ __all__ = [
 ]
 
 _VERSION = attrgetter("_version")
-_NOT_BETWEEN = "FSDP does not support changing the parameters between forward and backward"
-"""Programs know torch's words."""
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
@@ -110,7 +108,7 @@ def refuse_outdated(use: Use) -> None:
         what, why = f"{of} written to, or its data replaced,", " (by a step, say)"
     raise ChangedBetweenError(
         f"the {what} between forward and backward on rank {dist.get_rank()}{why}; backward needs the "
-        f"forward's values: {_NOT_BETWEEN}, but after the last backward of what was computed, or run the "
+        "forward's values: change parameters after the last backward of what was computed, or run the "
         "forward again"
     )
 
@@ -165,8 +163,8 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
     if handle.shown.changed:
         raise ChangedBetweenError(
             f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
-            f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: {_NOT_BETWEEN}; "
-            "edit them inside summon_full_params, or each shard by itself (model.parameters())"
+            f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
+            "edit it inside summon_full_params, or each shard by itself (model.parameters())"
         )
 
 
@@ -179,7 +177,7 @@ def refuse_replaced(unit: Unit, layout: Layout) -> None:
     for index, found in layout.shown_sharded.replaced():
         what = "was removed" if found is None else f"was replaced by {_described(found)}"
         raise ReplacedError(
-            f"Cannot writeback: the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its "
+            f"the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its "
             f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
             "former object back, and write new values into it; or replace it before sharding, or, with the "
             "wrapper, inside summon_full_params"

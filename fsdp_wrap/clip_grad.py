@@ -107,8 +107,8 @@ def _norm_type(norm_type: float) -> float:
 def _require_root(unit: Unit) -> None:
     if unit.nested:
         raise RuntimeError(
-            "clip_grad_norm_() should only be called on the root FSDP instance, and this is "
-            f"{unit.name}: gradients are clipped by the norm of all of them"
+            f"clip_grad_norm_() must be called on the root, and this is {unit.name}: gradients are clipped "
+            "by the norm of all of them"
         )
 
 
