@@ -45,9 +45,10 @@ from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
 from fsdp_wrap._precision import BufferCasts, SegmentPolicy
 from fsdp_wrap._refusals import refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._schedule import guard_parametrizations
+from fsdp_wrap._slice_layout import SliceLayout
 from fsdp_wrap._steps import note_fused_steps
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
-from fsdp_wrap.flat_param import FlatLayout
+from fsdp_wrap.flat_param import FlatParameterLayout
 
 __all__ = [
     "FLAT_PARAM",
@@ -160,14 +161,14 @@ def build_unit(module: nn.Module, spec: FlatSpec) -> Unit:
         broadcast(tensors, [replicas, communicator])
 
     def make_layout(segment: list[ParamSlot], name: str, allocator: Communicator) -> Layout:
-        return FlatLayout(
+        kind = SliceLayout if spec.use_orig_params else FlatParameterLayout
+        return kind(
             segment,
             allocator,
             name=name,
             module=module,
             sharded=spec.mesh.shard is not None,
             offload=spec.offload,
-            use_orig_params=spec.use_orig_params,
         )
 
     return assemble_unit(module, slots, spec, make_layout)
