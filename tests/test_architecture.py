@@ -68,7 +68,6 @@ LAYERS = [
         "_shown.py",
         "_gradient_mark.py",
         "_layout.py",
-        "_boxes.py",
         "_held_by.py",
         "_interval_tensor.py",
         "_use_notes.py",
