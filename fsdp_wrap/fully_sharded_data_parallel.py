@@ -184,9 +184,10 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
         mesh = _resolve_options(**options)
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         wanted = SegmentPolicy.of(policy)
+        tensors = check_module(module, ignored, values, mesh, use_orig_params)
         spec = FlatSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh.groups),
+            device=resolve_device(tensors, device_id, mesh.groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy_of=lambda _: wanted,
