@@ -134,7 +134,8 @@ def check_module(
 
     Raises:
         ValueError: If a tensor is on the meta device and nothing can initialise it, or a parameter has
-            gradient hooks or, where other tensors are trained, optimizers. Where values come from the first rank, also if another rank refused its module.
+            gradient hooks or, where other tensors are trained, optimizers. Where values come from the first
+            rank, also if another rank refused its module.
         TypeError: If a parameter is of a class whose behaviour leaves could not carry over, or belongs to a
             TorchScript module.
     """

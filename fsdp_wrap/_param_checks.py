@@ -37,7 +37,8 @@ def check_param(slot: ParamSlot) -> None:
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(
             f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
-            "with another tensor; remove them before wrapping, and give them to the sharded parameters after it"
+            "with another tensor; remove them before wrapping, and give them to the sharded parameters after "
+            "it"
         )
 
 
@@ -49,8 +50,8 @@ def refuse_optimizer_in_backward(slot: ParamSlot, cure: str) -> None:
     """
     if optimizers_in_backward(slot.param):
         raise ValueError(
-            f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train nothing: "
-            f"sharding puts another tensor in its place; {cure}"
+            f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train "
+            f"nothing: sharding puts another tensor in its place; {cure}"
         )
 
 

@@ -24,7 +24,6 @@ from fsdp_wrap._fsdp_module import (
     run_as_unit,
     share_comm_ctx,
 )
-from fsdp_wrap._fully_shard_state import state_of
 from fsdp_wrap._groups import Ranks, default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
 from fsdp_wrap._layout import Layout
@@ -142,9 +141,6 @@ def fully_shard(
     for part in parts:
         run_as_unit(part, unit)
     return module
-
-
-vars(fully_shard)["state"] = state_of  # where torch's has it
 
 
 def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
