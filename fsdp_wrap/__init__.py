@@ -1,5 +1,7 @@
 """Fully sharded data parallel training with the wrapper API that people know."""
 
+from importlib.util import find_spec
+
 from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
 from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._interval_tensor import IntervalTensor
@@ -76,3 +78,7 @@ __all__ = [
     "set_gradients_in_place",
     "share_comm_ctx",
 ]
+
+if find_spec("fsdp_wrap._internals"):  # add-ons, which give what stands above further attributes
+    from fsdp_wrap import _fully_shard_state as _fully_shard_state
+    from fsdp_wrap import _internals as _internals

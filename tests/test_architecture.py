@@ -133,14 +133,14 @@ LAYERS = [
     ],
     [
         "_settings.py",
-        "_internals.py",
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
+        "_internals.py",
         "distributed_state_dict.py",
         "_torch_helpers.py",
         "_fsdp_module.py",
-        "_fully_shard_state.py",
         "fully_shard.py",
+        "_fully_shard_state.py",
         "_safetensors.py",
         "_installation.py",
         "_fully_shard_names.py",
@@ -196,7 +196,7 @@ FILE_LINES = {
     "fully_sharded_data_parallel.py": 455,
     "fully_shard.py": 300,
     "compat.py": 150,
-    "__init__.py": 65,
+    "__init__.py": 70,
 }
 """About how long a file should be; one that is longer by more than a quarter has a second job."""
 
@@ -362,9 +362,10 @@ def test_the_package_only_re_exports():
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         constants = ("__all__", "__version__")
         constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants
-        assert docstring or constant or isinstance(node, ast.ImportFrom), ast.unparse(node)
+        add_ons = isinstance(node, ast.If) and all(isinstance(each, ast.ImportFrom) for each in node.body)
+        assert docstring or constant or add_ons or isinstance(node, ast.ImportFrom), ast.unparse(node)
     imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers"}
+    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers", "find_spec"}
 
 
 # One writer, one seam.
