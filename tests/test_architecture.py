@@ -28,6 +28,7 @@ LAYERS = [
         "_wrap_plan.py",
         "wrap.py",
         "_errors.py",
+        "_add_ons.py",
         "_events.py",
         "_walks.py",
         "_composition.py",
@@ -130,11 +131,9 @@ LAYERS = [
         "_idle_gradients.py",
         "clip_grad.py",
         "sharded_grad_scaler.py",
+        "comm_hooks.py",
         "_compression.py",
         "_custom_comms.py",
-        "_ready_hooks.py",
-        "_hooks.py",
-        "comm_hooks.py",
         "in_place_gradients.py",
     ],
     [
@@ -211,7 +210,7 @@ FILE_LINES = {
     "fully_sharded_data_parallel.py": 455,
     "fully_shard.py": 300,
     "compat.py": 150,
-    "__init__.py": 65,
+    "__init__.py": 70,
 }
 """About how long a file should be; one that is longer by more than a quarter has a second job."""
 
@@ -377,9 +376,11 @@ def test_the_package_only_re_exports():
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         constants = ("__all__", "__version__")
         constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants
-        assert docstring or constant or isinstance(node, ast.ImportFrom), ast.unparse(node)
+        imports_add_ons = isinstance(node, ast.For) and "find_spec" in ast.unparse(node)
+        allowed = docstring or constant or imports_add_ons or isinstance(node, ast.ImportFrom)
+        assert allowed, ast.unparse(node)
     imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers"}
+    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers", "import_module", "find_spec"}
 
 
 # One writer, one seam.
