@@ -15,7 +15,6 @@ from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Interval
-from fsdp_wrap._modules import Place, clean_fqn
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._torch_private import pytree
 from fsdp_wrap._unit import Unit, units_in
