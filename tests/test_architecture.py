@@ -70,7 +70,6 @@ LAYERS = [
         "_layout.py",
         "_held_by.py",
         "_interval_tensor.py",
-        "_use_notes.py",
         "flat_param.py",
         "_slice_layout.py",
         "_cut.py",
