@@ -177,7 +177,7 @@ class AutomaticCommunicator(GroupCommunicator):
     def _tell_all(self, value: Any) -> list[Any]:
         ranks = Ranks(self._group, self.rank, self.size)
         exchange = Exchange(ranks, value, Connections(ranks.group, self._watch.positions).has_ended)
-        self._watch.issue(lambda: exchange, limited=True).wait()
+        self._issue(self._gather_lane, lambda _: [exchange]).wait()
         return exchange.values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
