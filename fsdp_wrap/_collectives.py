@@ -10,7 +10,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +37,9 @@ __all__ = [
     "SoloCommunicator",
 ]
 
-_DATA = attrgetter("data")
+Start = Callable[[dist.ProcessGroup, bool], list[Any]]
+"""Issues collectives of a group, asynchronously or not; returns the works if so."""
+
 _DESTROYED = "the process group of this wrapped module was destroyed; wrap it anew"
 
 
@@ -51,10 +52,12 @@ class Communicator(ABC):
         device: Where the buffers live.
         positions: Where the ranks of the group stand; None without a group.
         keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
+        compresses_reductions: Whether gradients travel in fewer bytes than they have.
         settings: What has chosen this way of communicating, which all ranks must have alike.
     """
 
     keeps_notes = True
+    compresses_reductions = False
     settings: Sequence[str] = ()
 
     def __init__(
@@ -112,9 +115,11 @@ class Communicator(ABC):
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         """Allocates buffers and fills them from all ranks, after `fill` has written this rank's own parts."""
+        full = []
         for buffer in buffers:
             buffer.allocate()
-        return self.all_gather([*map(_DATA, buffers)], fill)
+            full.append(buffer.data)
+        return self.all_gather(full, fill)
 
     @abstractmethod
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
@@ -252,26 +257,27 @@ class GroupCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(dist.get_process_group_ranks(self._group))
 
-    def _issue(
-        self, lane: Lane, start: Callable[[bool], list[Any]], in_flight: type[InFlight] = InFlight
-    ) -> Pending:
+    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = InFlight) -> Pending:
         """Issues collectives.
 
         Args:
             lane: Where they run.
-            start: Issues them, asynchronously or not; returns the works if so.
+            start: Issues them in the group, asynchronously or not; returns the works if so.
             in_flight: How to wait for those.
 
         Raises:
             RuntimeError: If one fails.
         """
+        group = self._reference()
+        if group is None:
+            raise RuntimeError(_DESTROYED)
         if self._compare_first is not None:  # if it raises, again before the next
             self._compare_first()
             self._compare_first = None
         try:
             if not self._on_host:
-                return lane.issue(start)
-            works = start(True)
+                return lane.issue(partial(start, group))
+            works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
         return in_flight(works, self._watch)
@@ -279,11 +285,15 @@ class GroupCommunicator(Communicator):
     def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
         return self._issue(self._gather_lane, partial(self._gather, full, fill))
 
-    def _gather(self, full: list[torch.Tensor], fill: Callable[[], object], async_op: bool) -> list[Any]:
+    def _gather(
+        self,
+        full: list[torch.Tensor],
+        fill: Callable[[], object],
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> list[Any]:
         fill()
-        group, works = self._reference(), []
-        if group is None:
-            raise RuntimeError(_DESTROYED)
+        works = []
         for each in full:
             length = each.numel() // self.size
             own = each[self.rank * length : (self.rank + 1) * length]
@@ -295,22 +305,27 @@ class GroupCommunicator(Communicator):
     ) -> Pending:
         parts = torch.split(full, list(lengths))
 
-        def start(async_op: bool) -> list[Any]:
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
             fill(parts[self.rank])
-            return [self._send(part, rank, async_op) for rank, part in enumerate(parts) if part.numel() > 0]
+            return [
+                dist.broadcast(as_transport(part), group=group, group_src=rank, async_op=async_op)
+                for rank, part in enumerate(parts)
+                if part.numel() > 0
+            ]
 
         return self._issue(self._gather_lane, start)
-
-    def _send(self, tensor: torch.Tensor, source: int, async_op: bool) -> Any:
-        return dist.broadcast(as_transport(tensor), group=self._group, group_src=source, async_op=async_op)
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         return self._issue(self._reduce_lane, partial(self._reduce, shards, full), self._reduction_in_flight)
 
-    def _reduce(self, shards: list[torch.Tensor], full: list[torch.Tensor], async_op: bool) -> list[Any]:
-        group, works = self._reference(), []
-        if group is None:
-            raise RuntimeError(_DESTROYED)
+    def _reduce(
+        self,
+        shards: list[torch.Tensor],
+        full: list[torch.Tensor],
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> list[Any]:
+        works = []
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
             summed = each if each.dtype == shard.dtype else each.to(shard.dtype)
@@ -320,8 +335,8 @@ class GroupCommunicator(Communicator):
     def all_reduce(
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Pending:
-        def start(async_op: bool) -> list[Any]:
-            return [dist.all_reduce(each, op=op, group=self._group, async_op=async_op) for each in tensors]
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            return [dist.all_reduce(each, op=op, group=group, async_op=async_op) for each in tensors]
 
         return self._issue(self._reduce_lane, start)
 
@@ -330,7 +345,7 @@ class GroupCommunicator(Communicator):
 
     def _run(self, start: Callable[[bool], Any]) -> None:
         """Runs one collective of the group to its end."""
-        self._issue(self._gather_lane, lambda later: [start(later)]).wait()
+        self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         def start(async_op: bool) -> Any:
@@ -356,8 +371,8 @@ class GroupCommunicator(Communicator):
         return broadcast_object(value, self._group, self._run)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        def start(async_op: bool) -> list[Any]:
-            return [dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)]
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            return [dist.all_to_all_single(received, sent, group=group, async_op=async_op)]
 
         return self._issue(self._reduce_lane, start)
 
@@ -375,12 +390,18 @@ class ExchangeCommunicator(GroupCommunicator):
         super().__init__(ranks, device)
         self._least = least
 
-    def _gather(self, full: list[torch.Tensor], fill: Callable[[], object], async_op: bool) -> list[Any]:
-        works = super()._gather([each for each in full if each.nbytes < self._least], fill, async_op)
+    def _gather(
+        self,
+        full: list[torch.Tensor],
+        fill: Callable[[], object],
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> list[Any]:
+        works = super()._gather([each for each in full if each.nbytes < self._least], fill, group, async_op)
         for each in full:
             if each.nbytes >= self._least:
                 parts = self._by_rank(as_transport(each))
-                works.append(exchange_gather(self._group, self.rank, parts, self._lives))
+                works.append(exchange_gather(group, self.rank, parts, self._lives))
         return works
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
@@ -388,13 +409,19 @@ class ExchangeCommunicator(GroupCommunicator):
             return super().reduce_scatter(shards, full)
         return self._issue(self._reduce_lane, partial(self._reduce, shards, full))
 
-    def _reduce(self, shards: list[torch.Tensor], full: list[torch.Tensor], async_op: bool) -> list[Any]:
+    def _reduce(
+        self,
+        shards: list[torch.Tensor],
+        full: list[torch.Tensor],
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> list[Any]:
         works = []
         for shard, each in zip(shards, full):
             if each.nbytes < self._least:
-                works += super()._reduce([shard], [each], async_op)
+                works += super()._reduce([shard], [each], group, async_op)
             else:
-                works.append(exchange_reduce(self._group, self.rank, shard, self._by_rank(each), self._lives))
+                works.append(exchange_reduce(group, self.rank, shard, self._by_rank(each), self._lives))
         return works
 
     def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:

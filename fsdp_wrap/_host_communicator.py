@@ -197,7 +197,7 @@ class HostCommunicator(GroupCommunicator):
     def _issue_each(self, starts: list[Callable[[], Work]]) -> Pending:
         if not self._channel.has_room(len(starts)):
             InFlight([Room(self._channel, len(starts))], self._watch).wait()
-        return self._issue(self._gather_lane, lambda _: [start() for start in starts])
+        return self._issue(self._gather_lane, lambda *_: [start() for start in starts])
 
     def _listening(self) -> dist.ProcessGroup | None:
         return stand_in_for_modes(self.rank, self.size)
