@@ -91,7 +91,7 @@ LAYERS = [
         "_arrivals.py",
         "_initial_values.py",
         "_unit.py",
-        "_traffic.py",
+        "_same_model.py",
         "_refusals.py",
         "_returned.py",
         "_finalization.py",
