@@ -213,7 +213,6 @@ class StateDictMethods(nn.Module):
         wrappers = _wrappers_in(self)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()] if deferred else []
         for wrapper in wrappers:
-            wrapper._drop_stale_load()
             wrapper._defers_load = deferred
         succeeded = False
         try:
@@ -228,11 +227,6 @@ class StateDictMethods(nn.Module):
             for buffer, value in () if succeeded else buffers:
                 buffer.copy_(value)
 
-    def _drop_stale_load(self) -> None:
-        """Ends a load of a plain module above that failed half-way."""
-        if self._loading is not None:
-            self._finish_load(keep=False)
-
     def _finish_load(self, keep: bool) -> None:
         loading, self._loading = self._loading, None
         if loading is not None:
@@ -240,7 +234,7 @@ class StateDictMethods(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
-        self._drop_stale_load()
+        self._finish_load(keep=False)
         self._load_errors = args[-1]
         self._load_errors += expand_local(self, {"": self._unit}, state_dict, prefix)
         unshard_values(self._unit, state_dict, prefix)
@@ -421,7 +415,7 @@ def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:
 def drop_stale_loads(module: nn.Module) -> None:
     """Ends, in all wrappers at and below a module, a load of a plain module above that failed half-way."""
     for wrapper in _wrappers_in(module):
-        wrapper._drop_stale_load()
+        wrapper._finish_load(keep=False)
 
 
 def _state_dict_arguments(

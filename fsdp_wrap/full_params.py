@@ -23,6 +23,7 @@ __all__ = [
     "is_summoned",
     "original_buffers",
     "refuse_hidden",
+    "refuse_summoned",
     "settle",
     "settled",
     "summon",
@@ -203,6 +204,19 @@ def _release(units: Iterable[Unit], writeback: bool) -> None:
 def is_summoned(unit: Unit) -> bool:
     """Whether the unit's full parameters are in the user's hands."""
     return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
+
+
+def refuse_summoned(unit: Unit, doing: str) -> None:
+    """Refuses what needs sharded parameters while the user holds the full ones.
+
+    Raises:
+        RuntimeError: If the unit is summoned.
+    """
+    if is_summoned(unit):
+        raise RuntimeError(
+            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+            f"before {doing}"
+        )
 
 
 def settle(units: Iterable[Unit], doing: str) -> None:
