@@ -25,7 +25,7 @@ from fsdp_wrap._unit import units_in
 from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, saved_tensors, walk
 from fsdp_wrap.api import StateDictType
 from fsdp_wrap.flat_param import FlatParameter
-from fsdp_wrap.full_params import original_buffers, settled
+from fsdp_wrap.full_params import original_buffers, sharded_handles
 
 __all__ = ["ReadsOnAccess", "Targets", "copies_values"]
 
@@ -130,7 +130,7 @@ class Targets:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._units = module, list(units_in(module).values())
         handles = handles_of(used_by(self._units))
-        ready = len(settled(self._units)) == len(handles)
+        ready = len(sharded_handles(self._units)) == len(handles)
         modules = [(clean_fqn(f"{name}.").lstrip("."), each) for name, each in walk(module, all_names=True)]
         self._own_way = tuple({prefix for prefix, each in modules if not copies_values(each)})
         with original_buffers(self._units):

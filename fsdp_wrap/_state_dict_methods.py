@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_wrap.full_params import settled
+from fsdp_wrap.full_params import sharded_handles
 from fsdp_wrap.optim_state_dict import (
     full_optim_state_dict,
     rekey_optim_state_dict,
@@ -51,6 +52,10 @@ from fsdp_wrap.state_dict import (
 __all__ = ["OptimStateDictMethods", "StateDictMethods", "drop_stale_loads"]
 
 
+_deferred: ContextVar[bool] = ContextVar("fsdp_wrap_deferred", default=False)
+"""Whether the running load is written back only at its end."""
+
+
 class StateDictMethods(nn.Module):
     """Saves and loads a wrapped module."""
 
@@ -60,7 +65,6 @@ class StateDictMethods(nn.Module):
         self._state_dict_settings = default_settings()
         self._loading: FullLoad | ShardedLoad | None = None
         self._load_errors: list[str] = []
-        self._defers_load = False
         self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -143,7 +147,9 @@ class StateDictMethods(nn.Module):
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
                 drop_stale_loads(self)
-                settled(units_in(self).values())  # refuses what was replaced before anything is communicated
+                sharded_handles(
+                    units_in(self).values()
+                )  # refuses what was replaced, before any rank communicates
             for pre_hook in self._state_dict_pre_hooks.values():
                 pre_hook(self, prefix, keep_vars)
             drops = not wanted and (outermost or call.wanted)
@@ -210,19 +216,16 @@ class StateDictMethods(nn.Module):
             deferred: Write back only now, when no module has complained; until then all units that have
                 loaded hold full parameters.
         """
-        wrappers = _wrappers_in(self)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()] if deferred else []
-        for wrapper in wrappers:
-            wrapper._defers_load = deferred
-        succeeded = False
+        token, succeeded = _deferred.set(deferred), False
         try:
             yield
             succeeded = True
         except RuntimeError as error:
             raise RuntimeError(clean_fqn(str(error))) from None
         finally:
-            for wrapper in wrappers:
-                wrapper._defers_load = False
+            _deferred.reset(token)
+            for wrapper in _wrappers_in(self):
                 wrapper._finish_load(succeeded)
             for buffer, value in () if succeeded else buffers:
                 buffer.copy_(value)
@@ -241,7 +244,7 @@ class StateDictMethods(nn.Module):
         add_wrapped_prefix(state_dict, prefix)
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters
-        self._loading = begin_load(self._unit, kind, in_full=self._defers_load or assigns)
+        self._loading = begin_load(self._unit, kind, in_full=_deferred.get() or assigns)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -428,7 +431,7 @@ def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
     assert isinstance(module, StateDictMethods)
     module._load_errors[:] = [clean_fqn(message) for message in module._load_errors]
-    if not module._defers_load:
+    if not _deferred.get():
         module._finish_load(keep=True)
     clean_keys(incompatible_keys.missing_keys)
     clean_keys(incompatible_keys.unexpected_keys)

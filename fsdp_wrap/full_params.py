@@ -25,7 +25,7 @@ __all__ = [
     "refuse_hidden",
     "refuse_summoned",
     "settle",
-    "settled",
+    "sharded_handles",
     "summon",
     "summon_full_params",
 ]
@@ -152,7 +152,7 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
     for each in used_by([unit]):
         if not is_summoned(each):
             if each.handle is not None:
-                settled([each])  # summoning would leave no trace of what was replaced
+                sharded_handles([each])  # summoning would leave no trace of what was replaced
                 each.handle.summon(how)
             summoned.append(each)
         elif not how.rank0_only:
@@ -234,13 +234,13 @@ def settle(units: Iterable[Unit], doing: str) -> None:
             raise NotIdleError(
                 f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"
             )
-    ready = settled(used)
+    ready = sharded_handles(used)
     for unit in used:
         if unit.handle is not None and unit.handle not in ready:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
 
 
-def settled(units: Iterable[Unit]) -> list[ParamHandle]:
+def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
     """Reshards what units use, and returns its handles, save those that show something else on purpose.
 
     Raises:

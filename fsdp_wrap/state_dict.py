@@ -33,7 +33,7 @@ from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, own_modules
 from fsdp_wrap._originals import owned_names, owned_places, piece_of
 from fsdp_wrap._streaming import stream
 from fsdp_wrap._taking import Taking
-from fsdp_wrap._unit import Unit, iter_units
+from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap._walks import walk
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -54,7 +54,7 @@ from fsdp_wrap.full_params import (
     original_buffers,
     refuse_hidden,
     refuse_summoned,
-    settled,
+    sharded_handles,
     summon,
 )
 
@@ -119,7 +119,7 @@ def resolve_settings(
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
     rank0_only = getattr(config, "rank0_only", False)
-    return not rank0_only or is_first_rank(unit.handle for unit in iter_units(module) if unit.handle)
+    return not rank0_only or is_first_rank(handles_of(units_in(module).values()))
 
 
 def take_state_dict(
@@ -174,7 +174,7 @@ def _replaceable(unit: Unit) -> list[ParamHandle]:
     """Returns the handles, sharded, of what a unit uses, save those that show something else already."""
     for each in used_by([unit]):
         refuse_hidden(each)
-    return settled([unit])
+    return sharded_handles([unit])
 
 
 def _show(handle: ParamHandle, values: Iterable[Iterable[torch.Tensor]]) -> None:
