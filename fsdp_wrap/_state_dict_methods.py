@@ -196,14 +196,13 @@ class StateDictMethods(nn.Module):
             )
         schedule_of(self._unit).require_idle("load_state_dict()")
         drop_stale_loads(self)
-        targets = Targets(self)
-        if targets.load(state_dict):
+        targets, kind = Targets(self), self._state_dict_settings.state_dict_type
+        if targets.load(state_dict, pieces=kind is not StateDictType.FULL_STATE_DICT):
             return IncompatibleKeys([], [])
         copied = with_wrapped_metadata(self, state_dict)
         problems = expand_local(self, units_in(self), copied)
         if problems:
             raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
-        kind = self._state_dict_settings.state_dict_type
         known_to_fit = targets.check(copied, strict, kind)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
             return super().load_state_dict(copied, strict)

@@ -31,7 +31,11 @@ __all__ = [
 ]
 
 _EVERYWHERE = Summoning()
-_NOT_NOW = "Cannot manually unshard parameters during forward/backward"  # programs know torch's words
+
+
+def is_summoned(unit: Unit) -> bool:
+    """Whether the unit's full parameters are in the user's hands."""
+    return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
 
 
 @contextmanager
@@ -68,7 +72,8 @@ def summon_full_params(
         ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
     """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
-    require_idle(units, f"{_NOT_NOW}: summon_full_params")
+    # Programs know torch's words.
+    require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
     for unit in units:
         if is_summoned(unit):
             raise NotIdleError(
@@ -86,10 +91,7 @@ def summon_full_params(
 
 @contextmanager
 def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
-    """Shows the full parameters that units use.
-
-    After an exception inside, nothing is written back.
-    """
+    """Shows the full parameters that units use; after an exception inside, nothing is written back."""
     summoned: list[Unit] = []
     kept = False
     try:
@@ -119,9 +121,8 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _agree(units: Sequence[Unit], fine: bool) -> bool:
-    handles = handles_of(units)
-    groups = dict.fromkeys(each for handle in handles for each in (handle.communicator, handle.replicas))
-    for communicator in groups:
+    groups = (each for handle in handles_of(units) for each in (handle.communicator, handle.replicas))
+    for communicator in dict.fromkeys(groups):
         flag = torch.tensor([fine], dtype=torch.int32, device=communicator.device)
         communicator.all_reduce([flag], dist.ReduceOp.MIN).wait()
         fine = bool(flag.item())
@@ -173,13 +174,12 @@ def refuse_hidden(unit: Unit) -> None:
         )
 
 
-def dismiss(units: Iterable[Unit], writeback: bool) -> None:
+def dismiss(units: Sequence[Unit], writeback: bool) -> None:
     """Takes full parameters back, all of them; if one cannot be written back, none is.
 
     Raises:
         ValueError: If a parameter was replaced by one of another shape or dtype.
     """
-    units = list(units)
     kept = False
     try:
         if writeback:
@@ -196,14 +196,8 @@ def _take_edits(units: Iterable[Unit]) -> None:
 
 
 def _release(units: Iterable[Unit], writeback: bool) -> None:
-    for unit in units:
-        if unit.handle is not None:
-            unit.handle.dismiss(writeback)
-
-
-def is_summoned(unit: Unit) -> bool:
-    """Whether the unit's full parameters are in the user's hands."""
-    return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
+    for handle in handles_of(units):
+        handle.dismiss(writeback)
 
 
 def refuse_summoned(unit: Unit, doing: str) -> None:
@@ -234,9 +228,9 @@ def settle(units: Iterable[Unit], doing: str) -> None:
             raise NotIdleError(
                 f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"
             )
-    ready = sharded_handles(used)
+    ready = {None, *sharded_handles(used)}
     for unit in used:
-        if unit.handle is not None and unit.handle not in ready:
+        if unit.handle not in ready:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
 
 
