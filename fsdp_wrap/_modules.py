@@ -48,10 +48,6 @@ class ParamPlaces:
         """Adds one more place."""
         self._places.append((module, name))
 
-    def shown(self) -> nn.Parameter | None:
-        """What the first place shows now: a parameter that the user put there, perhaps."""
-        return self._places[0][0]._parameters.get(self._places[0][1])
-
 
 class Display:
     """Tensors with the places that are to show them, prepared once: showing only writes to dicts of modules.

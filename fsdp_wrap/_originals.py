@@ -13,9 +13,8 @@ from torch import nn
 from fsdp_wrap._full_values import FullValue, full_values, handles_of, used_by
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._held_by import Spread
-from fsdp_wrap._interval import Interval
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._layout import Layout
+from fsdp_wrap._layout import Interval, Layout
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._torch_private import pytree
 from fsdp_wrap._unit import Unit, units_in
