@@ -132,7 +132,7 @@ class StateDictMethods(nn.Module):
             for wrapper, before in zip(wrappers, previous):
                 wrapper._state_dict_settings = before
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
 
         By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
@@ -140,7 +140,6 @@ class StateDictMethods(nn.Module):
         model's own memory, as in the state dict of a plain module, unless `offload_to_cpu` copies it too.
         The pieces of sharded ones are copies too, save with `keep_vars`.
         """
-        destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         settings = self._state_dict_settings
         wanted = wants_result(self, settings.state_dict_config)
         with taking(destination, self, prefix, wanted) as (call, outermost):
@@ -418,12 +417,6 @@ def drop_stale_loads(module: nn.Module) -> None:
     """Ends, in all wrappers at and below a module, a load of a plain module above that failed half-way."""
     for wrapper in _wrappers_in(module):
         wrapper._finish_load(keep=False)
-
-
-def _state_dict_arguments(
-    destination: Any = None, prefix: str = "", keep_vars: bool = False
-) -> tuple[Any, str, bool]:
-    return destination, prefix, keep_vars
 
 
 def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
