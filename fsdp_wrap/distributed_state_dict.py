@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from fsdp_wrap._full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
-from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_params import refuse_shared
 from fsdp_wrap._originals import Originals
 from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._walks import clean_fqn, named, params
 from fsdp_wrap._watch import deaths_told
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -266,12 +266,7 @@ def _frozen_names(model: nn.Module) -> set[str]:
         if not original.source.requires_grad
         for place in original.places
     }
-    return {
-        clean_fqn(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._parameters
-        if (module, name) in frozen
-    }
+    return {fqn for fqn, place, _ in named(model, params, all_names=True) if place in frozen}
 
 
 def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:
