@@ -15,7 +15,7 @@ from fsdp_wrap._load_checks import check_fits
 from fsdp_wrap._load_parts import load_parts
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
-from fsdp_wrap._optim_refit import refitted
+from fsdp_wrap._optim_pieces import refitted
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._taking import taking
 from fsdp_wrap._torch_private import IncompatibleKeys

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._modules import clean_fqn
-from fsdp_wrap._optim_load import options_of
-from fsdp_wrap._optim_params import params_by_key
+from fsdp_wrap._optim_params import options_of, params_by_key
 
 __all__ = ["cut_for", "taken_of"]
 
