@@ -81,6 +81,6 @@ __all__ = [
 ]
 
 # Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.
-for _add_on in ("_automatic", "_compression"):
+for _add_on in ("_automatic", "_compression", "_internals", "_fully_shard_state"):
     if find_spec(f"fsdp_wrap.{_add_on}"):
         import_module(f"fsdp_wrap.{_add_on}")
