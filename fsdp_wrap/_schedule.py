@@ -246,6 +246,7 @@ class Schedule:
 
     def _hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and were not hooked before."""
+        assert unit.handle is not None
         leaves = unit.newly_trainable()
         sources = (source for segment in unit.handle.segments for source in segment.layout.sources)
         for source in with_optimizers(sources, unit.name) if leaves else ():
