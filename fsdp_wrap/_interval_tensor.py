@@ -139,8 +139,7 @@ class IntervalTensor(torch.Tensor):
             if self.spread.held_by.size == 1:
                 return self.piece.clone().view(self.shape)
             group = self.spread.held_by.group
-        like = self.piece.new_empty((), device=_device_in(group, self.device)).expand(self.shape)
-        return assemble(like, self._write_into, lambda data: _largest(data, group)).to(self.device)
+        return self._assembled([group])
 
     def to_dtensor(self, mesh: DeviceMesh) -> DTensor:
         """Returns the same as a `DTensor`; collective over `mesh`, whose ranks hold all of it between them.
@@ -151,12 +150,22 @@ class IntervalTensor(torch.Tensor):
         if self.ndim > 0:
             placements[-1] = Shard(0)
 
-        def combine(data: torch.Tensor) -> None:
-            for dim in range(mesh.ndim):
-                _largest(data, mesh.get_group(dim))
-
-        full = assemble(self.detach(), self._write_into, combine)
+        full = self._assembled([mesh.get_group(dim) for dim in range(mesh.ndim)])
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+    def _assembled(self, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+        """Returns the full tensor, all of which the ranks of these groups hold between them; collective."""
+
+        def write(full: torch.Tensor) -> None:
+            full.view(-1)[self.start : self.stop].copy_(self.piece)
+
+        def combine(data: torch.Tensor) -> None:
+            for group in groups:
+                with deaths_told(group):
+                    dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+
+        like = self.piece.new_empty((), device=_device_in(groups[0], self.device)).expand(self.shape)
+        return assemble(like, write, combine).to(self.device)
 
     # what programs read of a `DTensor`
 
@@ -241,9 +250,6 @@ class IntervalTensor(torch.Tensor):
             size=self.shape,
             tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
         )
-
-    def _write_into(self, full: torch.Tensor) -> None:
-        full.view(-1)[self.start : self.stop].copy_(self.piece)
 
     # how torch.distributed.checkpoint sees it
 
@@ -433,8 +439,3 @@ def _device_of(rank: int, like: torch.device) -> str:
     """Returns on which device another rank has its part, by the custom of one rank for each device."""
     count = 0 if like.index is None else torch.get_device_module(like).device_count()
     return f"{like.type}:{rank % count}" if count else like.type
-
-
-def _largest(data: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    with deaths_told(group):
-        dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)

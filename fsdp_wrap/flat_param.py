@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._layout import Extent, Interval, Layout, Stretches, round_up
+from fsdp_wrap._layout import Extent, Interval, Layout, round_up, stretches
 from fsdp_wrap._modules import ParamSlot, show_extra
 from fsdp_wrap._torch_private import foreach_copy_, foreach_zero_, make_subclass
 
@@ -199,7 +199,7 @@ class FlatLayout(Layout):
         self.noted_numel = 0
         self.first = self.shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, self.shard_numel) for extent in self.extents]
-        self._stretches = Stretches(self._bounds, self.shard_numel)
+        self._sizes, self._indices = stretches(self._bounds, self.shard_numel)
         bounds = [(extent.start, extent.stop) for extent in self.extents]
         self._use_notes = _UseNotes(bounds, self.shard_numel, communicator, together=self._one_for_all)
         self.note_used, self.note_in_shard = self._use_notes.write, self._use_notes.write_in_shard
@@ -265,7 +265,10 @@ class FlatLayout(Layout):
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
-        return self._stretches.of(shard) if self.sharded else self.views(shard)
+        if not self.sharded:
+            return self.views(shard)
+        parts = torch.split_with_sizes(shard, self._sizes)
+        return [*map(parts.__getitem__, self._indices)]
 
     # buffers
 
@@ -366,6 +369,8 @@ class FlatParameterLayout(FlatLayout):
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         return [shard]
+
+    _cut_gradients = cut
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         return [any(used)]
