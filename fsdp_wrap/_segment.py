@@ -148,8 +148,7 @@ class Segment:
         set_version_counters(self._counted, self._freed)
         if self._keeps_memory or self.gradients.lie_in(self.full):
             return
-        if self.full.resizable:
-            self.full.free()
+        if self.full.free():
             if self.gathered is not self.full:
                 self.gathered.free()
             return
