@@ -149,8 +149,7 @@ class Segment:
         set_version_counters(self._counted, self._freed)
         if self._keeps_memory or self.gradients.buffer is self.full:
             return
-        if self.full.resizable:
-            self.full.free()
+        if self.full.free():
             return
         self.full = self._communicator.buffer(self.layout.full_numel, self.dtypes.param)
         if self.layout.in_place:
