@@ -88,10 +88,8 @@ LAYERS = [
         "_unit.py",
         "_same_model.py",
         "_refusals.py",
-        "_returned.py",
         "_finalization.py",
         "_schedule.py",
-        "_transforms.py",
         "_forward.py",
     ],
     [
