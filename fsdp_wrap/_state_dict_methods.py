@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_wrap._load_targets import Targets
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
-from fsdp_wrap._optim_refit import refitted
+from fsdp_wrap._optim_pieces import refitted
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._taking import taking
 from fsdp_wrap._torch_private import IncompatibleKeys

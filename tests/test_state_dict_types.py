@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -29,12 +30,14 @@ from fsdp_wrap import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
-    StateDictType,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._interval_tensor import boxes_of
-from test_state_dict import (
+from state_nets import (
+    FULL,
+    LOCAL,
     MODELS,
+    SHARDED,
     WIDTH,
     Block,
     Buffered,
@@ -47,19 +50,15 @@ from test_state_dict import (
     below_plain,
     by_hand,
     changed,
-    each_form,
+    load,
     new_batches,
     per_block,
+    take,
     train_side_by_side,
     whole,
     wrapped_and_plain,
 )
 
-FULL, LOCAL, SHARDED = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-)
 each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand, below_plain])
 
 
@@ -69,16 +68,6 @@ def full(state: dict[str, Any]) -> dict[str, Any]:
         name: value.full_tensor() if isinstance(value, IntervalTensor) else value
         for name, value in state.items()
     }
-
-
-def take(model: nn.Module, kind: StateDictType, config: Any = None) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, kind, config):
-        return model.state_dict()
-
-
-def load(model: nn.Module, kind: StateDictType, state: dict[str, Any], **options: Any) -> Any:
-    with FSDP.state_dict_type(model, kind):
-        return model.load_state_dict(state, **options)
 
 
 # Settings.
