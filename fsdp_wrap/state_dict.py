@@ -29,7 +29,7 @@ from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._load_targets import copies_values
-from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, own_modules
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn, own_modules
 from fsdp_wrap._originals import owned_names, owned_places, piece_of
 from fsdp_wrap._streaming import stream
 from fsdp_wrap._taking import Taking
@@ -354,9 +354,13 @@ def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tup
 
 def unshard_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replaces, in place, torch's own kinds of sharded tensors by full ones, where a unit's modules load."""
-    for name, _ in owned_names(unit.module, [unit]):
+    for name, _ in owned_names(_wrapped(unit), [unit], into=_is_no_unit):
         if is_sharded(state_dict.get(prefix + name)):
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
+
+
+def _is_no_unit(module: nn.Module) -> bool:
+    return UNIT_ATTR not in module.__dict__
 
 
 # names
