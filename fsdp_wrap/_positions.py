@@ -538,7 +538,7 @@ def _check_alike(issued: list[_Issued], waits: bool) -> None:
         RuntimeError: If a peer has issued another one.
     """
     for group, number, word in issued:
-        first = _row(number) * group._size
+        first = (_FIRST + number % _RING) * group._size
         if not {word}.issuperset(group._words[first + group._begin : first + group._end]):
             group.compare(number, waits)
     issued.clear()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from bed import ranks
+from bed.threads import threads_as_ranks
 from fsdp_wrap import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -22,7 +23,6 @@ from fsdp_wrap import (
     share_comm_ctx,
 )
 from models import Transformer, loss_of, tokens
-from test_fully_shard_collectives import threads_as_ranks
 
 
 class Comm:
