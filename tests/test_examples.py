@@ -128,6 +128,7 @@ def test_default_corpus_trains_and_reports_one_line_of_json():
     assert "12/12" in result.err
 
 
+@pytest.mark.slow
 def test_minimal_example_trains_and_saves(tmp_path):
     with Torchrun("minimal.py", cwd=tmp_path) as run:
         result = run.result()
