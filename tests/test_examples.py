@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
+from bed.paths import ROOT
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4".split()
 LIMIT = 120.0
