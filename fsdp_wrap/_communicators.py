@@ -54,7 +54,6 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     Raises:
         ValueError: If an environment variable that has a say has a value that is unknown.
         RuntimeError: If it has another one on another rank, or that runs another version.
-        MissingAddOn: If FSDP_WRAP_SHARED_MEMORY=1 asks for shared memory, and that was left out.
     """
     if ranks is None or ranks.size == 1:
         return SoloCommunicator(device)
@@ -65,13 +64,10 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
         return GroupCommunicator(ranks, device)
     least = _least_exchanged(ranks.size)
-    asked = _setting(_SHARED_MEMORY, "0", "1")
-    if asked == "1":
-        shared_memory_between.needed(f"{_SHARED_MEMORY}=1")
+    shares = _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory
     agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
-    shared_memory = shared_memory and shared_memory_between.filled is not None
     settings = [*_settings(), f"shared_memory={shared_memory}"]
-    make = shared_memory_between.filled if shared_memory and asked != "0" else None
+    make = shared_memory_between.filled if shares else None
     made = (make or between_any)(ranks, device, least)
     made.compare(settings, lambda: agreement.require("how they communicate", settings, SAME_SETTINGS))
     return made
@@ -103,7 +99,8 @@ def _settings() -> list[str]:
 def _versions() -> list[str]:
     """Names this library, by whose version ranks read notes of each other, and torch but for its patches."""
     major, minor, *_ = torch.__version__.split(".")
-    return [f"fsdp_wrap {__version__}", f"torch {major}.{minor}"]
+    own = __version__ if shared_memory_between.filled else f"{__version__} without shared memory"
+    return [f"fsdp_wrap {own}", f"torch {major}.{minor}"]
 
 
 def _setting(name: str, *known: str) -> str | None:

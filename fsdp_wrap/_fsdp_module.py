@@ -17,7 +17,7 @@ from fsdp_wrap._modules import UNIT_ATTR
 from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.forward_methods import register_forward_method
-from fsdp_wrap.full_params import settled
+from fsdp_wrap.full_params import sharded_handles
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit", "share_comm_ctx"]
 
@@ -347,7 +347,7 @@ class FSDPModule(nn.Module):
         self.reshard()
         handle = _unit_of(self).handle
         if handle is not None and not handle.without_values:  # else it may be loaded in part, by `assign`
-            settled([_unit_of(self)])
+            sharded_handles([_unit_of(self)])
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

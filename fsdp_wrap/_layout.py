@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place
 from fsdp_wrap._shown import Cover, Shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in `typing` from Python 3.11 on
 
 __all__ = ["Extent", "Interval", "Layout", "Stretches", "round_up"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, params
+from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, params, walk
 
 __all__ = [
     "UNIT_ATTR",
@@ -113,29 +113,19 @@ def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None
         module._parameters[name] = param
 
 
-def own_modules(
-    module: nn.Module, ignored: Collection[nn.Module] = (), *, all_names: bool = False
-) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
 
     Nothing is walked where `module` itself is ignored.
 
-    Yields:
-        (name relative to `module`, module), parents before children, each module once or for all its names.
+    Returns:
+        (name relative to `module`, module), parents before children, each module once.
     """
-    stack, seen = [("", module)] if module not in ignored else [], set[nn.Module]()
-    while stack:
-        prefix, current = stack.pop()
-        if current in seen and not all_names:
-            continue
-        seen.add(current)
-        yield prefix, current
-        children = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in current._modules.items()
-            if child is not None and UNIT_ATTR not in child.__dict__ and child not in ignored
-        ]
-        stack.extend(reversed(children))
+
+    def is_own(child: nn.Module) -> bool:
+        return UNIT_ATTR not in child.__dict__ and child not in ignored
+
+    return iter(()) if module in ignored else walk(module, into=is_own)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -92,23 +92,16 @@ def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> It
 
 def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
     """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
-    yield from _shown_params(unit)
-    own, inside = set(unit.buffers.modules), set[nn.Module]()
-    for module in _modules(unit):
-        if UNIT_ATTR in module.__dict__:
-            inside.update(module.__dict__[UNIT_ATTR].buffers.modules)
-        if module in inside:
-            yield from _tensors([module])
-        elif module in own:
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-
-
-def _shown_params(unit: Unit) -> Iterator[torch.Tensor]:
-    """Yields what modules show now of the parameters that a unit uses."""
-    for module, name in owned_places([unit]):
+    for module, name in owned_places([unit]):  # as modules show it now
         shown = module._parameters.get(name, module.__dict__.get(name))
         if shown is not None:
             yield shown
+    yield from (
+        each for module in unit.buffers.modules for each in module._buffers.values() if each is not None
+    )
+    for module in _modules(unit):
+        if UNIT_ATTR in module.__dict__:
+            yield from _tensors(module.__dict__[UNIT_ATTR].buffers.modules)
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:

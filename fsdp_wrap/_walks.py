@@ -40,12 +40,15 @@ def clean_fqn(name: str) -> str:
 Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
-def walk(module: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, nn.Module]]:
+def walk(
+    module: nn.Module, *, all_names: bool = False, into: Callable[[nn.Module], bool] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     """Yields what `module.named_modules()` does, in its order, at a cost that does not grow with the depth.
 
     Args:
         module: Yielded first, without a name.
         all_names: Yield a module once for every name that it has.
+        into: Whether to yield a module below, and those below that; None for all.
     """
     stack, seen = [("", module)], set[nn.Module]()
     while stack:
@@ -57,7 +60,7 @@ def walk(module: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, n
         yield name, current
         prefix = f"{name}." if name else ""
         for own, child in reversed(current._modules.items()):
-            if child is not None:
+            if child is not None and (into is None or into(child)):
                 stack.append((prefix + own, child))
 
 

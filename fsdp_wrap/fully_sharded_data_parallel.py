@@ -265,7 +265,8 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         return self._run_as_forward(self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._drop_stale_load()
+        if self._loading is not None:  # of a plain module above, which failed half-way
+            self._finish_load(keep=False)
         return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:

@@ -29,13 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks, run_isolated
 from bed.references import count_collectives
-from fronts import each_front, shard
+from fronts import each_form, each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, _positions, _watch, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_size = pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
 
 DIFFERS = "^Forward order differs across ranks"

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_wrap._full_values import handles_of
 from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, original_class
-from fsdp_wrap._optim_load import load_optim_state_dict, options_of
-from fsdp_wrap._optim_params import refuse_shared
+from fsdp_wrap._optim_load import load_optim_state_dict
+from fsdp_wrap._optim_params import options_of, refuse_shared
 from fsdp_wrap._torch_private import NormBase
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.checkpoint._storage import packed
