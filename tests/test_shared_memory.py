@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from bed import ranks, run_isolated
+from bed.paths import ROOT
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, _automatic, _channel, _shared_memory, fully_shard
 from fsdp_wrap._automatic import AutomaticCommunicator
@@ -705,7 +706,7 @@ FAULTS = Path(__file__).parent / "shared_memory_faults.py"
 @pytest.mark.slow
 def test_a_killed_rank_is_noticed_within_seconds_and_no_file_or_process_is_left():
     """Each rank in each phase of a step, and any at any time; those that come after them train on."""
-    environment = {**os.environ, "PYTHONPATH": str(FAULTS.parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(FAULTS), "72"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
