@@ -155,6 +155,8 @@ def test_waits_in_any_order_and_never(rank, world_size):
     """What is issued completes in whatever order ranks wait, on full pipes as well; memory comes back."""
     communicator = sharing()
     memory = communicator._channel.memory
+    gc.collect()  # channels of earlier tests' modules
+    memory._collect()
     before = sum(memory._taken.values()) - sum(memory._taken)
     for numel in (8, 400, 40_000):
         full = [torch.empty(2 * numel) for _ in range(200)]
