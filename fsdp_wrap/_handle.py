@@ -16,13 +16,12 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._display import Showing, UnitDisplay
 from fsdp_wrap._held_by import HeldBy
-from fsdp_wrap._in_flight import KeptParameters, NotedReduction, Reduction
+from fsdp_wrap._in_flight import KeptParameters, NotedReduction, ReduceScatter, Reduction, Transport
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
-from fsdp_wrap._transport import ReduceScatter, Transport
 
 __all__ = ["WRITTEN", "HandleState", "ParamHandle"]
 

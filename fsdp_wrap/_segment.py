@@ -9,7 +9,6 @@ from sys import getrefcount
 
 import torch
 
-from fsdp_wrap._buffers import same_elements
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
@@ -189,7 +188,7 @@ class Segment:
 
     def _alias_full(self) -> None:
         self.write_shard = partial(self.layout.write_shard, self._communicator.own_part(self.gathered.data))
-        pairs = same_elements(self.layout, self.gathered.data, self.full.data)
+        pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view
