@@ -1,5 +1,6 @@
 """Fully sharded data parallel training with the wrapper API that people know."""
 
+from importlib import import_module
 from importlib.util import find_spec
 
 from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
@@ -79,6 +80,7 @@ __all__ = [
     "share_comm_ctx",
 ]
 
-if find_spec("fsdp_wrap._internals"):  # add-ons, which give what stands above further attributes
-    from fsdp_wrap import _fully_shard_state as _fully_shard_state
-    from fsdp_wrap import _internals as _internals
+# Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.
+for _add_on in ("_automatic", "_compression", "_internals", "_fully_shard_state"):
+    if find_spec(f"fsdp_wrap.{_add_on}"):
+        import_module(f"fsdp_wrap.{_add_on}")

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fsdp_wrap._device import Work
 
 __all__ = ["Messages", "exchange_gather", "exchange_reduce"]
 
@@ -94,8 +95,8 @@ def _targets(rank: int, ranks: Iterable[int]) -> list[int]:
     return every[own + 1 :] + every[:own]
 
 
-class Messages:
-    """Messages in flight, as one work of a process group, whose waiting may be limited.
+class Messages(Work):
+    """Messages in flight.
 
     Args:
         works: Of each message, in the order to wait for them, with the peer.
@@ -112,38 +113,21 @@ class Messages:
         self._works, self._lives, self._finish = works, lives, finish
         self._awaited = works[0][0]
         self._suspect: int | None = None
-        self._error: RuntimeError | None = None
+        self._failure: RuntimeError | None = None
         self._thread: threading.Thread | None = None
 
-    def is_completed(self) -> bool:
-        """Whether nothing is left to wait for: all have come, or one has failed."""
-        return self._error is not None or (self._thread is not None and not self._thread.is_alive())
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Waits for all of them.
-
-        Args:
-            limit: How long at most; the messages go on.
-
-        Raises:
-            RuntimeError: If they take longer, or one failed, then also when called again.
-        """
-        if self._error is None:
-            self._join(limit)
-        if self._error is not None:
-            raise self._error
-        if not self.is_completed():
-            raise RuntimeError("messages are on their way still")
-        finish, self._finish = self._finish, lambda: None
-        finish()
-
-    def _join(self, limit: timedelta | None) -> None:
+    def _wait_for(self, seconds: float) -> bool:
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
             self._thread.start()
-        self._thread.join(None if limit is None else limit.total_seconds())
-        if not self.is_completed():
+        self._thread.join(seconds)
+        if self._thread.is_alive():
             self._look_at_awaited()
+            return False
+        if self._failure is not None:
+            raise self._failure
+        self._finish()
+        return True
 
     def _wait_for_all(self) -> None:
         try:
@@ -151,12 +135,16 @@ class Messages:
                 self._awaited = peer
                 work.wait()
         except RuntimeError as error:
-            self._error = error
+            self._failure = error
 
     def _look_at_awaited(self) -> None:
-        """Gives up a peer that was dead the last time as well: what it had sent would have come."""
+        """Gives up a peer that was dead the last time as well: what it had sent would have come.
+
+        Raises:
+            RuntimeError: If so.
+        """
         peer = self._awaited
         dead = not self._lives(peer)
         if dead and peer == self._suspect:
-            self._error = RuntimeError("a rank died before all of its messages had come")
+            raise RuntimeError("a rank died before all of its messages had come")
         self._suspect = peer if dead else None

@@ -40,8 +40,9 @@ def run_forward(
             return call(*args, **kwargs)
         finally:
             unit.buffers.release()
-    own = schedule_of(unit)
-    returned, args, kwargs = _prepared(unit, own, args, kwargs)
+    own, returned = unit.schedule or schedule_of(unit), None
+    if unit.casts or own.device.type != "cpu":
+        returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
         output = _run_transformed(Transformed([*unit.lenders, unit], part), call, args, kwargs)
         return output if returned is None else cast_floating(output, returned)
@@ -82,8 +83,8 @@ def _prepared(
     unit: Unit, schedule: Schedule, args: Any, kwargs: Any
 ) -> tuple[torch.dtype | None, tuple[Any, ...], dict[str, Any]]:
     """Returns the dtype of the outputs, if that is given, and the inputs moved and cast."""
-    device = schedule.moves_inputs_to
-    if device is not None:
+    device = schedule.device
+    if schedule.depth == 0 and device.type != "cpu":  # inputs may be elsewhere
         args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs))
     casts = unit.options.casts
     if unit.options.full_in_eval and unit.leaves_mixed_precision:

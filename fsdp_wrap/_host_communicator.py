@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from fsdp_wrap._channel import Channel, Kind
 from fsdp_wrap._collectives import GroupCommunicator
-from fsdp_wrap._device import Issued, Pending, WorksPending
+from fsdp_wrap._device import Pending, Work
 from fsdp_wrap._dispatch_modes import stand_in_for_modes
 from fsdp_wrap._lending import CommonGather, Lending
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._shared_collective import Part, Room, SharedCollective
 from fsdp_wrap._shared_memory import Lease, SharedBuffer
+from fsdp_wrap._watch import InFlight
 
 __all__ = ["HostCommunicator"]
 
@@ -193,15 +194,10 @@ class HostCommunicator(GroupCommunicator):
         """Issues one collective for each part."""
         return self._issue_each([partial(SharedCollective, self._channel, kind, part) for part in parts])
 
-    def _issue_each(self, starts: list[Callable[[], Issued]]) -> Pending:
-        every = [self._issue_one(start) for start in starts]
-        return every[0] if len(every) == 1 else WorksPending(every)
-
-    def _issue_one(self, start: Callable[[], Issued]) -> Pending:
-        channel = self._channel
-        if not channel.has_room():
-            self._watch.issue(lambda: Room(channel), limited=True).wait()
-        return self._watch.issue(start, limited=True)
+    def _issue_each(self, starts: list[Callable[[], Work]]) -> Pending:
+        if not self._channel.has_room(len(starts)):
+            InFlight([Room(self._channel, len(starts))], self._watch).wait()
+        return self._issue(self._gather_lane, lambda *_: [start() for start in starts])
 
     def _listening(self) -> dist.ProcessGroup | None:
         return stand_in_for_modes(self.rank, self.size)

@@ -13,13 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
-from fronts import each_front, full_grads, twins
+from fronts import each_form, each_front, full_grads, twins
 from fsdp_wrap import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 class Block(nn.Module):

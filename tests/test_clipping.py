@@ -15,13 +15,13 @@ from torch import nn
 import fronts
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 NORM_TYPES = (0.5, 1.0, 2, 3.5, float("inf"), "inf")
 
 

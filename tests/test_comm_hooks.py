@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, comm_hooks
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState
 from fsdp_wrap.wrap import CustomPolicy
 from models import WRAPPINGS, Block, Transformer, full_grads, loss_of, named_state, tokens, twins
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_library = pytest.mark.parametrize("library", ["ours", "torch's"])
 MODULES = {"ours": comm_hooks, "torch's": torch_hooks}
 

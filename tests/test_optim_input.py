@@ -13,22 +13,12 @@ from torch import nn
 
 import fsdp_wrap.checkpoint
 from bed import ranks
-from fronts import each_front, shard
+from fronts import each_form, each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import OptimStateKeyType
 from fsdp_wrap import distributed_state_dict as functions
-from test_optim_state_dict import assert_same, by_name, grouped, resume
-from test_state_dict import (
-    Net,
-    Tied,
-    adamw,
-    by_hand,
-    each_form,
-    per_block,
-    train_side_by_side,
-    whole,
-    wrapped_and_plain,
-)
+from optim_states import assert_same, by_name, grouped, resume
+from state_nets import Net, Tied, adamw, by_hand, per_block, train_side_by_side, whole, wrapped_and_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
 each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand])

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import CustomPolicy
@@ -30,7 +31,6 @@ from models import (
     twins,
 )
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_hybrid = pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 
 

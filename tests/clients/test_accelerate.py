@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fronts import each_form
 from launch import client_rank, needs
 from models import Transformer, loss_of, tokens
 
@@ -58,9 +59,6 @@ def _step(accelerator, model, optimizer, batch):
         optimizer.step()
         optimizer.zero_grad()
     return accelerator.gather(loss.detach()).tolist()
-
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

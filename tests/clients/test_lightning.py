@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fronts import each_form
 from launch import client_rank, needs
 from models import Block, Transformer, loss_of, tokens
 
@@ -66,9 +67,6 @@ def _module(lightning):
             return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)
 
     return Module()
-
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 @each_form
