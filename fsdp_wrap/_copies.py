@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fsdp_wrap._init import register_copy, taken_in
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import is_owned
+from fsdp_wrap._refusals import refuse_pieces
+from fsdp_wrap._registry import REGISTRY
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.full_params import refuse_summoned
@@ -91,4 +92,6 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         buffers=copy.deepcopy(old.buffers, memo),
         parts=[copy.deepcopy(part, memo) for part in old.parts],
     )
-    register_copy(new, [memo[id(each)] for each in taken_in(old.module) if id(each) in memo])
+    REGISTRY.take(memo[id(each)] for each in REGISTRY.taken_in(old.module) if id(each) in memo)
+    REGISTRY.note(new, [layout.sources for layout in layouts])
+    refuse_pieces(new)

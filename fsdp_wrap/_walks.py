@@ -13,6 +13,7 @@ __all__ = [
     "Place",
     "children_first",
     "clean_fqn",
+    "joined",
     "named",
     "params",
     "persistent",
@@ -40,6 +41,11 @@ def clean_fqn(name: str) -> str:
 Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
+def joined(prefix: str, name: str) -> str:
+    """Returns the name of what has a name of its own in the module of that prefix."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def walk(
     module: nn.Module, *, all_names: bool = False, into: Callable[[nn.Module], bool] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -58,10 +64,9 @@ def walk(
                 continue
             seen.add(current)
         yield name, current
-        prefix = f"{name}." if name else ""
         for own, child in reversed(current._modules.items()):
             if child is not None and (into is None or into(child)):
-                stack.append((prefix + own, child))
+                stack.append((joined(name, own), child))
 
 
 def named(
@@ -81,7 +86,7 @@ def named(
     """
     for prefix, current in walk(module, all_names=all_names, into=into):
         for name, value in entries(current):
-            yield clean_fqn(f"{prefix}.{name}" if prefix else name), (current, name), value
+            yield clean_fqn(joined(prefix, name)), (current, name), value
 
 
 def params(module: nn.Module) -> Iterable[tuple[str, nn.Parameter | None]]:

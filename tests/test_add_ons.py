@@ -73,7 +73,6 @@ ADD_ONS = {
             "_clients.py",
             "_internals.py",
             "_helpers.py",
-            "_fully_shard_names.py",
             "_fully_shard_state.py",
         ],
         ["test_compat*.py", "test_internals.py", "clients/"],
