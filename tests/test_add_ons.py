@@ -79,7 +79,7 @@ ADD_ONS = {
             "_fully_shard_names.py",
             "_fully_shard_state.py",
         ],
-        ["test_compat*.py", "test_internals.py", "clients/"],
+        ["test_compat*.py", "test_internals.py", "test_attributes.py", "clients/"],
         "import fsdp_wrap.compat",
         "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",
     ),
