@@ -22,6 +22,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
@@ -112,6 +113,7 @@ PURPOSES = {
     "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata": "tells of them, too",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "tells of them, too",
     "torch.distributed._shard.sharded_tensor.shard.Shard": "tells of them, too",
+    "torch.distributed.checkpoint._nested_dict.unflatten_state_dict": "undoes what DCP does to state dicts",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "loads in a group of our choice",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_wrap._torch_private import load_state_dict
+from fsdp_wrap._torch_private import load_state_dict, unflatten_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._manifest import (
     METADATA,
@@ -32,7 +32,7 @@ from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
 from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, unpacked
 from fsdp_wrap.checkpoint._team import Place, Team, errors_of_all_ranks
 
-__all__ = ["Loaded", "load", "nested", "refuse_damaged", "refuse_damaged_metadata"]
+__all__ = ["Loaded", "load", "refuse_damaged", "refuse_damaged_metadata"]
 
 _MOST_NAMES = 10
 
@@ -246,7 +246,7 @@ class _Reading:
 
     def found(self, trusted: bool) -> dict[str, Any]:
         """Returns what was read: "model", "optim", "extra", "random"; None for what is not to be loaded."""
-        state = nested(self.flat, self.metadata)
+        state: dict[str, Any] = unflatten_state_dict(self.flat, self.metadata.planner_data)
         packed = state.get("extra", {}).get(self.rank, {})
         extra = {name: unpacked(data, f"extra['{name}']", trusted) for name, data in packed.items()}
         optim = {"state": {}, **state["optim"]} if "optim" in state else None
@@ -319,30 +319,6 @@ def _aside(entry: Any, like: Any) -> Any:
     if isinstance(like, torch.Tensor) and like.shape == entry.size and like.dim() > 0:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     return torch.empty(entry.size, dtype=dtype)
-
-
-def nested(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """Returns what was read as the state dict that was saved."""
-    root: dict[str, Any] = {}
-    for key, value in flat.items():
-        path = metadata.planner_data[key]
-        place: Any = root
-        for name, following in zip(path, path[1:]):
-            place = _entry(place, name, [] if isinstance(following, int) else {})
-        if isinstance(place, list):
-            _entry(place, path[-1], None)
-        place[path[-1]] = value
-    return root
-
-
-def _entry(place: Any, name: Any, default: Any) -> Any:
-    if isinstance(place, dict):
-        return place.setdefault(name, default)
-    while len(place) <= name:
-        place.append(None)
-    if place[name] is None:
-        place[name] = default
-    return place[name]
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -183,10 +183,6 @@ def _payload(item: WriteItem) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0
 
 
-def _plain(result: WriteResult) -> WriteResult:
-    return WriteResult(result.index, result.size_in_bytes, result.storage_data)
-
-
 # reading
 
 
