@@ -10,28 +10,20 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._absent_communicator import AbsentCommunicator
-from fsdp_wrap._collectives import Communicator, ExchangeCommunicator, GroupCommunicator, SoloCommunicator
-from fsdp_wrap._connections import Connections
-from fsdp_wrap._device import Pending
-from fsdp_wrap._groups import neighbours
-from fsdp_wrap._host_communicator import HostCommunicator
+from fsdp_wrap._add_ons import Seam
+from fsdp_wrap._collectives import Communicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._exchange import ExchangeCommunicator
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._positions import positions_of
-from fsdp_wrap._rendezvous import Exchange, can_share, find_hosts, open_channel
-from fsdp_wrap._resizable import Buffer
-from fsdp_wrap._shared_memory import SharedBuffer, own_memory
-from fsdp_wrap._two_level import TwoLevelCommunicator
 from fsdp_wrap._version import __version__
 
-__all__ = ["SAME_SETTINGS", "make_communicator"]
+__all__ = ["SAME_SETTINGS", "between_any", "make_communicator", "shared_memory_between"]
 
 _LEAST_EXCHANGED = 1 << 20
 """Bytes. By `benchmarks/collectives.py` messages win from here on, at 2 to 8 ranks. Two ranks gain below as
@@ -40,15 +32,15 @@ well if they come at the same time, but lose by looking out for each other if no
 _MOST_RANKS = 8
 """Beyond, gloo's ring of gathers crosses fewer links."""
 
-_LEAST_POOLED = 1 << 16
-"""Bytes: less comes from the C library as fast, and is copied as fast as it is noted where it lies."""
-
 _GLOO = "FSDP_WRAP_GLOO"
 _SHARED_MEMORY = "FSDP_WRAP_SHARED_MEMORY"
 _SAME_ENVIRONMENT = "Set it alike on all ranks before wrapping: it chooses the way of communicating"
 SAME_SETTINGS = "Set variables and pass shared_memory alike on all ranks: they choose how to communicate"
 
 _SAME_VERSIONS = "Install the same on all ranks: others communicate in ways of their own"
+
+shared_memory_between: Seam[Callable[[Ranks, torch.device, float], GroupCommunicator]] = Seam("shared memory")
+"""Makes the communicator of ranks of which some may share a host, given as to `between_any`."""
 
 
 def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: bool = True) -> Communicator:
@@ -72,16 +64,16 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
         return GroupCommunicator(ranks, device)
     least = _least_exchanged(ranks.size)
-    shares = _setting(_SHARED_MEMORY, "0", "1") != "0"
+    shares = _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory
     agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
     settings = [*_settings(), f"shared_memory={shared_memory}"]
-    shares = shares and shared_memory
-    made = AutomaticCommunicator(ranks, device, least) if shares else _between_any(ranks, device, least)
+    make = shared_memory_between.filled if shares else None
+    made = (make or between_any)(ranks, device, least)
     made.compare(settings, lambda: agreement.require("how they communicate", settings, SAME_SETTINGS))
     return made
 
 
-def _between_any(ranks: Ranks, device: torch.device, least: float) -> GroupCommunicator:
+def between_any(ranks: Ranks, device: torch.device, least: float) -> GroupCommunicator:
     """Returns what does not ask where ranks run."""
     if least == math.inf:
         return GroupCommunicator(ranks, device)
@@ -107,7 +99,8 @@ def _settings() -> list[str]:
 def _versions() -> list[str]:
     """Names this library, by whose version ranks read notes of each other, and torch but for its patches."""
     major, minor, *_ = torch.__version__.split(".")
-    return [f"fsdp_wrap {__version__}", f"torch {major}.{minor}"]
+    own = __version__ if shared_memory_between.filled else f"{__version__} without shared memory"
+    return [f"fsdp_wrap {own}", f"torch {major}.{minor}"]
 
 
 def _setting(name: str, *known: str) -> str | None:
@@ -117,110 +110,33 @@ def _setting(name: str, *known: str) -> str | None:
     return value
 
 
-class AutomaticCommunicator(GroupCommunicator):
-    """What fits where the ranks run, which they tell each other at the first collective.
+class AbsentCommunicator(Communicator):
+    """Allocates what would travel, and refuses to communicate.
 
-    They cannot before, since they may wrap their modules in any order. All of a host: shared memory. As many
-    on each of several hosts, side by side: two levels. Otherwise, or where a host does not allow it, what
-    does not ask.
+    So a module can be wrapped as one rank of many would wrap it, without the others.
 
     Args:
-        ranks: The group, over gloo.
-        device: The CPU.
-        least: From how many bytes on ranks without shared memory exchange a full tensor.
+        ranks: This rank's place, as told by what stands in for a process group.
+        device: Where the buffers live.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
-        super().__init__(ranks, device)
-        self._least = least
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks.rank, ranks.size, device)
+        self._group = ranks.group
+
+    def _identity(self) -> object:
+        return self.device, id(self._group)
 
     @property
-    def way(self) -> str:
-        group = self._reference()
-        chosen = None if group is None else _chosen.get(group)
-        return "shared memory where ranks share a host" if chosen is None else chosen.way
+    def members(self) -> frozenset[int]:
+        return frozenset(range(self.size))
 
-    @property
-    def _best(self) -> Communicator:
-        group = self._group
-        chosen = _chosen.get(group)
-        if chosen is None:
-            chosen = _chosen[group] = self._choose(Ranks(group, self.rank, self.size))
-        return chosen
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this module was wrapped as rank {self.rank} of {self.size} with a "
+            f"{type(self._group).__name__} as process_group, which tells a rank and a size and carries "
+            "nothing: to run it, or to gather its parameters, wrap it with a torch.distributed.ProcessGroup"
+        )
 
-    def _choose(self, ranks: Ranks) -> Communicator:
-        hosts = find_hosts(ranks, self._tell_all)
-        if hosts is not None and hosts.number == 1 and (ways := self._within(ranks, 1)):
-            return ways[0]
-        if hosts is not None and hosts.number > 1 and hosts.are_blocks:
-            ways = self._within(neighbours(ranks, hosts.ranks_each), 2)
-            if ways:
-                return TwoLevelCommunicator(ranks, self.device, self._least, *ways)
-        return _between_any(ranks, self.device, self._least)
-
-    def _within(self, local: Ranks, number: int) -> list[HostCommunicator]:
-        """Opens so many ways between the ranks of this host; none if it is not allowed on each host."""
-        first = self.rank - local.rank
-
-        def tell_local(value: Any) -> list[Any]:
-            return self._tell_all(value)[first : first + local.size]
-
-        ways: list[HostCommunicator] = []
-        for _ in range(number):
-            channel = open_channel(local, tell_local)
-            if not all(self._tell_all(channel is not None)):
-                return []
-            assert channel is not None
-            ways.append(HostCommunicator(local, self.device, channel))
-        return ways
-
-    def _tell_all(self, value: Any) -> list[Any]:
-        ranks = Ranks(self._group, self.rank, self.size)
-        exchange = Exchange(ranks, value, Connections(ranks.group, self._watch.positions).has_ended)
-        self._watch.issue(lambda: exchange, limited=True).wait()
-        return exchange.values()
-
-    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        if numel * dtype.itemsize < _LEAST_POOLED or not can_share():
-            return super().buffer(numel, dtype)
-        return SharedBuffer(numel, dtype, own_memory())
-
-    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
-        return self._best.gather_into(buffers, fill)
-
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        return self._best.all_gather(full, fill)
-
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
-        return self._best.all_gather_parts(full, lengths, fill)
-
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        return self._best.reduce_scatter(shards, full)
-
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
-        return self._best.all_reduce(tensors, op)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._best.broadcast(tensor)
-
-    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._best.gather(own, full)
-
-    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._best.scatter(own, full)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._best.all_gather_object(value)
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self._best.broadcast_object(value)
-
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        return self._best.all_to_all(received, sent)
-
-
-_chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+    all_gather = all_gather_parts = reduce_scatter = all_reduce = _refuse
+    broadcast = gather = scatter = all_gather_object = broadcast_object = all_to_all = _refuse

@@ -13,7 +13,7 @@ from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import is_owned
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap.full_params import is_summoned
+from fsdp_wrap.full_params import refuse_summoned
 
 __all__ = ["deepcopy_wrapper"]
 
@@ -64,11 +64,7 @@ def _refuse_in_use(unit: Unit) -> None:
     schedule = schedule_of(unit)
     schedule.require_idle("copy.deepcopy()")
     schedule.end_failed_backward()
-    if is_summoned(unit):
-        raise RuntimeError(
-            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-            "before copying the wrapped module"
-        )
+    refuse_summoned(unit, "copying the wrapped module")
     if unit.handle is not None:
         unit.handle.shown.show_sharded()
 

@@ -8,29 +8,24 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_wrap._layout import Extent, round_up
 from fsdp_wrap._modules import ParamSlot
 
-__all__ = ["Cut", "cut_all", "only_rows", "round_up"]
+__all__ = ["Cut", "cut_all", "only_rows"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Extent):
     """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
 
     Attributes:
-        fqn: Name within the unit.
-        shape: Of the parameter.
         dim: The dimension that is cut; its indices are the rows here.
         ranks: Into how many parts.
-        start: Where the parameter begins in the unsharded buffer.
         offset: Where each rank's chunk begins in its part of the buffer that travels.
     """
 
-    fqn: str
-    shape: torch.Size
     dim: int
     ranks: int
-    start: int
     offset: int
 
     @functools.cached_property
@@ -56,11 +51,6 @@ class Cut:
         return torch.Size([self.whole, self.chunk, *self.shape[1:]])
 
     @property
-    def stop(self) -> int:
-        """Where the parameter ends in the unsharded buffer."""
-        return self.start + self.shape.numel()
-
-    @property
     def end(self) -> int:
         """Where each rank's chunk ends in its part."""
         return self.offset + self._shape_of(self.chunk).numel()
@@ -80,11 +70,6 @@ class Cut:
         """Returns the shape of a rank's rows."""
         return self._shape_of(self.rows(rank))
 
-    def held(self, part: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the view of a rank's part in which its rows are."""
-        shape = self.held_shape(rank)
-        return part[self.offset : self.offset + shape.numel()].view(shape)
-
     def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
         """Views of all ranks' parts (ranks x shard): (ranks, rows, other dimensions) and (rows, others)."""
         found = []
@@ -92,7 +77,9 @@ class Cut:
             chunks = parts[: self.whole, self.offset : self.end]
             found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
         if self.rest:
-            found.append(self.held(parts[self.whole], self.whole).movedim(self.dim, 0))
+            shape = self._shape_of(self.rest)
+            chunk = parts[self.whole, self.offset : self.offset + shape.numel()]
+            found.append(chunk.view(shape).movedim(self.dim, 0))
         return found
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -121,7 +108,7 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignme
     cuts: list[Cut] = []
     start = offset = 0
     for slot, dim in zip(slots, dims):
-        cut = Cut(slot.fqn, slot.param.shape, dim, ranks, start, offset)
+        cut = Cut(slot.fqn, slot.param.shape, start, dim, ranks, offset)
         start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
         cuts.append(cut)
     return cuts
@@ -134,7 +121,3 @@ def only_rows(cut: Cut) -> Cut:
             "piece of it; save it as the DTensor that state_dict() of its module has"
         )
     return cut
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

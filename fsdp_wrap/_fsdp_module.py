@@ -14,6 +14,7 @@ from fsdp_wrap._errors import NotPicklableError
 from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._modules import UNIT_ATTR
+from fsdp_wrap._refusals import refuse_replaced
 from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.forward_methods import register_forward_method
@@ -337,8 +338,19 @@ class FSDPModule(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.nn.Module`, with `DTensor`s."""
+        """As `torch.nn.Module`, with `DTensor`s.
+
+        Raises:
+            ReplacedError: If something else was put in the place of a sharded parameter.
+            ValueError: If that is no `DTensor` that fits.
+        """
         self.reshard()
+        unit = _unit_of(self)
+        handle = unit.handle
+        if handle is not None and handle.state is HandleState.SHARDED and not handle.without_values:
+            handle.follow_replaced()
+            for segment in handle.segments:
+                refuse_replaced(unit, segment.layout)
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -14,17 +14,19 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._full_values import handles_of
-from fsdp_wrap._gradient_blocks import GradientBlocks
 from fsdp_wrap._gradient_mark import held_by_this_rank
 from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._modules import Place, clean_fqn, is_owned
+from fsdp_wrap._modules import is_owned
+from fsdp_wrap._originals import Original, Originals
+from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import units_in
 
-__all__ = ["HeldGradients", "NamedGradient", "Share"]
+__all__ = ["HeldGradients", "Share"]
 
-
-_TRAINS = operator.attrgetter("requires_grad")
-_GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("accumulated")
+_TRAINS, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_BASE = operator.attrgetter("grad._base")
+_GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")
+_DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,60 +44,11 @@ class Share:
     copies: int
 
 
-@dataclass(frozen=True, eq=False)
-class NamedGradient:
-    """This rank's piece of one original parameter's gradient, if there is any.
-
-    Attributes:
-        number: Where the parameter stands among those of the module.
-        name: Its original name, the first if it is tied.
-        dtype: That of the parameter.
-        piece: The gradient's piece.
-    """
-
-    number: int
-    name: str
-    dtype: torch.dtype
-    piece: torch.Tensor | None
-
-
-class _Tree:
-    """The modules at and below one, and the parameters that they show, to notice whether any came or went.
-
-    A unit's own parameters need no look: the next forward refuses any other in their place.
-    """
-
-    def __init__(self, module: nn.Module, handles: Iterable[ParamHandle]) -> None:
-        layouts = [segment.layout for handle in handles for segment in handle.segments]
-        owned = {place for layout in layouts for places in layout.places for place in places}
-        watched: list[dict[str, Any]] = []
-        self._counted: list[dict[str, Any]] = []
-        for one in module.modules():
-            params = one._parameters
-            stay = all(
-                (one, name) in owned or (param is not None and is_owned(param))
-                for name, param in params.items()
-            )
-            (self._counted if stay else watched).append(params)
-            (watched if one._modules else self._counted).append(one._modules)
-        self._counts = [*map(len, self._counted)]
-        self._watched = [*(registry.values() for registry in watched), (self,)]  # which marks the end
-        self._found = [*chain.from_iterable(self._watched)]
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether all are those that were found."""
-        if [*map(len, self._counted)] != self._counts:
-            return False
-        return all(map(operator.is_, chain.from_iterable(self._watched), self._found))
-
-
 class HeldGradients:
     """What was found at and below a module; it holds as long as `is_current`.
 
     Attributes:
         units: The units.
-        handles: Of those that own parameters.
         shares: The gradients, by the ranks that hold them.
         device: Where the units compute.
     """
@@ -103,49 +56,67 @@ class HeldGradients:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.units = list(dict.fromkeys(units_in(module).values()))
-        self.handles = handles_of(self.units)
-        self.device = next((one.communicator.device for one in self.handles), torch.device("cpu"))
-        sharded = {id(source) for one in self.handles for source in _sources(one)}
-        self._replicated = {
-            clean_fqn(name): param for name, param in module.named_parameters() if id(param) not in sharded
-        }
-        self.shares = _shares([*self.handles, None] if self._replicated else self.handles)
-        self._blocks = {share: _blocks(share.handles) for share in self.shares}
-        self._tree = _Tree(module, self.handles)
-        self._generations = [*map(_GENERATION, self.handles)]
-        self._handles = [handle for handle in self.handles for _ in handle.segments]
-        self._segments = [segment for handle in self.handles for segment in handle.segments]
-        self._gradients = [segment.gradients for segment in self._segments]
+        self._handles = handles_of(self.units)
+        self._segments = _segments(self._handles)
+        self.device = next((one.communicator.device for one in self._handles), torch.device("cpu"))
+        sharded = {id(source) for segment in self._segments for source in segment.layout.sources}
+        self._others = [param for param in module.parameters() if id(param) not in sharded]
+        self.shares = _shares([*self._handles, None] if self._others else self._handles)
+        self._blocks = {share: _Blocks(share.handles) for share in self.shares}
+        self._generations = [*map(_GENERATION, self._handles)]
+        self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        """Notes the modules and what they show.
+
+        Units' own parameters are only counted: the next forward refuses any other in their place.
+        """
+        owned = {place for segment in self._segments for places in segment.layout.places for place in places}
+        self._counted, watched = list[dict[str, Any]](), list[dict[str, Any]]()
+        for one in module.modules():
+            watched.append(one._modules)
+            only_owned = all((one, name) in owned for name in one._parameters)
+            (self._counted if only_owned else watched).append(one._parameters)
+        self._counts = [*map(len, self._counted)]
+        self._watched = [*(registry.values() for registry in watched), (self,)]  # which marks the end
+        self._found = [*chain.from_iterable(self._watched)]
 
     @property
     def is_current(self) -> bool:
         """Whether the modules below, what they show as parameters, and dtypes are those that were found."""
-        return [*map(_GENERATION, self.handles)] == self._generations and self._tree.is_unchanged
+        if [*map(_GENERATION, self._handles)] != self._generations:
+            return False
+        if [*map(len, self._counted)] != self._counts:
+            return False
+        return all(map(operator.is_, chain.from_iterable(self._watched), self._found))
 
     @property
-    def replicated(self) -> dict[str, nn.Parameter]:
-        """The parameters that no unit owns, by name; tied ones of a unit elsewhere count there."""
-        return {name: param for name, param in self._replicated.items() if not is_owned(param)}
+    def replicated(self) -> list[nn.Parameter]:
+        """The parameters that no unit owns; tied ones of a unit elsewhere count there."""
+        return [param for param in self._others if not is_owned(param)]
 
     def params(self) -> Iterator[nn.Parameter]:
         """Yields all parameters, as the optimizer sees them; some more than once."""
-        yield from chain.from_iterable(map(_sources, self.handles))
-        yield from self.replicated.values()
+        for segment in self._segments:
+            yield from segment.layout.sources
+        yield from self.replicated
 
     def widest_dtype(self) -> torch.dtype:
         """Returns that of the gradients that there may be: a rank may have none of them."""
-        replicated = self.replicated.values()
-        dtypes = {segment.dtypes.grad for segment in self._segments} | {param.dtype for param in replicated}
+        dtypes = {segment.dtypes.grad for segment in self._segments}
+        dtypes |= {param.dtype for param in self.replicated}
         if len(dtypes) != 1:  # else asking each parameter would change nothing
             trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
             dtypes = {segment.dtypes.grad for segment in trained}
-            dtypes |= {param.dtype for param in replicated if param.requires_grad}
+            dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     @property
     def unreduced(self) -> list[ParamHandle]:
         """Those whose gradients `no_sync` has left for a later backward to reduce."""
-        return [*compress(self._handles, map(_ACCUMULATED, self._gradients))]
+        if not any(map(_ACCUMULATED, self._segments)):
+            return []
+        return [handle for handle in self._handles if handle.accumulates]
 
     def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
         """Returns what this rank holds of a share, in as few tensors as possible, none of them empty.
@@ -155,35 +126,68 @@ class HeldGradients:
             without: Those of these are passed over.
         """
         handles = [each for each in share.handles if each not in without] if without else share.handles
-        found = (_blocks(handles) if without else self._blocks[share]).find()
+        found = (_Blocks(handles) if without else self._blocks[share]).find()
         if None in handles:
-            strided = (_strided(param) for param in self.replicated.values())
+            strided = map(_strided, self.replicated)
             found += [grad for grad in strided if grad is not None and grad.numel() > 0]
         return found
 
-    def named(self, share: Share) -> list[NamedGradient]:
-        """Returns the gradients of a share one by one, also those that are not there."""
-        names = _names(self._module)
-        numbers = {name: number for number, name in names.values()}
-        found = []
-        for handle in share.handles:
-            for segment in () if handle is None else handle.segments:
-                layout = segment.layout
-                for places, piece in zip(layout.places, layout.gradients()):
-                    number, name = min(names[place] for place in places if place in names)
-                    found.append(NamedGradient(number, name, layout.dtype, piece))
-            for name, param in self.replicated.items() if handle is None else ():
-                found.append(NamedGradient(numbers[name], name, param.dtype, _strided(param)))
+    def named(self, share: Share) -> list[tuple[Original, torch.Tensor | None]]:
+        """Returns the parameters of a share, each with what this rank holds of its gradient, or None."""
+        gradients = {id(each): each.layout.gradients() for each in _segments(share.handles)}
+        found: list[tuple[Original, torch.Tensor | None]] = []
+        for original in Originals(self._module).by_name.values():
+            if id(original.segment) in gradients:
+                found.append((original, gradients[id(original.segment)][original.index]))
+            elif original.handle is None and None in share.handles and not is_owned(original.source):
+                found.append((original, _strided(original.source)))
         return found
 
 
-def _blocks(handles: Iterable[ParamHandle | None]) -> GradientBlocks:
-    segments = chain.from_iterable(each.segments for each in handles if each is not None)
-    return GradientBlocks([segment.layout for segment in segments])
+class _Blocks:
+    """The gradients of several units, in as few tensors as possible.
+
+    Slices of one shard have gradients that are views of one reduced shard, most of the time, and lie in it
+    as the slices lie in theirs. Whether they do is seen for all at once, in a fraction of the time that it
+    takes to ask the layouts.
+
+    Args:
+        handles: Of the units; None among them stands for none.
+    """
+
+    def __init__(self, handles: Iterable[ParamHandle | None]) -> None:
+        self._layouts = [segment.layout for segment in _segments(handles)]
+        held = [
+            [param for param in dict.fromkeys(layout.sources) if held_by_this_rank(param).numel()]
+            for layout in self._layouts
+        ]
+        self._params = [*chain.from_iterable(held)]
+        shards = [(layout.flat_param, params) for layout, params in zip(self._layouts, held) if params]
+        self._firsts = [params[0] for _, params in shards]
+        self._counts = [len(params) for _, params in shards]
+        self._numels = [shard.numel() for shard, _ in shards]
+        begins = self._spread([shard for shard, _ in shards])
+        self._offsets = [*map(operator.sub, map(_DATA_PTR, self._params), begins)]
+
+    def find(self) -> list[torch.Tensor]:
+        """Returns them as `Layout.gradient_blocks` does: none empty, zero padding perhaps among them."""
+        try:
+            blocks = [*map(_BASE, self._firsts)]
+            expected = [*map(operator.add, self._spread(blocks), self._offsets)]
+            if [*map(_NUMEL, blocks)] == self._numels:
+                if [*map(_DATA_PTR, map(_GRAD, self._params))] == expected:
+                    return blocks
+        except (AttributeError, TypeError):  # a parameter has no gradient, or one that is no view
+            pass
+        return [block for layout in self._layouts for block in layout.gradient_blocks()]
+
+    def _spread(self, blocks: Sequence[torch.Tensor]) -> chain[int]:
+        """For each parameter, the address of its block."""
+        return chain.from_iterable(map(repeat, map(_DATA_PTR, blocks), self._counts))
 
 
-def _sources(handle: ParamHandle) -> Iterator[nn.Parameter]:
-    return chain.from_iterable(segment.layout.sources for segment in handle.segments)
+def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:
+    return [segment for handle in handles if handle is not None for segment in handle.segments]
 
 
 def _strided(param: nn.Parameter) -> torch.Tensor | None:
@@ -192,16 +196,6 @@ def _strided(param: nn.Parameter) -> torch.Tensor | None:
         return None if param.grad is None else held_by_this_rank(param.grad)
     param.grad = param.grad.coalesce()
     return param.grad.values()
-
-
-def _names(module: nn.Module) -> dict[Place, tuple[int, str]]:
-    """Numbers and names every place that shows a parameter, or would if it were not sharded."""
-    places = (
-        ((owner, key), clean_fqn(f"{prefix}.{key}" if prefix else key))
-        for prefix, owner in module.named_modules()
-        for key in owner._parameters
-    )
-    return {place: (number, name) for number, (place, name) in enumerate(places)}
 
 
 def _shares(handles: Iterable[ParamHandle | None]) -> list[Share]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._walks import walk
+from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, params, walk
 
 __all__ = [
     "UNIT_ATTR",
@@ -31,25 +31,8 @@ __all__ = [
     "show_extra",
 ]
 
-WRAPPED_ATTR = "_fsdp_wrapped_module"
-"""Attribute under which a wrapper holds the module that it wraps (torch's name)."""
-
 UNIT_ATTR = "_fsdp_unit"
 """Key in the `__dict__` of a module that a front-end has made a unit."""
-
-_PREFIXES = (WRAPPED_ATTR + ".", "_checkpoint_wrapped_module.")
-
-
-def clean_fqn(name: str) -> str:
-    """Removes the prefixes that wrappers add to a parameter's or module's name."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-        if name == prefix[:-1] or name.endswith("." + prefix[:-1]):
-            name = name[: -len(prefix)]
-    return name
-
-
-Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
 class ParamPlaces:
@@ -64,10 +47,6 @@ class ParamPlaces:
     def add(self, module: nn.Module, name: str) -> None:
         """Adds one more place."""
         self._places.append((module, name))
-
-    def shown(self) -> nn.Parameter | None:
-        """What the first place shows now: a parameter that the user put there, perhaps."""
-        return self._places[0][0]._parameters.get(self._places[0][1])
 
 
 class Display:
@@ -134,29 +113,19 @@ def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None
         module._parameters[name] = param
 
 
-def own_modules(
-    module: nn.Module, ignored: Collection[nn.Module] = (), *, all_names: bool = False
-) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
 
     Nothing is walked where `module` itself is ignored.
 
-    Yields:
-        (name relative to `module`, module), parents before children, each module once or for all its names.
+    Returns:
+        (name relative to `module`, module), parents before children, each module once.
     """
-    stack, seen = [("", module)] if module not in ignored else [], set[nn.Module]()
-    while stack:
-        prefix, current = stack.pop()
-        if current in seen and not all_names:
-            continue
-        seen.add(current)
-        yield prefix, current
-        children = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in current._modules.items()
-            if child is not None and UNIT_ATTR not in child.__dict__ and child not in ignored
-        ]
-        stack.extend(reversed(children))
+
+    def is_own(child: nn.Module) -> bool:
+        return UNIT_ATTR not in child.__dict__ and child not in ignored
+
+    return iter(()) if module in ignored else walk(module, into=is_own)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -216,11 +185,10 @@ def _used_params(
     module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter]
 ) -> Iterator[tuple[str, Place, nn.Parameter]]:
     own = {current for _, current in own_modules(module, ignored.modules)}
-    for prefix, current in walk(module):
-        for name, param in current._parameters.items():
-            wanted = param in lent or (current in own and param not in ignored.params)
-            if param is not None and wanted and param not in ignored.left:
-                yield clean_fqn(f"{prefix}.{name}" if prefix else name), (current, name), param
+    for fqn, place, param in named(module, params):
+        wanted = param in lent or (place[0] in own and param not in ignored.params)
+        if param is not None and wanted and param not in ignored.left:
+            yield fqn, place, param
 
 
 def is_owned(param: nn.Parameter) -> bool:

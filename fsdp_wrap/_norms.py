@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._held_gradients import NamedGradient, Share
+from fsdp_wrap._held_gradients import Share
 from fsdp_wrap._torch_private import foreach_mul_, foreach_norm
 
 __all__ = [
@@ -71,9 +71,10 @@ def power(kinds: Iterable[Sequence[torch.Tensor]], p: float, device: torch.devic
     return merged(norms or [torch.zeros(1, dtype=torch.float64, device=device)], p)
 
 
-def powers_and_presence(gradients: Iterable[NamedGradient], p: float, device: torch.device) -> torch.Tensor:
+def powers_and_presence(
+    pieces: Sequence[torch.Tensor | None], p: float, device: torch.device
+) -> torch.Tensor:
     """Returns the powers of all gradients, and then for each a number that is not zero if there is one."""
-    pieces = [gradient.piece for gradient in gradients]
     powers = [power([] if piece is None or not piece.numel() else [[piece]], p, device) for piece in pieces]
     present = [piece is not None for piece in pieces]
     return torch.cat([*powers, torch.tensor(present, dtype=torch.float64, device=device)])
@@ -125,8 +126,8 @@ def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Ten
             for share in shares
         ]
         if group is not None:
-            reduced = _all_reduce(group, _joined(counted), p)
-            counted = [*torch.split(reduced, [value.numel() for value in counted])]
+            lengths = [value.numel() for value in counted]
+            counted = [*_all_reduce(group, _joined(counted), p).split_with_sizes(lengths)]
         found += counted
     return found
 

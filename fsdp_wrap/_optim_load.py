@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from fsdp_wrap._full_values import FirstRank, handles_of, unsharded
-from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._optim_params import given_groups, keys_of, originals_of
+from fsdp_wrap._optim_params import given_groups, groups_of, originals_of, same_values
+from fsdp_wrap._optim_pieces import State
 from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._unit import units_in
 
-__all__ = ["Target", "filled_group", "load_optim_state_dict", "options_of"]
-
-State = dict[str, Any]
+__all__ = ["load_optim_state_dict"]
 
 _NEVER_ELEMENTWISE = frozenset({"step"})
 """Names of state that torch's optimizers count with, for parameters without dimensions."""
@@ -58,31 +56,35 @@ def load_optim_state_dict(
         TypeError: If it is no optimizer state dict.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
-    given = _Given(names, state_dict, FirstRank(_handles(model)) if from_first_rank else None)
+    first = FirstRank(handles_of(units_in(model).values())) if from_first_rank else None
+    given = _Given(names, state_dict, first)
     counted = given.counted()
     pieces = {
         name: {key: _cut(names.by_name[name], key, value, counted) for key, value in given.entry(name)}
         for name in given.state
     }
-    targets = _targets(model, names, optim, optim_input)
-    if by_name:
-        targets = [target.by_name() for target in targets]
+    if optim is None:
+        groups = given_groups(model, names, optim_input)
+    else:
+        groups = groups_of(names, optim, optim.state_dict())
     if only_known:
-        targets = [target.restricted(given.has) for target in targets]
+        groups = [replace(group, params=given.known(group.params)) for group in groups]
+    if by_name:
+        groups = [replace(group, params=_by_name(group.params)) for group in groups]
     state = {
         key: built
-        for target in targets
-        for key, originals in zip(target.keys, target.originals)
+        for group in groups
+        for key, originals in group.params.items()
         if (built := _source_state(originals, pieces))
     }
     result: dict[str, Any] = {"state": {**state, **given.others}}
     if given.groups is not None:
-        result["param_groups"] = [filled_group(target, given.groups) for target in targets]
+        result["param_groups"] = [group.saved_in(given.groups) for group in groups]
     return result
 
 
-def _handles(model: nn.Module) -> list[ParamHandle]:
-    return handles_of(units_in(model).values())
+def _by_name(params: Mapping[Any, list[Original]]) -> dict[Any, list[Original]]:
+    return {each[0].fqn if isinstance(key, int) else key: each for key, each in params.items()}
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,14 @@ class _Given:
         self.groups: list[dict[str, Any]] | None
         self.state, self.others, self.groups = described
 
-    def has(self, original: Original) -> bool:
-        """Whether the state dict says anything of a parameter, or a unit owns it."""
-        declared = (name for group in self.groups or () for name in group.get("params", ()))
-        return original.handle is not None or original.fqn in self.state or original.fqn in declared
+    def known(self, params: Mapping[Any, list[Original]]) -> dict[Any, list[Original]]:
+        """Returns those parameters of which the state dict says anything, or that a unit owns."""
+        told = {*self.state, *(name for group in self.groups or () for name in group.get("params", ()))}
+        return {
+            key: originals
+            for key, originals in params.items()
+            if any(each.handle is not None or each.fqn in told for each in originals)
+        }
 
     def counted(self) -> frozenset[str]:
         """Returns the kinds of state that have no dimensions though their parameters have."""
@@ -202,143 +208,45 @@ def _cut(original: Original, key: str, value: Any, counted: frozenset[str]) -> A
     return value
 
 
-@dataclass(frozen=True)
-class Target:
-    """A parameter group to load into, or to number for.
-
-    Attributes:
-        keys: Under what the optimizer's state dict has its parameters.
-        originals: For each, what it stands for.
-        options: The group's options as they are now; None if they are not known.
-    """
-
-    keys: list[Any]
-    originals: list[list[Original]]
-    options: dict[str, Any] | None = None
-
-    def by_name(self) -> Target:
-        """Returns the same for an optimizer that knows its parameters by names."""
-        keys = [
-            originals[0].fqn if isinstance(key, int) else key
-            for key, originals in zip(self.keys, self.originals)
-        ]
-        return replace(self, keys=keys)
-
-    def restricted(self, wanted: Callable[[Original], bool]) -> Target:
-        """Returns the same without parameters that stand for nothing that is wanted."""
-        kept = [index for index, originals in enumerate(self.originals) if any(map(wanted, originals))]
-        return replace(
-            self,
-            keys=[self.keys[index] for index in kept],
-            originals=[self.originals[index] for index in kept],
-        )
-
-
-def _targets(
-    model: nn.Module, names: Originals, optim: torch.optim.Optimizer | None, optim_input: Any
-) -> list[Target]:
-    if optim is not None:
-        now = optim.state_dict()
-        return [
-            Target(keys, [names.of(param) for param in group["params"]], options_of(saved))
-            for saved, keys, group in zip(now["param_groups"], keys_of(names, optim, now), optim.param_groups)
-        ]
-    targets, count = [], 0
-    for group in given_groups(model, optim_input):
-        keys: list[Any] = list(range(count, count + len(group.params)))
-        count += len(keys)
-        targets.append(Target(keys, [names.of(param) for param in group.params]))
-    return targets
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a parameter group has beside its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _source_state(originals: Sequence[Original], pieces: Mapping[str, State]) -> State:
     """Puts the state of one sharded parameter together from that of what it stands for."""
-    found = [(each, pieces[each.fqn]) for each in originals if pieces.get(each.fqn)]
-    found = [(each, entry) for each, entry in found if not _never_stepped(entry)]
-    source = originals[0].source
     if originals[0].left_out:
         return {}
-    _refuse_uncounted(originals, found)
-    keys = {key: None for _, entry in found for key in entry}
+    found = [(each, pieces[each.fqn]) for each in originals if pieces.get(each.fqn)]
+    found = [(each, entry) for each, entry in found if not _never_stepped(entry)]
+    having = {each.fqn for each, _ in found}
+    without = next((each.fqn for each in originals if each.fqn not in having), None)
+    keys = dict.fromkeys(key for _, entry in found for key in entry)
     return {
-        key: _source_value(source, key, [(each, entry[key]) for each, entry in found if key in entry])
+        key: _source_value(key, [(each, entry[key]) for each, entry in found if key in entry], without)
         for key in keys
     }
 
 
-def _refuse_uncounted(originals: Sequence[Original], found: Sequence[tuple[Original, State]]) -> None:
-    """Refuses to let a FlatParameter count steps that some of its parameters have not taken."""
-    having = {each.fqn for each, _ in found}
-    without = next((each.fqn for each in originals if each.fqn not in having), None)
-    for each, entry in found if without is not None else ():
-        key = next((key for key, value in entry.items() if not isinstance(value, IntervalTensor)), None)
-        if key is not None:
-            raise ValueError(
-                f"there is optimizer state '{key}' of parameter '{each.fqn}' and none of '{without}', but "
-                "both are part of one FlatParameter, which has one such value: wrap the module with "
-                "use_orig_params=True, or wrap the two apart"
-            )
-
-
-def _source_value(source: torch.Tensor, key: str, values: Sequence[tuple[Original, Any]]) -> Any:
+def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str | None) -> Any:
+    """Joins pieces; of all else a FlatParameter has one value, which all of its parameters must have."""
     first, value = values[0]
     if isinstance(value, IntervalTensor):
-        full = torch.zeros(source.shape, dtype=value.dtype, device=source.device)
+        full = torch.zeros(first.source.shape, dtype=value.dtype, device=first.source.device)
         for original, piece in values:
             original.interval.within(full).copy_(piece.piece)
         return full
+    one_value = (
+        "both are part of one FlatParameter, which has one such value: wrap the module with "
+        "use_orig_params=True, or wrap the two apart"
+    )
+    if without is not None:
+        raise ValueError(
+            f"there is optimizer state '{key}' of parameter '{first.fqn}' and none of '{without}', but "
+            + one_value
+        )
     for original, other in values[1:]:
-        if not _same(value, other):
+        if not same_values(value, other):
             raise ValueError(
                 f"optimizer state '{key}' is {value!r} for parameter '{first.fqn}' and {other!r} for "
-                f"'{original.fqn}', but both are part of one FlatParameter, which has one such value: wrap "
-                "the module with use_orig_params=True, or wrap the two apart"
+                f"'{original.fqn}', but {one_value}"
             )
     return copy.deepcopy(value)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    return bool(one == other)
-
-
-def filled_group(target: Target, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a group with the options of the saved group that has the same parameters.
-
-    Raises:
-        ValueError: If there are several, with other options each, or none and the options are not known.
-    """
-    place = {name: index for index, group in enumerate(groups) for name in group.get("params", ())}
-    options, origin = target.options, ""
-    wanted = [original.fqn for originals in target.originals for original in originals]
-    for name in wanted:
-        if name not in place:
-            continue
-        saved = options_of(groups[place[name]])
-        saved.pop("param_names", None)
-        if origin and options is not None and not _same_options(options, saved):
-            raise ValueError(
-                f"parameters '{origin}' and '{name}' are in one group of the optimizer, but were saved in "
-                f"groups with other options: {options} and {saved}; make groups as they were"
-            )
-        options, origin = saved, origin or name
-    if options is None:
-        raise ValueError(
-            f"the optimizer state dict has no group with any of {', '.join(map(repr, wanted)) or 'nothing'}, "
-            "which are one in optim_input, so the group's options are not known: pass optim instead"
-        )
-    kept = {key: value for key, value in (target.options or {}).items() if key == "param_names"}
-    return {**copy.deepcopy(dict(options)), **kept, "params": target.keys}
-
-
-def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
 
 
 def _never_stepped(state: Mapping[str, Any]) -> bool:

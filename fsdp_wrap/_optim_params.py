@@ -1,9 +1,11 @@
-"""The parameters of optimizers: what users give them, which originals they stand for, and if once each."""
+"""The parameters of optimizers, by their groups: what users give them, and which originals they stand for."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -12,113 +14,89 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._modules import clean_fqn
-from fsdp_wrap._originals import Originals
+from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._schedule import require_idle
 from fsdp_wrap._unit import units_in
 
-__all__ = ["GivenGroup", "given_groups", "keys_of", "originals_of", "params_by_key", "refuse_shared"]
+__all__ = [
+    "Group",
+    "given_groups",
+    "groups_of",
+    "options_of",
+    "originals_of",
+    "params_by_key",
+    "refuse_shared",
+    "same_values",
+]
 
 
 @dataclass(frozen=True)
-class GivenGroup:
-    """A group of what an optimizer is made from.
+class Group:
+    """A parameter group of an optimizer, or of what one would be made from.
 
     Attributes:
-        params: In the order in which the optimizer numbers them.
-        options: What the group has beside.
+        params: Under what the optimizer's state dict has each parameter, and what that stands for.
+        options: What the group has beside its parameters; None if that is not known.
     """
 
-    params: list[torch.Tensor]
-    options: dict[str, Any]
+    params: dict[Any, list[Original]]
+    options: dict[str, Any] | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The originals' names as a plain optimizer's group has them.
 
-def given_groups(module: nn.Module, optim_input: Any) -> list[GivenGroup]:
-    """Reads what users give optimizers, in its order: parameters, or groups of them, perhaps with names.
+        Where a sharded parameter stands for several, the order is that of the unwrapped module.
+        """
+        found = [original for originals in self.params.values() for original in originals]
+        if len(found) > len(self.params):
+            found.sort(key=lambda original: original.order)
+        return [original.fqn for original in found]
 
-    Args:
-        module: Has the parameters.
-        optim_input: Any iterable of these, read once; None for `module.parameters()`.
+    def saved_in(self, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the group with the options of the saved group that has the same parameters.
 
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If it is empty, a group has no parameters, or a parameter is given twice.
-    """
-    groups = _read(module.parameters() if optim_input is None else optim_input)
-    _refuse_repeated(Originals(module), (param for group in groups for param in group.params))
-    return groups
-
-
-def _read(optim_input: Any) -> list[GivenGroup]:
-    if isinstance(optim_input, torch.Tensor) or not isinstance(optim_input, Iterable):
-        raise TypeError(
-            "optim_input must be an iterable of parameters or of parameter groups, not "
-            f"{type(optim_input).__name__}"
-        )
-    given = list(optim_input)
-    if not given:
-        raise ValueError("optim_input holds no parameters: pass what the optimizer is made from, or None")
-    if not any(isinstance(each, dict) for each in given):
-        return [GivenGroup([_unnamed(each) for each in given], {})]
-    groups = []
-    for each in given:
-        if not isinstance(each, dict):
-            raise TypeError(
-                f"optim_input mixes parameter groups with a {type(each).__name__}; pass one or the other"
-            )
-        if "params" not in each:
-            raise ValueError(f"a parameter group of optim_input has no 'params', only {list(each)}")
-        params = each["params"]
-        listed = [params] if isinstance(params, torch.Tensor) else [_unnamed(param) for param in params]
-        groups.append(GivenGroup(listed, {key: each[key] for key in each if key != "params"}))
-    return groups
-
-
-def _unnamed(param: Any) -> torch.Tensor:
-    found = param[1] if isinstance(param, tuple) and len(param) == 2 else param  # of named_parameters()
-    if not isinstance(found, torch.Tensor):
-        raise TypeError(f"optim_input must hold parameters or groups of them, not a {type(found).__name__}")
-    return found
-
-
-def refuse_shared(model: nn.Module, optimizers: Sequence[Any]) -> None:
-    """Refuses optimizers that cannot have one state dict between them.
-
-    Args:
-        model: Has their parameters; wrapped or not.
-        optimizers: Optimizers, or what clients have wrapped them in.
-
-    Raises:
-        ValueError: If a parameter is in two of them, or twice in one, by name.
-    """
-    held: dict[int, Any] = {}
-    for optimizer in optimizers:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        repeated = next((param for param in params if id(param) in held), None)
-        names = Originals(model) if repeated is not None or len({*map(id, params)}) < len(params) else None
-        if names is not None and repeated is not None:
+        Raises:
+            ValueError: If there are several, with other options each, or none and the options are not known.
+        """
+        by_name = {name: options_of(group) for group in groups for name in group.get("params", ())}
+        known = [(name, by_name[name]) for name in self.names if name in by_name]
+        options = known[0][1] if known else self.options
+        if options is None:
             raise ValueError(
-                f"{names.describe(repeated)} is in two optimizers ({type(held[id(repeated)]).__name__} "
-                f"and {type(optimizer).__name__}), and a state dict has one state for it (rank {_rank()}): "
-                "give every parameter to one optimizer"
+                "the optimizer state dict has no group with any of "
+                f"{', '.join(map(repr, self.names)) or 'nothing'}, "
+                "which are one in optim_input, so the group's options are not known: pass optim instead"
             )
-        if names is not None:
-            _refuse_repeated(names, params)
-        held.update((id(param), optimizer) for param in params)
+        saved = {key: value for key, value in options.items() if key != "param_names"}
+        for name, other in known[1:]:
+            if not _same_options(options, other):
+                raise ValueError(
+                    f"parameters '{known[0][0]}' and '{name}' are in one group of the optimizer, but were "
+                    f"saved in groups with other options: {saved} and {other}; make groups as they were"
+                )
+        kept = {key: value for key, value in (self.options or {}).items() if key == "param_names"}
+        return {**copy.deepcopy(saved), **kept, "params": [*self.params]}
 
 
-def _refuse_repeated(names: Originals, params: Iterable[torch.Tensor]) -> None:
-    seen: set[int] = set()
-    for param in params:
-        if id(param) in seen:
-            raise ValueError(
-                f"{names.describe(param)} occurs twice in the optimizer's parameters, and has one state for "
-                f"both (rank {_rank()}): pass it once"
-            )
-        seen.add(id(param))
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a parameter group has beside its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    keys = (one.keys() | other.keys()) - {"param_names"}
+    return all(key in one and key in other and same_values(one[key], other[key]) for key in keys)
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values, perhaps tensors, are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return bool(one == other)
+
+
+# of an optimizer
 
 
 def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
@@ -132,9 +110,9 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
     require_idle(units_in(model).values(), doing)
-    names = Originals(model)
     if optim is not None:
-        _refuse_repeated(names, (param for group in optim.param_groups for param in group["params"]))
+        refuse_shared(model, [optim])
+    names = Originals(model)
     for original in names.by_name.values():
         if isinstance(original.source, DTensor):
             raise ValueError(
@@ -142,6 +120,27 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
                 "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
             )
     return names
+
+
+def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Group]:
+    """Returns an optimizer's groups.
+
+    Args:
+        names: The parameters of the model.
+        optim: The optimizer.
+        state_dict: Of it; without `param_groups` its parameters go by the keys that the optimizer uses now.
+
+    Raises:
+        ValueError: If the optimizer has parameters that are not the model's.
+    """
+    saved = state_dict if "param_groups" in state_dict else optim.state_dict()
+    return [
+        Group(
+            {key: names.of(param) for key, param in zip(_in_order(names, keys, params), params)},
+            options_of(group),
+        )
+        for group, (keys, params) in zip(saved["param_groups"], params_by_key(optim, saved))
+    ]
 
 
 def params_by_key(
@@ -152,20 +151,7 @@ def params_by_key(
         yield saved["params"], group["params"]
 
 
-def keys_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[list[Any]]:
-    """Returns, for each group, the keys of its parameters in the optimizer's state dict, in their order.
-
-    Args:
-        names: The parameters of the model.
-        optim: The optimizer.
-        state_dict: Of it; without `param_groups` its parameters go by the keys that the optimizer uses now.
-    """
-    saved = state_dict if "param_groups" in state_dict else optim.state_dict()
-    groups = zip(saved["param_groups"], optim.param_groups)
-    return [_in_order(names, list(each["params"]), group["params"]) for each, group in groups]
-
-
-def _in_order(names: Originals, keys: list[Any], params: Sequence[torch.Tensor]) -> list[Any]:
+def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tensor]) -> Sequence[Any]:
     """Puts keys into the order of the parameters that they name, if names is what they are.
 
     Optimizers that name their parameters may sort them in their state dicts.
@@ -174,3 +160,100 @@ def _in_order(names: Originals, keys: list[Any], params: Sequence[torch.Tensor])
         return keys
     named = {id(names.holders.get(clean_fqn(key))): key for key in keys}
     return [named[id(param)] for param in params] if {*map(id, params)} == named.keys() else keys
+
+
+# of what users give one
+
+
+def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[Group]:
+    """Reads what users give optimizers, in its order: parameters, or groups of them, perhaps with names.
+
+    Args:
+        module: Has the parameters.
+        names: The same, by name.
+        optim_input: Any iterable of these, read once; None for `module.parameters()`.
+
+    Returns:
+        Groups without options, whose keys count the parameters.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is empty, a group has no parameters, or one is given twice or not the model's.
+    """
+    groups = _read(module.parameters() if optim_input is None else optim_input)
+    _refuse_repeated(module, [("", chain.from_iterable(groups))])
+    numbers = count()
+    return [Group({next(numbers): names.of(param) for param in params}) for params in groups]
+
+
+def _read(optim_input: Any) -> list[list[torch.Tensor]]:
+    if isinstance(optim_input, torch.Tensor) or not isinstance(optim_input, Iterable):
+        raise TypeError(
+            "optim_input must be an iterable of parameters or of parameter groups, not "
+            f"{type(optim_input).__name__}"
+        )
+    given = list(optim_input)
+    if not given:
+        raise ValueError("optim_input holds no parameters: pass what the optimizer is made from, or None")
+    if not any(isinstance(each, dict) for each in given):
+        return [[*map(_unnamed, given)]]
+    for each in given:
+        if not isinstance(each, dict):
+            raise TypeError(
+                f"optim_input mixes parameter groups with a {type(each).__name__}; pass one or the other"
+            )
+        if "params" not in each:
+            raise ValueError(f"a parameter group of optim_input has no 'params', only {list(each)}")
+    listed = (each["params"] for each in given)
+    return [[each] if isinstance(each, torch.Tensor) else [*map(_unnamed, each)] for each in listed]
+
+
+def _unnamed(param: Any) -> torch.Tensor:
+    found = param[1] if isinstance(param, tuple) and len(param) == 2 else param  # of named_parameters()
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"optim_input must hold parameters or groups of them, not a {type(found).__name__}")
+    return found
+
+
+# each once
+
+
+def refuse_shared(model: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Refuses optimizers that cannot have one state dict between them.
+
+    Args:
+        model: Has their parameters; wrapped or not.
+        optimizers: Optimizers, or what clients have wrapped them in.
+
+    Raises:
+        ValueError: If a parameter is in two of them, or twice in one, by name.
+    """
+    _refuse_repeated(model, [(type(each).__name__, _params_of(each)) for each in optimizers])
+
+
+def _params_of(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _refuse_repeated(model: nn.Module, named: Sequence[tuple[str, Iterable[torch.Tensor]]]) -> None:
+    owners: dict[int, int] = {}
+    for number, (name, params) in enumerate(named):
+        for param in params:
+            if id(param) not in owners:
+                owners[id(param)] = number
+                continue
+            described, owner = Originals(model).describe(param), owners[id(param)]
+            if owner == number:
+                raise ValueError(
+                    f"{described} occurs twice in the optimizer's parameters, and has one state for both "
+                    f"(rank {rank()}): pass it once"
+                )
+            raise ValueError(
+                f"{described} is in two optimizers ({named[owner][0]} and {name}), and a state dict has one "
+                f"state for it (rank {rank()}): give every parameter to one optimizer"
+            )
+
+
+def rank() -> int:
+    """Returns this rank, as the default group counts; for messages."""
+    return dist.get_rank() if dist.is_initialized() else 0

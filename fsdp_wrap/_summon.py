@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._buffers import pack, unpack
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._steps import refuse_in_steps
@@ -49,9 +48,9 @@ class SummonedSegment:
         self, layout: Layout, communicator: Communicator, replicas: Communicator, how: Summoning
     ) -> None:
         self._layout = layout
-        self._transport = _Transport(layout, communicator, replicas, how)
-        self._full = self._transport.collect(layout.write_shard)
-        self._grads = _SummonedGrads(layout, self._transport) if how.with_grads else None
+        self._carrier = _Carrier(layout, communicator, replicas, how)
+        self._full = self._carrier.collect(layout.write_shard)
+        self._grads = _SummonedGrads(layout, self._carrier) if how.with_grads else None
         self._params: list[nn.Parameter] = []
         self._edited: list[torch.Tensor | None] = []
         if self._full is not None:
@@ -99,7 +98,7 @@ class SummonedSegment:
         """Takes this rank's part of the noted edits into the shard; the modules show the shards again."""
         if self._full is not None:
             _fill(self._layout.views(self._full), self._edited)
-        self._layout.read_shard(self._transport.distribute(self._full))
+        self._layout.read_shard(self._carrier.distribute(self._full))
         if self._grads is not None:
             self._grads.write_back()
 
@@ -132,7 +131,7 @@ def _is(view: torch.Tensor, value: torch.Tensor) -> bool:
     return value.data_ptr() == view.data_ptr() and value.stride() == view.stride()
 
 
-class _Transport:
+class _Carrier:
     """Brings the shards of one segment together where they are shown, and back."""
 
     def __init__(
@@ -160,17 +159,17 @@ class _Transport:
             self._communicator.gather(own, full)
         with torch.inference_mode(False):
             if full is not None:
-                full = unpack(self._layout, full)
+                full = self._layout.unpack(full)
             return full.cpu() if full is not None and self._offload else full
 
     def distribute(self, full: torch.Tensor | None) -> torch.Tensor:
         """Returns this rank's part of a full buffer that it shows, or else of the first rank's."""
         if not self._rank0_only:
             assert full is not None
-            return self._communicator.own_part(pack(self._layout, full))
+            return self._communicator.own_part(self._layout.pack(full))
         own = self._empty(self._layout.shard_numel)
         if self._in_first_copy:
-            packed = None if full is None else pack(self._layout, full).to(self._communicator.device)
+            packed = None if full is None else self._layout.pack(full).to(self._communicator.device)
             self._communicator.scatter(own, packed)
         self._replicas.broadcast(own)
         return own
@@ -202,10 +201,10 @@ class _Transport:
 class _SummonedGrads:
     """The full gradients that stand beside summoned parameters; None for a parameter that no rank used."""
 
-    def __init__(self, layout: Layout, transport: _Transport) -> None:
-        self._layout, self._transport = layout, transport
-        self._present = transport.any_rank([source.grad is not None for source in layout.sources])
-        self._full = transport.collect(layout.write_gradient) if any(self._present) else None
+    def __init__(self, layout: Layout, carrier: _Carrier) -> None:
+        self._layout, self._carrier = layout, carrier
+        self._present = carrier.any_rank([source.grad is not None for source in layout.sources])
+        self._full = carrier.collect(layout.write_gradient) if any(self._present) else None
         self._edited: list[torch.Tensor | None] = []
 
     def show(self) -> None:
@@ -229,6 +228,6 @@ class _SummonedGrads:
         """Takes this rank's part of the noted gradients."""
         if self._full is not None:
             _fill(self._layout.views(self._full), self._edited)
-        present = self._transport.of_first_rank(self._present)
-        own = self._transport.distribute(self._full) if any(present) else None
+        present = self._carrier.of_first_rank(self._present)
+        own = self._carrier.distribute(self._full) if any(present) else None
         self._layout.read_gradient(own, present)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from fsdp_wrap._full_values import offloaded
-from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Place
-from fsdp_wrap._originals import names_of_places
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR
+from fsdp_wrap._originals import owned_places
 from fsdp_wrap._unit import Unit
-from fsdp_wrap._walks import walk
+from fsdp_wrap._walks import Place, named, params, walk
 
 __all__ = ["Taking", "taking"]
 
@@ -53,8 +53,10 @@ class Taking:
     @cached_property
     def names(self) -> dict[Place, list[str]]:
         """The names in the result of what every place shows."""
-        found = names_of_places(self._module)
-        return {place: [self._prefix + name for name in names] for place, names in found.items()}
+        found: dict[Place, list[str]] = {}
+        for fqn, place, _ in named(self._module, params, all_names=True):
+            found.setdefault(place, []).append(self._prefix + fqn)
+        return found
 
     def separate(self) -> None:
         """Replaces what was added and shares memory with the model by copies."""
@@ -99,25 +101,16 @@ def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> It
 
 def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
     """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
-    yield from _shown_params(unit)
-    own, inside = set(unit.buffers.modules), set[nn.Module]()
+    for module, name in owned_places([unit]):  # as modules show it now
+        shown = module._parameters.get(name, module.__dict__.get(name))
+        if shown is not None:
+            yield shown
+    yield from (
+        each for module in unit.buffers.modules for each in module._buffers.values() if each is not None
+    )
     for module in _modules(unit):
         if UNIT_ATTR in module.__dict__:
-            inside.update(module.__dict__[UNIT_ATTR].buffers.modules)
-        if module in inside:
-            yield from _tensors([module])
-        elif module in own:
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-
-
-def _shown_params(unit: Unit) -> Iterator[torch.Tensor]:
-    """Yields what modules show now of the parameters that a unit uses."""
-    for each in (*unit.lenders, unit):
-        for segment in each.handle.segments if each.handle is not None else ():
-            for module, name in (place for places in segment.layout.places for place in places):
-                shown = module._parameters.get(name, module.__dict__.get(name))
-                if shown is not None:
-                    yield shown
+            yield from _tensors(module.__dict__[UNIT_ATTR].buffers.modules)
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:

@@ -19,7 +19,6 @@ from fsdp_wrap._interval_tensor import IntervalTensor, passes_for_dtensor
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._torch_private import torch_gathers
 from fsdp_wrap._torch_private import torch_state_dict as theirs
-from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__: list[str] = []
 
@@ -66,8 +65,7 @@ def _adapt() -> None:
 def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_ours = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        return (own if is_ours else torchs)(model, *args, **kwargs)
+        return (own if ours.is_wrapped(model) else torchs)(model, *args, **kwargs)
 
     return call
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from itertools import chain
+from typing import Any
 
 import torch
+from torch import nn
 
-from fsdp_wrap._idle_gradients import IdleGradients
+from fsdp_wrap._errors import NotIdleError
+from fsdp_wrap._held_gradients import HeldGradients
 from fsdp_wrap._norms import (
     accumulation_dtype,
     by_kind,
@@ -18,13 +22,28 @@ from fsdp_wrap._norms import (
     root,
     scale,
 )
-from fsdp_wrap._unit import Unit
+from fsdp_wrap._schedule import schedule_of
+from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap.full_params import is_summoned
 
 __all__ = ["GradientNorms"]
 
 
-class GradientNorms(IdleGradients):
-    """The norms of a wrapper's gradients."""
+class GradientNorms:
+    """The norms of a wrapper's gradients.
+
+    Who holds these is found out anew only when modules or parameters have come or gone.
+
+    Args:
+        module: The wrapper.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: HeldGradients | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
+        return GradientNorms(copy.deepcopy(self._module, memo))
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -50,7 +69,7 @@ class GradientNorms(IdleGradients):
         p, bound = _norm_type(norm_type), float(max_norm)
         if not bound >= 0:
             raise ValueError(f"max_norm must not be negative, but is {max_norm}")
-        known = self.found("clip_grad_norm_()")
+        known = self._found("clip_grad_norm_()")
         _require_root(known.units[0])
         grads = {share: by_kind(known.held(share)) for share in known.shares}
         powers = {share: power(held, p, known.device) for share, held in grads.items()}
@@ -87,14 +106,28 @@ class GradientNorms(IdleGradients):
             ValueError: If `norm_type` is not positive.
         """
         p = _norm_type(norm_type)
-        known = self.found("grad_norms()")
-        gradients = {share: known.named(share) for share in known.shares}
-        values = {share: powers_and_presence(each, p, known.device) for share, each in gradients.items()}
+        known = self._found("grad_norms()")
+        named = {share: known.named(share) for share in known.shares}
+        values = {
+            share: powers_and_presence([piece for _, piece in each], p, known.device)
+            for share, each in named.items()
+        }
         powers, present = torch.cat([part.view(2, -1) for part in over_ranks(values, p)], dim=1)
-        every = [gradient for of_share in gradients.values() for gradient in of_share]
-        found = [each for each in zip(every, root(powers, p), present.tolist()) if each[2]]
-        found.sort(key=lambda each: each[0].number)
-        return {gradient.name: norm.to(accumulation_dtype(gradient.dtype)) for gradient, norm, _ in found}
+        originals = [original for each in named.values() for original, _ in each]
+        found = [each for each in zip(originals, root(powers, p), present.tolist()) if each[2]]
+        found.sort(key=lambda each: each[0].order)
+        return {each.fqn: norm.to(accumulation_dtype(each.source.dtype)) for each, norm, _ in found}
+
+    def _found(self, doing: str) -> HeldGradients:
+        known = self._known if self._known is not None and self._known.is_current else None
+        units = units_in(self._module).values() if known is None else known.units
+        for schedule in dict.fromkeys(map(schedule_of, units)):
+            schedule.require_idle(doing)
+            schedule.end_failed_backward()
+        if any(map(is_summoned, units)):
+            raise NotIdleError(f"{doing} must not run inside summon_full_params, which hides gradients")
+        self._known = HeldGradients(self._module) if known is None else known
+        return self._known
 
 
 def _norm_type(norm_type: float) -> float:

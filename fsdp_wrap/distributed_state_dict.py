@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from fsdp_wrap._full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
-from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_params import refuse_shared
 from fsdp_wrap._originals import Originals
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
 from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._walks import clean_fqn, named, params
 from fsdp_wrap._watch import deaths_told
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -32,7 +33,6 @@ from fsdp_wrap.api import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 
 __all__ = [
     "StateDictOptions",
@@ -58,7 +58,7 @@ def get_model_state_dict(
         options: With `cpu_offload` on the host, and full tensors then on the first rank only; with
             `ignore_frozen_params` without parameters that need no gradient.
     """
-    if not FSDP.fsdp_modules(model):
+    if not is_wrapped(model):
         with deaths_told():
             return torch_get_model_state_dict(model, submodules=submodules, options=options)
     return model_state(model, None if submodules is None else _prefixes(model, submodules), options)
@@ -83,7 +83,7 @@ def get_optimizer_state_dict(
         ValueError: If a parameter is in two optimizers, whose states for it cannot both be in the result.
     """
     optimizers = _checked_optimizers(model, optimizers)
-    if not FSDP.fsdp_modules(model):
+    if not is_wrapped(model):
         with deaths_told():
             return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     return optim_state(
@@ -123,7 +123,7 @@ def optim_state(
     """Returns `get_optimizer_state_dict` of a model with wrapped modules, for names with these prefixes."""
     options = _checked(options)
     with _kind(model, options):
-        parts = [FSDP.optim_state_dict(model, optimizer) for optimizer in optimizers]
+        parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optimizers]
     parts = [part for part in parts if part]
     if not parts:
         return {}
@@ -165,7 +165,7 @@ def set_model_state_dict(
     Returns:
         Missing and unexpected keys.
     """
-    if not FSDP.fsdp_modules(model):
+    if not is_wrapped(model):
         with deaths_told():
             return torch_set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
@@ -174,7 +174,7 @@ def set_model_state_dict(
     elif not model_state_dict:
         return IncompatibleKeys([], [])
     # Pieces take their part of full tensors without communication.
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+    with StateDictMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return model.load_state_dict(model_state_dict, strict=options.strict)
 
 
@@ -197,7 +197,7 @@ def set_optimizer_state_dict(
         ValueError: If a parameter is in two optimizers, or what is given does not fit.
     """
     optimizers = _checked_optimizers(model, optimizers)
-    if not FSDP.fsdp_modules(model):
+    if not is_wrapped(model):
         with deaths_told():
             torch_set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
@@ -225,6 +225,11 @@ def set_state_dict(
     return keys
 
 
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether any module at or below `model` is wrapped (`fully_shard` wraps none)."""
+    return any(isinstance(module, StateDictMethods) for module in model.modules())
+
+
 def _checked(options: StateDictOptions | None) -> StateDictOptions:
     options = options or StateDictOptions()
     if options.broadcast_from_rank0 and not options.full_state_dict:
@@ -235,7 +240,7 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
 def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False) -> Any:
     offload = options.cpu_offload
     if options.full_state_dict:
-        return FSDP.state_dict_type(
+        return StateDictMethods.state_dict_type(
             model,
             StateDictType.FULL_STATE_DICT,
             FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload and not everywhere),
@@ -243,7 +248,7 @@ def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False)
                 offload_to_cpu=offload, rank0_only=offload or options.broadcast_from_rank0
             ),
         )
-    return FSDP.state_dict_type(
+    return StateDictMethods.state_dict_type(
         model,
         StateDictType.SHARDED_STATE_DICT,
         ShardedStateDictConfig(offload_to_cpu=offload),
@@ -266,12 +271,7 @@ def _frozen_names(model: nn.Module) -> set[str]:
         if not original.source.requires_grad
         for place in original.places
     }
-    return {
-        clean_fqn(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._parameters
-        if (module, name) in frozen
-    }
+    return {fqn for fqn, place, _ in named(model, params, all_names=True) if place in frozen}
 
 
 def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:

@@ -9,18 +9,16 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank, offloaded
+from fsdp_wrap._full_values import FullValue, handles_of, is_first_rank, offloaded
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._optim_agreement import merged
-from fsdp_wrap._optim_load import Target, filled_group, options_of
-from fsdp_wrap._optim_params import given_groups, keys_of, originals_of
+from fsdp_wrap._optim_params import Group, given_groups, groups_of, options_of, originals_of
+from fsdp_wrap._optim_pieces import State, agreed
 from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._streaming import check_budget, stream
 from fsdp_wrap._unit import units_in
@@ -33,8 +31,6 @@ __all__ = [
     "rekey_optim_state_dict",
     "sharded_optim_state_dict",
 ]
-
-State = dict[str, Any]
 
 # saving
 
@@ -59,14 +55,14 @@ def sharded_optim_state_dict(
     Raises:
         ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
     """
-    names, saved = originals_of(model, optim, "optim_state_dict()"), state_dict or optim.state_dict()
-    if not saved["state"]:
-        saved = {**saved, "state": _initial_state(optim, keys_of(names, optim, saved))}
-    pieces, others = _pieces(names, optim, saved)
-    state: State = {
+    names = originals_of(model, optim, "optim_state_dict()")
+    saved = state_dict or optim.state_dict()
+    groups = groups_of(names, optim, saved)
+    pieces, others = _pieces(names, groups, saved["state"] or _initial_state(optim, groups))
+    state = {
         fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()
     }
-    return {"state": {**state, **others}, **_named_groups(names, optim, saved)}
+    return {"state": {**state, **others}, **_named_groups(groups, saved)}
 
 
 def full_optim_state_dict(
@@ -93,8 +89,10 @@ def full_optim_state_dict(
         ValueError: As `sharded_optim_state_dict`.
     """
     state = _FullState(model, optim, state_dict, "optim_state_dict()")
-    full = dict(state.gathered(budget=state.unit_nbytes, wanted=wanted, to_host=to_host))
-    return state.assembled(full, to_host) if wanted else {}
+    found = {fqn: dict(entry) for fqn, entry in state.known.items()}
+    for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=to_host):
+        found[fqn][key] = value
+    return {"state": {**found, **state.others}, **state.groups} if wanted else {}
 
 
 def iter_full_optim_state(
@@ -139,73 +137,60 @@ class _FullState:
     """The state of an optimizer on all ranks; making one is collective.
 
     Attributes:
+        known: By name, `FullValue`s of what is cut, the values of all else.
+        others: What belongs to no parameter.
+        groups: The entry `param_groups`, if there is one.
         unit_nbytes: Bytes of the full parameters of the largest unit.
     """
 
     def __init__(
         self, model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, doing: str
     ) -> None:
-        self._names, self._saved = originals_of(model, optim, doing), state_dict or optim.state_dict()
-        self._optim = optim
-        self._pieces: dict[str, State] = {}
-        self._others: State = {}
+        names = originals_of(model, optim, doing)
+        saved = state_dict or optim.state_dict()
+        pieces: dict[str, State] = {}
+        self.others: State = {}
+        self.groups: State = {}
         error: ValueError | None = None
         try:
-            self._pieces, self._others = _pieces(self._names, optim, self._saved)
+            groups = groups_of(names, optim, saved)
+            self.groups = _named_groups(groups, saved)
+            pieces, self.others = _pieces(names, groups, saved["state"])
         except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
             error = refusal
-        self._known = merged(self._names, self._pieces, error)
-        self.unit_nbytes = self._names.largest_unit_nbytes()
-
-    def gathered(
-        self, *, budget: int, wanted: bool, to_host: bool
-    ) -> Generator[tuple[tuple[str, str], torch.Tensor]]:
-        """Yields ((name, key), full tensor) of all that is cut; collective."""
-        values = _cut_values(self._names, self._pieces, self._known)
-        return stream(values, budget, wanted=wanted, to_host=to_host)
+        self.known = agreed(names, pieces, error)
+        self.unit_nbytes = names.largest_unit_nbytes()
 
     def values(self, *, budget: int, wanted: bool, to_host: bool) -> Generator[tuple[str, str, Any]]:
         """Yields (name, key, value) of all; collective."""
-        gathered = self.gathered(budget=budget, wanted=wanted, to_host=to_host)
+        every = [(fqn, key, value) for fqn, entry in self.known.items() for key, value in entry.items()]
+        cut = [value for _, _, value in every if isinstance(value, FullValue)]
+        gathered = stream(cut, budget, wanted=wanted, to_host=to_host)
         try:
-            for fqn, entry in self._known.items():
-                for key, value in sorted(entry.items(), key=lambda item: item[0]):
-                    if isinstance(value, torch.dtype):
-                        yield fqn, key, next(gathered)[1]
-                    else:
-                        yield fqn, key, _copied(value, to_host) if wanted else _without_memory(value)
+            for fqn, key, value in every:
+                if isinstance(value, FullValue):
+                    yield fqn, key, next(gathered)[1]
+                else:
+                    yield fqn, key, _copied(value, to_host) if wanted else _without_memory(value)
         except GeneratorExit:
             for _ in gathered:  # takes part in the rest, also where nothing has been gathered yet
                 pass
             raise
 
-    def assembled(self, full: Mapping[tuple[str, str], torch.Tensor], to_host: bool) -> dict[str, Any]:
-        """Returns the state dict that has these tensors."""
-        state: State = {
-            fqn: {
-                key: full[fqn, key] if isinstance(value, torch.dtype) else _copied(value, to_host)
-                for key, value in entry.items()
-            }
-            for fqn, entry in self._known.items()
-        }
-        groups = _named_groups(self._names, self._optim, self._saved)
-        return {"state": {**state, **self._others}, **groups}
-
 
 def _pieces(
-    names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]
+    names: Originals, groups: Iterable[Group], states: Mapping[Any, State]
 ) -> tuple[dict[str, State], State]:
     """Returns this rank's state by name, and what belongs to no parameter."""
-    groups = zip(keys_of(names, optim, saved), optim.param_groups)
-    params = {key: param for keys, group in groups for key, param in zip(keys, group["params"])}
+    params = {key: originals for group in groups for key, originals in group.params.items()}
     pieces: dict[str, State] = {}
-    for key, param in params.items():
-        for original in names.of(param) if saved["state"].get(key) else ():
+    for key, originals in params.items():
+        for original in originals if states.get(key) else ():
             if not original.left_out:
-                entry = saved["state"][key].items()
+                entry = states[key].items()
                 pieces[original.fqn] = {name: _piece(original, name, value) for name, value in entry}
     ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
-    return ordered, {key: value for key, value in saved["state"].items() if key not in params}
+    return ordered, {key: value for key, value in states.items() if key not in params}
 
 
 def _piece(original: Original, key: str, value: Any) -> Any:
@@ -231,37 +216,20 @@ def _without_memory(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _named_groups(names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _named_groups(groups: Iterable[Group], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entry `param_groups`, with names, if what was saved has one."""
     if "param_groups" not in saved:
         return {}
-    groups = []
-    for saved_group, group in zip(saved["param_groups"], optim.param_groups):
-        fqns = [original.fqn for original in names.in_group(group["params"])]
-        named = {key: copy.deepcopy(value) for key, value in saved_group.items() if key != "params"}
-        if "param_names" in named:
-            named["param_names"] = list(fqns)
-        groups.append({**named, "params": fqns})
-    return {"param_groups": groups}
+    return {"param_groups": [_renamed(group.options or {}, group.names, group.names) for group in groups]}
 
 
-def _cut_values(
-    names: Originals, pieces: Mapping[str, State], known: Mapping[str, State]
-) -> Iterator[FullValue]:
-    """Yields what is to be gathered, by (name, key), on every rank in the same order."""
-    params = names.full_values()
-    for fqn, entry in known.items():
-        for key, dtype in sorted(entry.items(), key=lambda item: item[0]):
-            if isinstance(dtype, torch.dtype):
-                piece = pieces.get(fqn, {}).get(key)
-                yield replace(params[fqn], key=(fqn, key), dtype=dtype, write=_writer(piece))
+def _renamed(options: Mapping[str, Any], names: list[str], params: Sequence[Any]) -> dict[str, Any]:
+    """Returns a group of parameters that go by other keys."""
+    named = {"param_names": list(names)} if "param_names" in options else {}
+    return {**copy.deepcopy(dict(options)), **named, "params": list(params)}
 
 
-def _writer(piece: Any) -> Callable[[torch.Tensor], object]:
-    return copier(piece.piece) if isinstance(piece, IntervalTensor) else torch.Tensor.zero_
-
-
-def _initial_state(optim: torch.optim.Optimizer, keys: Iterable[Sequence[Any]]) -> State:
+def _initial_state(optim: torch.optim.Optimizer, groups: Iterable[Group]) -> State:
     """Returns the state that a first step would make, by the keys of its groups, without taking that step.
 
     A copy of the optimizer steps parameters of zeros by gradients of zeros.
@@ -285,8 +253,8 @@ def _initial_state(optim: torch.optim.Optimizer, keys: Iterable[Sequence[Any]]) 
         return {}
     return {
         key: {name: _uncounted(name, value) for name, value in double.state[param].items()}
-        for of_group, group in zip(keys, double.param_groups)
-        for key, param in zip(of_group, group["params"])
+        for group, of_double in zip(groups, double.param_groups)
+        for key, param in zip(group.params, of_double["params"])
         if double.state.get(param)
     }
 
@@ -342,10 +310,9 @@ def rekey_optim_state_dict(
     by_name = key_type is OptimStateKeyType.PARAM_NAME
     if all(isinstance(key, str if by_name else int) for key in declared):
         return dict(state_dict)
-    names = Originals(model)
     given = optim.param_groups if optim is not None else optim_input
-    grouped = [names.in_group(group.params) for group in given_groups(model, given)]
-    ordered = [original.fqn for group in grouped for original in group]
+    grouped = given_groups(model, Originals(model), given)
+    ordered = [name for group in grouped for name in group.names]
     renamed: dict[Any, Any] = dict(enumerate(ordered))
     if not by_name:
         renamed = {name: position for position, name in renamed.items()}
@@ -353,20 +320,17 @@ def rekey_optim_state_dict(
     if missing:
         raise ValueError(f"the optimizer of {len(ordered)} parameters does not have {', '.join(missing)}")
     state = {renamed.get(key, key): value for key, value in state_dict["state"].items()}
-    groups = state_dict["param_groups"]
-    if by_name or len(grouped) == 1 < len(groups):  # the latter: which groups there are was not said
-        return {"state": state, "param_groups": [_renamed_group(group, renamed) for group in groups]}
-    targets = [Target([renamed[each.fqn] for each in group], [[each] for each in group]) for group in grouped]
-    return {"state": state, "param_groups": [filled_group(target, groups) for target in targets]}
+    saved = state_dict["param_groups"]
+    if by_name or len(grouped) == 1 < len(saved):  # the latter: which groups there are was not said
+        return {"state": state, "param_groups": [_rekeyed(group, renamed, by_name) for group in saved]}
+    numbered = [
+        {**group.saved_in(saved), "params": [renamed[name] for name in group.names]} for group in grouped
+    ]
+    return {"state": state, "param_groups": numbered}
 
 
-def _renamed_group(group: Mapping[str, Any], renamed: Mapping[Any, Any]) -> dict[str, Any]:
+def _rekeyed(group: Mapping[str, Any], renamed: Mapping[Any, Any], by_name: bool) -> dict[str, Any]:
     """Returns a group with other keys, in the order of parameters in the optimizer."""
-    to_names = all(isinstance(key, int) for key in group["params"])
-    keys = ((key, renamed[key]) if to_names else (renamed[key], key) for key in group["params"])
-    ordered = sorted(keys)
-    names = [name for _, name in ordered]
-    result = copy.deepcopy(options_of(group))
-    if "param_names" in result:
-        result["param_names"] = names
-    return {**result, "params": list(names) if to_names else [position for position, _ in ordered]}
+    pairs = [(key, renamed[key]) if by_name else (renamed[key], key) for key in group["params"]]
+    positions, names = zip(*sorted(pairs)) if pairs else ((), ())
+    return _renamed(options_of(group), list(names), names if by_name else positions)

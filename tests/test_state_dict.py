@@ -447,6 +447,18 @@ def test_load_hooks_see_names_and_module_of_the_plain_module(rank, world_size, w
 
 
 @each_form
+@ranks(2)
+def test_load_hooks_may_forgive_missing_names(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    state = changed(plain.state_dict())
+    del state["head.bias"]
+    for module in (model, plain):
+        module.head.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+        assert str(module.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
 @each_full_wrapping
 @ranks(2)
 def test_batch_norm_of_an_old_checkpoint(rank, world_size, wrap, use_orig_params):

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -278,6 +279,18 @@ def test_pieces_are_loaded_without_communication(rank, world_size, kind, name, w
     with count_collectives() as counts:
         assert str(load(model, kind, state)) == "<All keys matched successfully>"
     assert counts == {}
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_pieces_of_this_rank_are_copied_straight_into_the_shards(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    state = take(model, SHARDED)
+    model.load_state_dict(changed(plain.state_dict()))
+    with mock.patch.object(FSDP, "_load_from_state_dict") as walked:
+        load(model, SHARDED, state)
+    assert not walked.called
     assert_equal(model.state_dict(), plain.state_dict())
 
 

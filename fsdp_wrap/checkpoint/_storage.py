@@ -1,0 +1,267 @@
+"""Writing and reading by `torch.distributed.checkpoint`.
+
+What is written is summed up on the way. Of what is pickled in data files, plain values are read, and what
+users admit, unless the folder is trusted.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from fsdp_wrap._torch_private import StorageWriterTransforms
+from fsdp_wrap._version import __version__
+from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
+
+__all__ = ["CheckedWriter", "KnownReader", "ValuesPlanner", "packed", "rank_of", "unpacked", "write_file"]
+
+_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+@dataclass(frozen=True)
+class _Checked(WriteResult):
+    """What was written, with its CRC-32, as it travels to the first rank with all else."""
+
+    crc: int = 0
+
+
+class CheckedWriter(FileSystemWriter):
+    """Writes as its base does, and a manifest on the first rank.
+
+    Args:
+        path: The step's hidden folder.
+        step: Its number.
+        world_size: How many ranks write.
+        progress: Whether to show a bar of this rank's bytes.
+    """
+
+    def __init__(self, path: Path, step: int, world_size: int, progress: bool) -> None:
+        super().__init__(path)
+        self._folder, self._step, self._world_size = path, step, world_size
+        self._progress = progress
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes no folder: there is one, or none is wanted any more."""
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items; the results bring their checksums."""
+        total = sum(map(_payload, plan.items))
+        with tqdm(
+            total=total, desc="checkpoint", unit="B", unit_scale=True, disable=not self._progress
+        ) as bar:
+            self.transforms = sums = _Sums(self._folder, bar.update)
+            with _failures_of(sums.streams.values()):
+                results = super().write_data(plan, planner).value()
+        checked: Future[list[WriteResult]] = Future()
+        checked.set_result([sums.checked(result) for result in results])
+        return checked
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the metadata, as plain readers know it, and the manifest."""
+        plain = [
+            [WriteResult(r.index, r.size_in_bytes, r.storage_data) for r in of_rank] for of_rank in results
+        ]
+        super().finish(metadata, plain)
+        files: dict[str, list[list[int]]] = {}
+        for result in (cast(_Checked, result) for of_rank in results for result in of_rank):
+            place = result.storage_data
+            files.setdefault(place.relative_path, []).append([place.offset, place.length, result.crc])
+        data = (self._folder / METADATA).read_bytes()
+        files[METADATA] = [[0, len(data), zlib.crc32(data)]]
+        ordered = {name: sorted(files[name]) for name in sorted(files)}
+        versions = {"fsdp_wrap": __version__, "torch": str(torch.__version__)}
+        Manifest(self._step, self._world_size, ordered, versions).write(self._folder)
+
+    def storage_meta(self) -> StorageMeta:
+        """Says nothing of where this was written: the folder gets another name."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class _Sums(StorageWriterTransforms):
+    """Hands items on to their file and sums up their bytes."""
+
+    def __init__(self, folder: Path, count: Callable[[int], object]) -> None:
+        super().__init__()
+        self._folder, self._count = folder, count
+        self.streams: dict[MetadataIndex, _SummedStream] = {}
+
+    def transform_save_stream(
+        self, write_item: WriteItem, raw_stream: io.IOBase
+    ) -> tuple[IO[bytes], list[str]]:
+        """Returns the stream for one item, which tells readers of no transformation."""
+        size = _payload(write_item)
+        stream = _SummedStream(raw_stream, self._folder, lambda: self._count(size))
+        self.streams[write_item.index] = stream
+        return cast("IO[bytes]", stream), []
+
+    def checked(self, result: WriteResult) -> _Checked:
+        """Adds the checksum of what was written."""
+        crc = self.streams[result.index].crc
+        return _Checked(result.index, result.size_in_bytes, result.storage_data, crc)
+
+
+class _SummedStream(io.IOBase):
+    """Passes bytes on to a stream, which stays open; tells when it is closed itself."""
+
+    def __init__(self, raw: Any, path: Path, tell: Callable[[], object] = lambda: None) -> None:
+        self._raw, self._path, self._tell = raw, path, tell
+        self.crc = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes bytes."""
+        self.crc = zlib.crc32(data, self.crc)
+        try:
+            return int(self._raw.write(data))
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror or str(error), str(self._path))
+            raise
+
+    def close(self) -> None:
+        """Ends the item."""
+        if not self.closed:
+            self._tell()
+        super().close()
+
+
+@contextmanager
+def _failures_of(streams: Iterable[_SummedStream]) -> Iterator[None]:
+    """Raises what kept a stream from taking bytes, if that happened: torch's own error does not tell."""
+    try:
+        yield
+    except Exception as error:
+        for stream in streams:
+            if stream.failure is not None:
+                raise stream.failure from error
+        raise
+
+
+def write_file(value: Any, path: Path) -> None:
+    """Writes a value by `torch.save`; the file appears when all of it is there.
+
+    Raises:
+        OSError: If the disk does not take it.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            stream = _SummedStream(file, partial)
+            with _failures_of([stream]):
+                torch.save(value, cast("IO[bytes]", stream))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def rank_of(file: str) -> int:
+    """Returns which rank writes a file: its own, or, as the first, what is for all."""
+    found = _FILE.fullmatch(file)
+    return int(found[1]) if found else 0
+
+
+def _payload(item: WriteItem) -> int:
+    """Returns the bytes of a tensor's chunk; what is pickled does not count."""
+    data = item.tensor_data
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0
+
+
+def _plain(result: WriteResult) -> WriteResult:
+    return WriteResult(result.index, result.size_in_bytes, result.storage_data)
+
+
+# reading
+
+
+class KnownReader(FileSystemReader):
+    """Reads a checkpoint whose metadata were read already."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns what was read."""
+        return self._metadata
+
+
+class ValuesPlanner(DefaultLoadPlanner):
+    """Reads what is pickled as `unpacked` does."""
+
+    def __init__(self, trusted: bool) -> None:
+        super().__init__()
+        self._trusted = trusted
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes one pickled entry."""
+        name = read_item.dest_index.fqn
+        self.original_state_dict[name] = unpacked(value.getvalue(), f"'{name}'", self._trusted)
+
+
+def packed(value: Any) -> bytes:
+    """Pickles a value; tensors that it refers to are copied now, and only the part that it shows."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes, name: str, trusted: bool) -> Any:
+    """Returns what was packed.
+
+    Args:
+        data: The bytes.
+        name: What it is, for the error's text.
+        trusted: Whether classes and functions of any kind may be called.
+
+    Raises:
+        RuntimeError: If it is more than plain values; nothing of it was run.
+    """
+    with torch.serialization.safe_globals(_of_numpy()):
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+        except pickle.UnpicklingError as error:
+            raise RuntimeError(f"{name} {_reason(data, error)}") from error
+
+
+def _reason(data: bytes, error: Exception) -> str:
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    if not unsafe:
+        return f"is no plain value: {error}"
+    return (
+        f"is no plain value: it asks for {', '.join(sorted(unsafe))}, and nothing of that was run. If you "
+        "know who wrote this folder, admit the classes by torch.serialization.add_safe_globals([...]), or "
+        "all by checkpoint.load(..., trusted=True)"
+    )
+
+
+def _of_numpy() -> list[Any]:
+    """Returns what arrays and scalars of numpy, its random state too, are pickled by."""
+    try:
+        import numpy
+    except ImportError:
+        return []
+    core: Any = numpy._core if hasattr(numpy, "_core") else numpy.core  # renamed in numpy 2
+    makers = [
+        (getattr(core.multiarray, maker), f"numpy.{place}.multiarray.{maker}")
+        for maker in ("_reconstruct", "scalar")
+        for place in ("_core", "core")
+    ]
+    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
+    return [numpy.ndarray, numpy.dtype, *kinds, *makers]
