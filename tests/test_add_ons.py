@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from bed.paths import ROOT
 
-REPOSITORY = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 
 
 class AddOn(NamedTuple):
@@ -21,7 +21,7 @@ class AddOn(NamedTuple):
 
     Attributes:
         files: In the package; folders end with a slash.
-        tests: In the folder of tests, as patterns.
+        tests: In any folder of the tests, as patterns.
         missed: What raises an error that names the add-on; nothing where nobody would notice.
         error: Its type and a part of its text.
     """
@@ -94,11 +94,11 @@ OF_THE_WHOLE = ["test_add_ons.py", "test_architecture.py", "test_torch_private.p
 def without(add_on: AddOn, root: Path) -> None:
     """Copies package and tests into a folder, and deletes an add-on."""
     for name in ("fsdp_wrap", "tests", "benchmarks", "examples"):
-        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(REPOSITORY / "pyproject.toml", root)
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
     for folder, patterns in (("fsdp_wrap", add_on.files), ("tests", [*add_on.tests, *OF_THE_WHOLE])):
         for pattern in patterns:
-            found = [*(root / folder).glob(pattern.rstrip("/"))]
+            found = [*(root / folder).rglob(pattern.rstrip("/"))]
             assert found, f"{pattern} is not in {folder}"
             for path in found:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -117,7 +117,8 @@ def test_each_can_be_deleted(name, tmp_path):
     without(add_on, tmp_path)
     collected = python(tmp_path, "-m", "pytest", "-q", "--collect-only", "tests")
     assert collected.returncode == 0, collected.stdout[-4000:]
-    paths = [f"tests/{each}" for each in RUN]
+    paths = [str(path) for each in RUN for path in (tmp_path / "tests").rglob(each)]
+    assert len(paths) == len(RUN)
     ran = python(tmp_path, "-m", "pytest", "-q", "-x", "-k", CHOSEN, *paths)
     assert ran.returncode == 0, ran.stdout[-4000:]
     if add_on.missed:
