@@ -27,7 +27,7 @@ from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, gather_objects, loss_of, tokens
-from test_unused import Partly, Wide, assert_small_gradients_count
+from partly_used import Partly, Wide, assert_small_gradients_count
 
 LEVELS = {"int8": 127, "int4": 7}
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
