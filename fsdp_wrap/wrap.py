@@ -1,4 +1,7 @@
-"""Auto-wrap policies, and wrapping by hand; `_wrap_plan.py` makes units of what the policies choose."""
+"""Auto-wrap policies, and wrapping by hand.
+
+`_wrap_plan.py` makes units of what the policies choose.
+"""
 
 from __future__ import annotations
 
