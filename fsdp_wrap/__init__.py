@@ -1,5 +1,8 @@
 """Fully sharded data parallel training with the wrapper API that people know."""
 
+from importlib import import_module
+from importlib.util import find_spec
+
 from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
 from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._interval_tensor import IntervalTensor
@@ -76,3 +79,8 @@ __all__ = [
     "set_gradients_in_place",
     "share_comm_ctx",
 ]
+
+# Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.
+for _add_on in ("_automatic", "_compression", "_internals", "_fully_shard_state"):
+    if find_spec(f"fsdp_wrap.{_add_on}"):
+        import_module(f"fsdp_wrap.{_add_on}")

@@ -51,10 +51,12 @@ class Communicator(ABC):
         device: Where the buffers live.
         positions: Where the ranks of the group stand; None without a group.
         keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
+        compresses_reductions: Whether gradients travel in fewer bytes than they have.
         settings: What has chosen this way of communicating, which all ranks must have alike.
     """
 
     keeps_notes = True
+    compresses_reductions = False
     settings: Sequence[str] = ()
 
     def __init__(

@@ -13,12 +13,14 @@ from torch import nn
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Pending, Then
+from fsdp_wrap._full_values import handles_of
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._quantize import CODECS, Codec, ExactTail
 from fsdp_wrap._resizable import Buffer
-from fsdp_wrap._schedule import schedule_of
-from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._schedule import require_idle
+from fsdp_wrap._unit import units_in
+from fsdp_wrap.comm_hooks import compression
 
 __all__ = ["CompressedTransport", "compress"]
 
@@ -26,35 +28,9 @@ _FEWEST = 1024
 """Of shards with fewer elements, the saved bytes would not pay for the kernels."""
 
 
-def compress(module: nn.Module, *, gathers: str | None = None, reductions: str | None = None) -> None:
-    """Lets the units of a module gather parameters and reduce gradients in fewer bytes.
-
-    Each may travel as "bf16", or as "int8" or "int4": whole numbers from -127 to 127 or from -7 to 7, of
-    which 128 consecutive ones of a rank's part share a scale s, the largest absolute value / 127 or / 7. A
-    number comes back with an error of at most s / 2, before it is rounded to its dtype; a block with a NaN or
-    an infinity comes back without a finite number. Of fp32's bytes these are 0.5, 0.258 and 0.133.
-
-    All ranks compute with the same rounded parameters, bit for bit; what optimizers update, and what
-    `summon_full_params` and state dicts show, is not rounded. What a rank sends of its gradients is rounded
-    once; the receiver adds it up in the reduce dtype, with its own in full.
-
-    These travel as they are: integers and 8-bit floats, shards of less than 1,024 elements, what would not
-    shrink, the sum over the replicas of hybrid strategies and of NO_SHARD, and parameters that fewer ranks
-    keep from forward to backward.
-
-    All ranks must call it alike (it is collective), at any time outside of forward and backward. The next
-    call replaces what was chosen; `compress(module)` ends it.
-
-    Args:
-        module: A wrapped module, one that `fully_shard` was applied to, or one that contains such.
-        gathers: How parameters travel; None: in param dtype.
-        reductions: How gradients travel; None: in reduce dtype.
-
-    Raises:
-        RuntimeError: Inside a forward or backward, or if reductions are to be compressed that a communication
-            hook does.
-        ValueError: If a name is unknown, there is no unit, or ranks choose differently.
-    """
+@compression.fill
+def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) -> None:
+    """Does what `comm_hooks.compress` says."""
     gather_codec, reduction_codec = _codec("gathers", gathers), _codec("reductions", reductions)
     handles = _handles_in(module, reductions)
     for communicator in dict.fromkeys(handle.communicator for handle in handles):
@@ -72,17 +48,17 @@ def _codec(argument: str, name: str | None) -> Codec | None:
 
 
 def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
-    units: list[Unit] = list(dict.fromkeys(units_in(module).values()))
+    units = units_in(module).values()
     if not units:
         raise ValueError(f"compress() needs a sharded module, and {type(module).__name__} contains none")
-    for unit in units:
-        schedule_of(unit).require_idle("compress()")
-        if reductions is not None and unit.handle is not None and unit.handle.has_own_reduction:
+    require_idle(units, "compress()")
+    for unit in units if reductions is not None else ():
+        if unit.handle is not None and unit.handle.has_own_reduction:
             raise RuntimeError(
                 f"{unit.name} has a communication hook already, which reduces its gradients; compress the "
                 "gathers only"
             )
-    return [unit.handle for unit in units if unit.handle is not None]
+    return handles_of(units)
 
 
 def _check_agreement(communicator: Communicator, chosen: dict[str, str | None]) -> None:
@@ -109,17 +85,14 @@ class CompressedTransport:
 
     Attributes:
         keeps_notes: Whether what layouts note in a reduction arrives.
+        compresses_reductions: Whether gradients travel encoded.
     """
 
     def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
         self._communicator = communicator
         self._gathers, self._reductions = gathers, reductions
         self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients travel encoded."""
-        return self._reductions is not None
+        self.compresses_reductions = reductions is not None
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         """As a communicator's; own parts become what the other ranks decode as well."""

@@ -83,7 +83,10 @@ class CustomTransport:
     Attributes:
         comms: The same.
         keeps_notes: Whether what layouts note in a reduction arrives: a user's may round.
+        compresses_reductions: What the user's do is not our business.
     """
+
+    compresses_reductions = False
 
     def __init__(self, handle: ParamHandle, comms: dict[str, Any]) -> None:
         self._communicator: Communicator = handle.communicator

@@ -8,29 +8,24 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_wrap._layout import Extent, round_up
 from fsdp_wrap._modules import ParamSlot
 
-__all__ = ["Cut", "cut_all", "only_rows", "round_up"]
+__all__ = ["Cut", "cut_all", "only_rows"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Extent):
     """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
 
     Attributes:
-        fqn: Name within the unit.
-        shape: Of the parameter.
         dim: The dimension that is cut; its indices are the rows here.
         ranks: Into how many parts.
-        start: Where the parameter begins in the unsharded buffer.
         offset: Where each rank's chunk begins in its part of the buffer that travels.
     """
 
-    fqn: str
-    shape: torch.Size
     dim: int
     ranks: int
-    start: int
     offset: int
 
     @functools.cached_property
@@ -54,11 +49,6 @@ class Cut:
         if self.dim or self.rest or not self.whole:
             return None
         return torch.Size([self.whole, self.chunk, *self.shape[1:]])
-
-    @property
-    def stop(self) -> int:
-        """Where the parameter ends in the unsharded buffer."""
-        return self.start + self.shape.numel()
 
     @property
     def end(self) -> int:
@@ -121,7 +111,7 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignme
     cuts: list[Cut] = []
     start = offset = 0
     for slot, dim in zip(slots, dims):
-        cut = Cut(slot.fqn, slot.param.shape, dim, ranks, start, offset)
+        cut = Cut(slot.fqn, slot.param.shape, start, dim, ranks, offset)
         start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
         cuts.append(cut)
     return cuts
@@ -134,7 +124,3 @@ def only_rows(cut: Cut) -> Cut:
             "piece of it; save it as the DTensor that state_dict() of its module has"
         )
     return cut
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -40,7 +40,7 @@ class NoDimensionError(ValueError, AssertionError):
 
 
 class UnevenCutError(ValueError, NotImplementedError):
-    """A parameter would be cut into chunks that no rank could hold."""
+    """A parameter would be cut into chunks that no rank could hold; torch raises `NotImplementedError`."""
 
 
 class NoValuesError(ValueError, RuntimeError):

@@ -17,6 +17,7 @@ from fsdp_wrap._modules import UNIT_ATTR
 from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.forward_methods import register_forward_method
+from fsdp_wrap.full_params import settled
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit", "share_comm_ctx"]
 
@@ -337,8 +338,16 @@ class FSDPModule(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.nn.Module`, with `DTensor`s."""
+        """As `torch.nn.Module`, with `DTensor`s.
+
+        Raises:
+            ReplacedError: If something else was put in the place of a sharded parameter.
+            ValueError: If that is no `DTensor` that fits.
+        """
         self.reshard()
+        handle = _unit_of(self).handle
+        if handle is not None and not handle.without_values:  # else it may be loaded in part, by `assign`
+            settled([_unit_of(self)])
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

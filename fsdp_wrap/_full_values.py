@@ -31,12 +31,18 @@ __all__ = [
     "is_sharded",
     "offloaded",
     "unsharded",
+    "used_by",
 ]
 
 
 def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
     """Returns the handles of the units that have one."""
     return [unit.handle for unit in units if unit.handle is not None]
+
+
+def used_by(units: Iterable[Unit]) -> list[Unit]:
+    """Returns units, before each those from which it borrows."""
+    return list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 It has the names of torch's classes, for which `isinstance` takes it, and is computed when asked for. What our
 units cannot tell or do raises by its name, since an answer that is missing would pass for "not sharded".
+Importing this file gives `fully_shard`, which knows nothing of it, torch's way to ask: `fully_shard.state`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fsdp_wrap._modules import UNIT_ATTR
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap.fully_shard import fully_shard
 
 __all__ = ["state_of"]
 
@@ -26,6 +28,9 @@ __all__ = ["state_of"]
 def state_of(module: nn.Module) -> UnitState | None:
     """Returns the state of a module to which our `fully_shard` was applied, else None."""
     return UnitState(module.__dict__[UNIT_ATTR]) if isinstance(module, FSDPModule) else None
+
+
+vars(fully_shard)["state"] = state_of
 
 
 class _Told:
@@ -64,7 +69,7 @@ class _Told:
 
     def _refuse(self, name: str) -> NoReturn:
         unit: Unit = self.__dict__["unit"]
-        raise NotImplementedError(
+        raise RuntimeError(  # and so for `hasattr` and `getattr` with a default, too
             f"'{name}' of torch's {self.torchs.__name__} has no counterpart in fsdp_wrap, whose fully_shard "
             f"has sharded {unit.name}; use the methods of FSDPModule, or torch's fully_shard, without "
             "fsdp_wrap.compat.install(fully_shard=True)"

@@ -1,14 +1,19 @@
-"""Users' hooks on the gradients of sharded parameters: which are called, and which are refused."""
+"""Users' hooks on the gradients of sharded parameters: which are called, and which are refused.
+
+Optimizers that torch's `_apply_optimizer_in_backward` notes on parameters are among them.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-__all__ = ["HOOKS_OF", "REFUSED_HOOKS_OF", "run_gradient_hooks"]
+from fsdp_wrap._torch_private import optimizers_in_backward
+
+__all__ = ["HOOKS_OF", "REFUSED_HOOKS_OF", "run_gradient_hooks", "step_in_backward", "with_optimizers"]
 
 HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")
 """Returns what was given to `register_post_accumulate_grad_hook`; nothing true if nothing was."""
@@ -31,3 +36,32 @@ def run_gradient_hooks(params: Sequence[nn.Parameter], used: Sequence[bool]) -> 
         for param in changed:
             for hook in [*(HOOKS_OF(param) or {}).values()] if param.grad is not None else ():
                 hook(param)
+
+
+def with_optimizers(params: Iterable[nn.Parameter], unit: str) -> list[nn.Parameter]:
+    """Returns the sharded parameters with optimizers in backward that `step_in_backward` does not serve yet.
+
+    Args:
+        params: Sharded parameters; one may stand for several original ones.
+        unit: The name of their unit.
+
+    Raises:
+        RuntimeError: If a `FlatParameter` has an optimizer: it stands for several parameters.
+    """
+    found = []
+    for param in dict.fromkeys(params):
+        if optimizers_in_backward(param) and step_in_backward not in (HOOKS_OF(param) or {}).values():
+            if hasattr(param, "_is_flat_param"):
+                raise RuntimeError(
+                    f"an optimizer in backward was given to the FlatParameter of {unit}, which is only "
+                    "supported with use_orig_params=True: wrap the module so, or step after backward"
+                )
+            found.append(param)
+    return found
+
+
+def step_in_backward(param: nn.Parameter) -> None:
+    """Steps the optimizers in backward of a parameter whose gradient is there; then that goes."""
+    for optimizer in optimizers_in_backward(param):
+        optimizer.step()
+    param.grad = None

@@ -41,13 +41,19 @@ from fsdp_wrap._modules import (
     mark_owned,
     own_modules,
 )
-from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
+from fsdp_wrap._param_checks import (
+    check_borrowed,
+    check_buffers,
+    check_param,
+    refuse_optimizer_in_backward,
+)
 from fsdp_wrap._precision import BufferCasts, SegmentPolicy
 from fsdp_wrap._refusals import refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._schedule import guard_parametrizations
+from fsdp_wrap._slice_layout import SliceLayout
 from fsdp_wrap._steps import note_fused_steps
 from fsdp_wrap._unit import Unit, UnitOptions, units_in
-from fsdp_wrap.flat_param import FlatLayout
+from fsdp_wrap.flat_param import FlatParameterLayout
 
 __all__ = [
     "FLAT_PARAM",
@@ -63,6 +69,8 @@ __all__ = [
 
 FLAT_PARAM = "_flat_param"
 """Name under which a unit's module holds its `FlatParameter` (torch's name)."""
+
+_CURE = "wrap with use_orig_params=True, which keeps the Parameter objects, or step after backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +126,7 @@ LayoutMaker = Callable[[list[ParamSlot], str, Communicator], Layout]
 
 
 def check_module(
-    module: nn.Module, ignored: Ignored, values: Values, mesh: ShardMesh
+    module: nn.Module, ignored: Ignored, values: Values, mesh: ShardMesh, use_orig_params: bool
 ) -> list[tuple[str, torch.Tensor]]:
     """Checks all that a module would shard, in units below it as well, before anything changes.
 
@@ -127,7 +135,8 @@ def check_module(
 
     Raises:
         ValueError: If a tensor is on the meta device and nothing can initialise it, or a parameter has
-            gradient hooks. Where values come from the first rank, also if another rank refused its module.
+            gradient hooks or, where other tensors are trained, optimizers. Where values come from the first
+            rank, also if another rank refused its module.
         TypeError: If a parameter is of a class whose behaviour leaves could not carry over, or belongs to a
             TorchScript module.
     """
@@ -136,6 +145,8 @@ def check_module(
     try:
         for slot in slots:
             check_param(slot)
+            if not use_orig_params:
+                refuse_optimizer_in_backward(slot, _CURE)
         check_borrowed(module, ignored)
         check_buffers(module, ignored)
         check_materializable(module, slots, ignored, values)
@@ -160,14 +171,14 @@ def build_unit(module: nn.Module, spec: FlatSpec) -> Unit:
         broadcast(tensors, [replicas, communicator])
 
     def make_layout(segment: list[ParamSlot], name: str, allocator: Communicator) -> Layout:
-        return FlatLayout(
+        kind = SliceLayout if spec.use_orig_params else FlatParameterLayout
+        return kind(
             segment,
             allocator,
             name=name,
             module=module,
             sharded=spec.mesh.shard is not None,
             offload=spec.offload,
-            use_orig_params=spec.use_orig_params,
         )
 
     return assemble_unit(module, slots, spec, make_layout)

@@ -4,78 +4,82 @@ All of it is computed when it is asked for, from what our runtime has. It differ
 flat parameter holds its shard at all times: what is read of a unit while it computes are copies of the values
 that it computes with. And a unit may have several flat parameters, each with a handle of its own. What our
 runtime has no counterpart of is refused by name.
+
+Importing this file gives the attributes to `FlatParameter` and to the wrapper, which know nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fsdp_wrap._handle import HandleState
-from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn
+from fsdp_wrap._modules import Place, clean_fqn
 from fsdp_wrap._schedule import Schedule, schedule_of
-from fsdp_wrap._segment import Segment
-from fsdp_wrap._settings import ShowsSettings
 from fsdp_wrap._torch_private import graph_task, torch_common_utils, torch_flat_param
 from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap.api import ShardingStrategy, StateDictSettings, StateDictType
+from fsdp_wrap.api import ShardingStrategy
 from fsdp_wrap.flat_param import FlatLayout, FlatParameter, HiddenFlatParameter
 from fsdp_wrap.full_params import is_summoned
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
-__all__ = ["FlatHandle", "ShowsInternals", "refuse_internal"]
+__all__ = ["FlatHandle"]
 
-_GRADIENT = "its gradient is `.grad`, on the device of the shard"
-_SUMMON = "use summon_full_params"
-_BY_ITSELF = "the runtime orders its communication by itself"
-_ABSENT: Mapping[str, str] = MappingProxyType(
-    {
-        "_cpu_grad": _GRADIENT,
-        "_saved_grad_shard": _GRADIENT,
-        "_post_backward_hook_state": "use register_post_accumulate_grad_hook on the sharded parameter",
-        "_full_prec_full_param_padded": _SUMMON,
-        "_param_extensions": "there are no extensions",
-        "pre_unshard": _SUMMON,
-        "unshard": _SUMMON,
-        "post_unshard": _SUMMON,
-        "post_reshard": "reshard() does all of it",
-        "unshard_grad": "use summon_full_params(with_grads=True)",
-        "reshard_grad": "use summon_full_params(with_grads=True)",
-        "to_cpu": "use summon_full_params(offload_to_cpu=True)",
-        "unflatten_as_params": _SUMMON,
-        "_use_sharded_views": "use reshard(True)",
-        "_use_unsharded_views": _SUMMON,
-        "_use_unsharded_flat_param": _SUMMON,
-        "_alloc_padded_unsharded_flat_param": _SUMMON,
-        "_free_unsharded_flat_param": "use reshard(True)",
-        "prepare_gradient_for_backward": _GRADIENT,
-        "prepare_gradient_for_optim": _GRADIENT,
-        "_unshard_stream": _BY_ITSELF,
-        "_pre_unshard_stream": _BY_ITSELF,
-        "_post_backward_stream": _BY_ITSELF,
-        "_all_reduce_stream": _BY_ITSELF,
-        "_default_stream": _BY_ITSELF,
-        "_streams": _BY_ITSELF,
-        "_free_event_queue": _BY_ITSELF,
-        "_unshard_event": _BY_ITSELF,
-        "handles_pre_forward_order": "see fsdp_wrap._events for the order in which units run",
-        "handles_post_forward_order": "see fsdp_wrap._events for the order in which units run",
-    }
-)
-"""What torch's objects have and ours cannot, with what to do instead."""
+_INSTEAD = {
+    "its gradient is `.grad`, on the device of the shard": (
+        "_cpu_grad _saved_grad_shard prepare_gradient_for_backward prepare_gradient_for_optim"
+    ),
+    "use register_post_accumulate_grad_hook on the sharded parameter": "_post_backward_hook_state",
+    "there are no extensions": "_param_extensions",
+    "use register_comm_hook(state, hook) of the root": "_comm_hook _comm_hook_state",
+    "reshard() does all of it": "post_reshard",
+    "use reshard(True)": "_use_sharded_views _free_unsharded_flat_param",
+    "use summon_full_params": (
+        "_full_prec_full_param_padded pre_unshard unshard post_unshard unflatten_as_params "
+        "_use_unsharded_views _use_unsharded_flat_param _alloc_padded_unsharded_flat_param"
+    ),
+    "use summon_full_params(with_grads=True)": "unshard_grad reshard_grad",
+    "use summon_full_params(offload_to_cpu=True)": "to_cpu",
+    "the runtime orders its communication by itself": (
+        "_unshard_stream _pre_unshard_stream _post_backward_stream _all_reduce_stream _default_stream "
+        "_streams _free_event_queue _unshard_event"
+    ),
+    "see fsdp_wrap._events for the order in which units run": (
+        "handles_pre_forward_order handles_post_forward_order"
+    ),
+}
+"""What to do, by the names of what torch's objects have and ours cannot."""
 
 
-def refuse_internal(kind: str, name: str) -> None:
+def _refuse(kind: str, name: str) -> None:
     """Refuses what torch's objects have and ours cannot; what neither has is left to the caller.
 
     Raises:
         AttributeError: Saying what to use instead.
     """
-    if name in _ABSENT:
-        raise AttributeError(f"fsdp_wrap has no '{name}' of a {kind}, as torch has: {_ABSENT[name]}")
+    for instead, names in _INSTEAD.items():
+        if name in names.split():
+            raise AttributeError(f"fsdp_wrap has no '{name}' of a {kind}, as torch has: {instead}")
+
+
+_Body = TypeVar("_Body", bound=type)
+
+
+def _given_to(owner: type) -> Callable[[_Body], _Body]:
+    """Gives the properties in the body of a class, which is never instantiated, to the class `owner`."""
+
+    def give(body: _Body) -> _Body:
+        for name, value in vars(body).items():
+            if isinstance(value, (property, cached_property)):
+                setattr(owner, name, value)
+        return body
+
+    return give
 
 
 # flat parameters
@@ -91,62 +95,13 @@ def _layout_of(param: FlatParameter) -> FlatLayout:
     return layout
 
 
-def _local_shard(param: FlatParameter) -> torch.Tensor:
-    """The shard: one object as long as it lies at one place, as programs compare identities."""
-    own = param if param.of_layout is None else _layout_of(param).flat_param
-    if own.shard_alias is None or _lies_elsewhere(own.shard_alias, own):
-        own.shard_alias = own.data
-    return own.shard_alias
-
-
-def _set_local_shard(param: FlatParameter, shard: torch.Tensor) -> None:
-    """Takes over another shard, as assigning `.data` does."""
-    own = param if param.of_layout is None else _layout_of(param).flat_param
-    if shard.shape != own.shape:
-        raise ValueError(
-            f"the shard of the FlatParameter of '{own._fqns[0]}' and others has shape {tuple(own.shape)}; it "
-            f"cannot be replaced by a tensor of shape {tuple(shard.shape)}"
-        )
-    if _lies_elsewhere(shard, own):
-        own.data = shard
-    own.shard_alias = own.data
-
-
 def _lies_elsewhere(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() != other.data_ptr() or one.dtype != other.dtype or one.device != other.device
 
 
-def _mp_shard(param: FlatParameter) -> torch.Tensor:
-    """Nothing, in the param dtype: the cast writes into the buffer that travels."""
-    layout = _layout_of(param)
-    dtype = _computed_in(layout)
-    if dtype == layout.dtype:
-        raise AttributeError("a FlatParameter has an '_mp_shard' in mixed precision of parameters only")
-    return torch.empty(0, dtype=dtype, device=layout.leaves[0].device)
-
-
-def _computed_in(layout: FlatLayout) -> torch.dtype:
-    return layout.leaves[0].dtype
-
-
-def _full_param_padded(param: FlatParameter) -> torch.Tensor:
-    """A copy of the unsharded buffer; nothing while that is freed."""
-    return _copy_of_full(_sharded_layout_of(param, "_full_param_padded"))
-
-
-def _padded_unsharded_size(param: FlatParameter) -> torch.Size:
-    return torch.Size([_sharded_layout_of(param, "_padded_unsharded_size").full_numel])
-
-
-def _sharded_layout_of(param: FlatParameter, name: str) -> FlatLayout:
-    layout = _layout_of(param)
-    if not layout.sharded:
-        raise AttributeError(f"a FlatParameter has a '{name}' where it is sharded only")
-    return layout
-
-
 @torch.no_grad()
 def _copy_of_full(layout: FlatLayout) -> torch.Tensor:
+    """A copy of the unsharded buffer; nothing while that is freed."""
     largest = max(layout.leaves, key=torch.Tensor.numel)
     if not largest.untyped_storage().size():
         return largest.new_empty(0)
@@ -156,24 +111,11 @@ def _copy_of_full(layout: FlatLayout) -> torch.Tensor:
     return full
 
 
-def _shard_param_infos(param: FlatParameter) -> tuple[Any, ...]:
+def _sharded_layout_of(param: FlatParameter, name: str) -> FlatLayout:
     layout = _layout_of(param)
-    make, infos = torch_flat_param._ShardParamInfo, []
-    for extent in layout.extents:
-        start, stop = extent.within(layout.first, layout.shard_numel)
-        first = layout.first + start - extent.start
-        found = (start, stop - start, first, first + stop - start - 1) if stop > start else (None,) * 4
-        infos.append(make(stop > start, *found))
-    return tuple(infos)
-
-
-def _param_infos(param: FlatParameter) -> tuple[Any, ...]:
-    layout = _layout_of(param)
-    pairs = zip(layout.places, layout.fqns)
-    return tuple(
-        torch_flat_param.ParamInfo(name, module, fqn.removesuffix(name).removesuffix("."))
-        for (module, name), fqn in ((next(iter(places)), fqn) for places, fqn in pairs)
-    )
+    if not layout.sharded:
+        raise AttributeError(f"a FlatParameter has a '{name}' where it is sharded only")
+    return layout
 
 
 def _other_places(layout: FlatLayout) -> Iterator[tuple[int, Place]]:
@@ -183,89 +125,127 @@ def _other_places(layout: FlatLayout) -> Iterator[tuple[int, Place]]:
             yield index, place
 
 
-def _shared_param_infos(param: FlatParameter) -> tuple[Any, ...]:
-    layout, firsts = _layout_of(param), _param_infos(param)
-    names = {module: clean_fqn(name) for name, module in layout.module.named_modules()}
-    return tuple(
-        torch_flat_param.SharedParamInfo(
-            name, module, names.get(module, ""), firsts[index][0], firsts[index][1], firsts[index][2]
-        )
-        for index, (module, name) in _other_places(layout)
-    )
-
-
-def _orig_params(param: FlatParameter) -> list[nn.Parameter] | None:
-    """The slices that the optimizer sees; None where it sees the flat parameter."""
-    layout = _layout_of(param)
-    return None if layout.sources[0] is layout.flat_param else list(layout.sources)
-
-
-def _shared_params(param: FlatParameter) -> list[nn.Parameter] | None:
-    params = _orig_params(param)
-    return None if params is None else [params[index] for index, _ in _other_places(_layout_of(param))]
-
-
-def _is_grad_none_mask(param: FlatParameter) -> list[bool] | None:
-    params = _orig_params(param)
-    return None if params is None else [each.grad is None for each in params]
-
-
-def _stretches(param: FlatParameter) -> list[tuple[int, bool]]:
-    """The element counts of parameters and of the gaps between them, in order, with which are gaps."""
-    found, end = [], 0
+def _stretches(param: FlatParameter) -> Iterator[tuple[int, bool]]:
+    """Yields the element counts of parameters and of the gaps between them, in order, with which are gaps."""
+    end = 0
     for extent in _layout_of(param).extents:
         if extent.start > end:
-            found.append((extent.start - end, True))
-        found.append((extent.stop - extent.start, False))
+            yield extent.start - end, True
+        yield extent.stop - extent.start, False
         end = extent.stop
-    return found
 
 
-def _shard_numel_padded(param: FlatParameter) -> int:
-    layout = _layout_of(param)
-    return min(layout.shard_numel, max(0, layout.first + layout.shard_numel - layout.extents[-1].stop))
+def _stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
-def _strides(param: FlatParameter) -> tuple[tuple[int, ...], ...]:
-    return tuple(torch.empty(shape, device="meta").stride() for shape in param._shapes)
+def _absent(name: str) -> Any:
+    return property(lambda _: _refuse("FlatParameter", name))
 
 
-def _modules_of(param: FlatParameter) -> set[nn.Module]:
-    return {module for places in _layout_of(param).places for module, _ in places}
+@_given_to(FlatParameter)
+class _FlatParameter(FlatParameter):
+    """The private attributes of torch's flat parameters."""
 
+    _cpu_grad = _absent("_cpu_grad")
+    _saved_grad_shard = _absent("_saved_grad_shard")
+    _post_backward_hook_state = _absent("_post_backward_hook_state")
+    _full_prec_full_param_padded = _absent("_full_prec_full_param_padded")
 
-_OF_FLAT_PARAMETERS: Mapping[str, property] = {
-    "_local_shard": property(_local_shard, _set_local_shard),
-    "_mp_shard": property(_mp_shard),
-    "_full_param_padded": property(_full_param_padded),
-    "_shard_param_infos": property(_shard_param_infos),
-    "_param_infos": property(_param_infos),
-    "_shared_param_infos": property(_shared_param_infos),
-    "_params": property(_orig_params),
-    "_shared_params": property(_shared_params),
-    "_is_grad_none_mask": property(_is_grad_none_mask),
-    "_num_params": property(lambda param: len(param._fqns)),
-    "_numels_with_padding": property(lambda param: tuple(numel for numel, _ in _stretches(param))),
-    "_is_padding_mask": property(lambda param: [padding for _, padding in _stretches(param)]),
-    "_strides": property(_strides),
-    "_contiguities": property(lambda param: (True,) * len(param._fqns)),
-    "_modules": property(_modules_of),
-    "_sharded_size": property(lambda param: _local_shard(param).size()),
-    "_shard_numel_padded": property(_shard_numel_padded),
-    "_unpadded_unsharded_size": property(lambda param: torch.Size([_layout_of(param).extents[-1].stop])),
-    "_padded_unsharded_size": property(_padded_unsharded_size),
-}
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        """The shard: one object as long as it lies at one place, as programs compare identities."""
+        own = self if self.of_layout is None else _layout_of(self).flat_param
+        if own.shard_alias is None or _lies_elsewhere(own.shard_alias, own):
+            own.shard_alias = own.data
+        return own.shard_alias
 
+    @_local_shard.setter
+    def _local_shard(self, shard: torch.Tensor) -> None:
+        """Takes over another shard, as assigning `.data` does."""
+        own = self if self.of_layout is None else _layout_of(self).flat_param
+        if shard.shape != own.shape:
+            raise ValueError(
+                f"the shard of the FlatParameter of '{own._fqns[0]}' and others has shape "
+                f"{tuple(own.shape)}; it cannot be replaced by a tensor of shape {tuple(shard.shape)}"
+            )
+        if _lies_elsewhere(shard, own):
+            own.data = shard
+        own.shard_alias = own.data
 
+    @property
+    def _mp_shard(self) -> torch.Tensor:
+        """Nothing, in the param dtype: the cast writes into the buffer that travels."""
+        layout = _layout_of(self)
+        leaf = layout.leaves[0]
+        if leaf.dtype == layout.dtype:
+            raise AttributeError("a FlatParameter has an '_mp_shard' in mixed precision of parameters only")
+        return torch.empty(0, dtype=leaf.dtype, device=leaf.device)
 
-def _absent(name: str) -> property:
-    return property(lambda param: refuse_internal("FlatParameter", name))
+    _full_param_padded = property(lambda self: _copy_of_full(_sharded_layout_of(self, "_full_param_padded")))
+    _padded_unsharded_size = property(
+        lambda self: torch.Size([_sharded_layout_of(self, "_padded_unsharded_size").full_numel])
+    )
+    _unpadded_unsharded_size = property(lambda self: torch.Size([_layout_of(self).extents[-1].stop]))
+    _sharded_size = property(lambda self: self._local_shard.size())
 
+    @property
+    def _shard_numel_padded(self) -> int:
+        layout = _layout_of(self)
+        beyond = layout.first + layout.shard_numel - layout.extents[-1].stop
+        return min(layout.shard_numel, max(0, beyond))
 
-for _name in ("_cpu_grad", "_saved_grad_shard", "_post_backward_hook_state", "_full_prec_full_param_padded"):
-    setattr(FlatParameter, _name, _absent(_name))
-for _name, _property in _OF_FLAT_PARAMETERS.items():
-    setattr(FlatParameter, _name, _property)
+    @property
+    def _shard_param_infos(self) -> tuple[Any, ...]:
+        layout = _layout_of(self)
+        infos = []
+        for extent in layout.extents:
+            start, stop = extent.within(layout.first, layout.shard_numel)
+            first = layout.first + start - extent.start
+            found = (start, stop - start, first, first + stop - start - 1) if stop > start else (None,) * 4
+            infos.append(torch_flat_param._ShardParamInfo(stop > start, *found))
+        return tuple(infos)
+
+    @property
+    def _param_infos(self) -> tuple[Any, ...]:
+        layout = _layout_of(self)
+        firsts = [next(iter(places)) for places in layout.places]
+        return tuple(
+            torch_flat_param.ParamInfo(name, module, fqn.removesuffix(name).removesuffix("."))
+            for (module, name), fqn in zip(firsts, layout.fqns)
+        )
+
+    @property
+    def _shared_param_infos(self) -> tuple[Any, ...]:
+        layout, firsts = _layout_of(self), self._param_infos
+        names = {module: clean_fqn(name) for name, module in layout.module.named_modules()}
+        return tuple(
+            torch_flat_param.SharedParamInfo(name, module, names.get(module, ""), *firsts[index])
+            for index, (module, name) in _other_places(layout)
+        )
+
+    @property
+    def _params(self) -> list[nn.Parameter] | None:
+        """The slices that the optimizer sees; None where it sees the flat parameter."""
+        layout = _layout_of(self)
+        return None if layout.sources[0] is layout.flat_param else list(layout.sources)
+
+    @property
+    def _shared_params(self) -> list[nn.Parameter] | None:
+        params = self._params
+        return None if params is None else [params[index] for index, _ in _other_places(_layout_of(self))]
+
+    @property
+    def _is_grad_none_mask(self) -> list[bool] | None:
+        params = self._params
+        return None if params is None else [each.grad is None for each in params]
+
+    _num_params = property(lambda self: len(self._fqns))
+    _numels_with_padding = property(lambda self: tuple(numel for numel, _ in _stretches(self)))
+    _is_padding_mask = property(lambda self: [padding for _, padding in _stretches(self)])
+    _strides = property(lambda self: tuple(map(_stride, self._shapes)))
+    _contiguities = property(lambda self: (True,) * len(self._fqns))
+    _modules = property(lambda self: {module for places in _layout_of(self).places for module, _ in places})
 
 
 # handles
@@ -279,34 +259,26 @@ class FlatHandle:
         number: Of the flat parameter among the wrapper's.
     """
 
-    def __init__(self, wrapper: ShowsInternals, number: int) -> None:
-        self._wrapper, self._number = wrapper, number
+    def __init__(self, wrapper: FullyShardedDataParallel, number: int) -> None:
+        self._wrapper: Any = wrapper
+        self._number = number
 
     def __getattr__(self, name: str) -> Any:
-        refuse_internal("handle", name)
+        _refuse("handle", name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {', '.join(self._layout.fqns)}"
 
-    @property
-    def _unit(self) -> Unit:
-        return self._wrapper._unit
+    _unit = property(attrgetter("_wrapper._unit"))
+    _segment = property(lambda self: self._unit.handle.segments[self._number])
 
     @property
-    def _segment(self) -> Segment:
-        assert self._unit.handle is not None
-        return self._unit.handle.segments[self._number]
-
-    @property
-    def _layout(self) -> FlatLayout:
-        return _layout_of(self._shard)
-
-    @property
-    def _shard(self) -> FlatParameter:
-        param = self._segment.layout.flat_param
-        assert isinstance(param, FlatParameter)
+    def _shard(self) -> _FlatParameter:
+        param: _FlatParameter = self._segment.layout.flat_param
         return param
+
+    _layout = property(lambda self: _layout_of(self._shard))
 
     @property
     def flat_param(self) -> FlatParameter:
@@ -355,88 +327,53 @@ class FlatHandle:
         """Whether a tensor has the size of the shard, where there are shards."""
         return self.uses_sharded_strategy and tensor.size() == self._shard.size()
 
-    def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
+    def _get_padded_unsharded_flat_param(self) -> Any:
         """Returns a copy of the unsharded buffer, or nothing while that is freed."""
-        return _full_param_padded(self._shard)
+        return self._shard._full_param_padded
 
     def shard_metadata(self) -> Any:
         """What of the original parameters this rank holds."""
         shard = self._shard
-        infos = _shard_param_infos(shard)
+        infos = shard._shard_param_infos
         ranges = tuple((info[3], info[4]) for info in infos)
-        columns = (shard._fqns, shard._shapes, _strides(shard), (True,) * len(infos), shard._numels, ranges)
+        columns = (shard._fqns, shard._shapes, shard._strides, shard._contiguities, shard._numels, ranges)
         held = [row for row, info in zip(zip(*columns), infos) if info[0]]
         return torch_flat_param.FlatParamShardMetadata(*(list(zip(*held)) or [()] * len(columns)))
 
     def param_module_names(self) -> Iterator[tuple[str, str]]:
         """Yields (name, module's name) of all parameters, tied ones under each."""
-        for info in (*_param_infos(self._shard), *_shared_param_infos(self._shard)):
-            yield info[0], info[2]
+        yield from ((info[0], info[2]) for info in self._shard._param_infos)
+        yield from self.shared_param_module_names()
 
     def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
         """Yields (name, module's name) of tied parameters, save for the first of each."""
-        for info in _shared_param_infos(self._shard):
-            yield info[0], info[2]
+        yield from ((info[0], info[2]) for info in self._shard._shared_param_infos)
 
-    @property
-    def sharded_grad(self) -> torch.Tensor | None:
-        """The gradient of the shard."""
-        return self._shard.grad
+    sharded_grad = property(attrgetter("_shard.grad"), doc="The gradient of the shard.")
+    process_group = property(attrgetter("_wrapper.process_group"), doc="The ranks over which is sharded.")
+    rank = property(attrgetter("_wrapper.rank"), doc="This process's rank in `process_group`.")
+    world_size = property(attrgetter("_wrapper.world_size"), doc="How many ranks `process_group` has.")
+    device = property(attrgetter("_wrapper.compute_device"), doc="Where the unit computes.")
+    _device_handle = property(attrgetter("_wrapper._device_handle"))
+    _fully_sharded_module = property(attrgetter("_wrapper.module"))
+    _use_orig_params = property(attrgetter("_wrapper._use_orig_params"))
+    _offload_params = property(attrgetter("_wrapper.cpu_offload.offload_params"))
+    _keep_low_precision_grads = property(attrgetter("_wrapper.mixed_precision.keep_low_precision_grads"))
+    _fwd_bwd_param_dtype = property(attrgetter("_segment.dtypes.param"))
+    _reduce_dtype = property(attrgetter("_segment.dtypes.reduce"))
 
-    @property
-    def _fqns_in_shard(self) -> list[str]:
-        return [fqn for fqn, info in zip(self._shard._fqns, _shard_param_infos(self._shard)) if info[0]]
-
-    @property
-    def _fully_sharded_module(self) -> nn.Module:
-        module = self._wrapper._modules[WRAPPED_ATTR]
-        assert module is not None
-        return module
-
-    @property
-    def process_group(self) -> torch.distributed.ProcessGroup:
-        """The ranks over which is sharded."""
-        return self._wrapper.process_group
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in `process_group`."""
-        return self._wrapper.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks `process_group` has."""
-        return self._wrapper.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where the unit computes."""
-        return self._wrapper.compute_device
-
-    @property
-    def _device_handle(self) -> Any:
-        return self._wrapper._device_handle
+    _fqns_in_shard = property(
+        lambda self: [x for x, info in zip(self._shard._fqns, self._shard._shard_param_infos) if info[0]]
+    )
 
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether each rank has a part of its own."""
         return self._wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
 
-    @property
-    def _sharding_strategy(self) -> Any:
-        return torch_flat_param.HandleShardingStrategy[self._wrapper.sharding_strategy.name]
-
-    @property
-    def _offload_params(self) -> bool:
-        return self._wrapper.cpu_offload.offload_params
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._wrapper._use_orig_params
-
-    @property
-    def _keep_low_precision_grads(self) -> bool:
-        return self._wrapper.mixed_precision.keep_low_precision_grads
+    _sharding_strategy = property(
+        lambda self: torch_flat_param.HandleShardingStrategy[self._wrapper.sharding_strategy.name]
+    )
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -449,21 +386,9 @@ class FlatHandle:
         if handle is not None and handle.state is HandleState.SHARDED:
             handle.follow_replaced()
 
-    @property
-    def _fwd_bwd_param_dtype(self) -> torch.dtype:
-        return self._segment.dtypes.param
+    _uses_param_mixed_precision = property(lambda self: self._fwd_bwd_param_dtype != self._orig_param_dtype)
 
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self._segment.dtypes.reduce
-
-    @property
-    def _uses_param_mixed_precision(self) -> bool:
-        return self._fwd_bwd_param_dtype != self._orig_param_dtype
-
-    @property
-    def _uses_reduce_mixed_precision(self) -> bool:
-        return self._reduce_dtype != self._orig_param_dtype
+    _uses_reduce_mixed_precision = property(lambda self: self._reduce_dtype != self._orig_param_dtype)
 
     @property
     def _training_state(self) -> Any:
@@ -502,28 +427,56 @@ def _dissolve(schedule: Schedule) -> None:
 class _Order:
     """What is asked of a wrapper's `_exec_order_data`."""
 
-    def __init__(self, wrapper: ShowsInternals) -> None:
+    def __init__(self, wrapper: FullyShardedDataParallel) -> None:
         self._wrapper = wrapper
 
     def __getattr__(self, name: str) -> Any:
-        refuse_internal("wrapper's _exec_order_data", name)
+        _refuse("wrapper's _exec_order_data", name)
         raise AttributeError(f"a wrapper's _exec_order_data has no attribute '{name}'")
 
-    @property
-    def all_handles(self) -> list[FlatHandle]:
-        """Those of all flat parameters, in the order of the modules."""
-        return self._wrapper._all_handles
+    all_handles = property(attrgetter("_wrapper._all_handles"), doc="In the order of the modules.")
 
 
-class ShowsInternals(ShowsSettings):
+_without_internals = FullyShardedDataParallel.__getattr__
+
+
+def _getattr(self: FullyShardedDataParallel, name: str) -> Any:
+    try:
+        return _without_internals(self, name)
+    except AttributeError:
+        _refuse("wrapper", name)
+        raise
+
+
+FullyShardedDataParallel.__getattr__ = _getattr  # type: ignore[method-assign]
+
+
+def _to_register(name: str) -> Any:
+    def refuse(self: FullyShardedDataParallel, value: Any) -> None:
+        raise RuntimeError(
+            f"'{name}' of {self._unit.name} was set, which would have no effect: use "
+            "register_comm_hook(state, hook) of the root"
+        )
+
+    return property(lambda _: _refuse("wrapper", name), refuse)
+
+
+@_given_to(FullyShardedDataParallel)
+class _Wrapper(FullyShardedDataParallel):
     """The private attributes of torch's wrappers that programs read, or write to."""
 
-    _flat_handles: Sequence[FlatHandle]
-    _state_dict_settings: StateDictSettings
+    _comm_hook = _to_register("_comm_hook")
+    _comm_hook_state = _to_register("_comm_hook_state")
+    _use_orig_params = property(attrgetter("_settings.use_orig_params"))
+    _state_dict_type = property(attrgetter("_state_dict_settings.state_dict_type"))
+    _state_dict_config = property(attrgetter("_state_dict_settings.state_dict_config"))
+    _optim_state_dict_config = property(attrgetter("_state_dict_settings.optim_state_dict_config"))
+    _exec_order_data = property(_Order)
 
-    def _make_flat_handles(self) -> None:
+    @cached_property
+    def _flat_handles(self) -> list[FlatHandle]:
         handle = self._unit.handle
-        self._flat_handles = [FlatHandle(self, each) for each in range(len(handle.segments) if handle else 0)]
+        return [FlatHandle(self, number) for number in range(len(handle.segments) if handle else 0)]
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -569,8 +522,8 @@ class ShowsInternals(ShowsSettings):
             _dissolve(schedule_of(self._unit))
 
     @property
-    def _all_fsdp_states(self) -> list[ShowsInternals]:
-        return [module for module in self.modules() if isinstance(module, ShowsInternals)]
+    def _all_fsdp_states(self) -> list[FullyShardedDataParallel]:
+        return self.fsdp_modules(self)
 
     @property
     def _all_handles(self) -> list[FlatHandle]:
@@ -582,28 +535,8 @@ class ShowsInternals(ShowsSettings):
         return {} if handle is None else {handle._fully_sharded_module: handle}
 
     @property
-    def _exec_order_data(self) -> _Order:
-        return _Order(self)
-
-    @property
     def _device_handle(self) -> Any:
         return torch_common_utils._FSDPDeviceHandle.from_device(self.compute_device)
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._settings.use_orig_params
-
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._state_dict_settings.state_dict_type
-
-    @property
-    def _state_dict_config(self) -> Any:
-        return self._state_dict_settings.state_dict_config
-
-    @property
-    def _optim_state_dict_config(self) -> Any:
-        return self._state_dict_settings.optim_state_dict_config
 
     @property
     def training_state(self) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._walks import walk
+from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, params
 
 __all__ = [
     "UNIT_ATTR",
@@ -31,25 +31,8 @@ __all__ = [
     "show_extra",
 ]
 
-WRAPPED_ATTR = "_fsdp_wrapped_module"
-"""Attribute under which a wrapper holds the module that it wraps (torch's name)."""
-
 UNIT_ATTR = "_fsdp_unit"
 """Key in the `__dict__` of a module that a front-end has made a unit."""
-
-_PREFIXES = (WRAPPED_ATTR + ".", "_checkpoint_wrapped_module.")
-
-
-def clean_fqn(name: str) -> str:
-    """Removes the prefixes that wrappers add to a parameter's or module's name."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-        if name == prefix[:-1] or name.endswith("." + prefix[:-1]):
-            name = name[: -len(prefix)]
-    return name
-
-
-Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
 class ParamPlaces:
@@ -64,10 +47,6 @@ class ParamPlaces:
     def add(self, module: nn.Module, name: str) -> None:
         """Adds one more place."""
         self._places.append((module, name))
-
-    def shown(self) -> nn.Parameter | None:
-        """What the first place shows now: a parameter that the user put there, perhaps."""
-        return self._places[0][0]._parameters.get(self._places[0][1])
 
 
 class Display:
@@ -216,11 +195,10 @@ def _used_params(
     module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter]
 ) -> Iterator[tuple[str, Place, nn.Parameter]]:
     own = {current for _, current in own_modules(module, ignored.modules)}
-    for prefix, current in walk(module):
-        for name, param in current._parameters.items():
-            wanted = param in lent or (current in own and param not in ignored.params)
-            if param is not None and wanted and param not in ignored.left:
-                yield clean_fqn(f"{prefix}.{name}" if prefix else name), (current, name), param
+    for fqn, place, param in named(module, params):
+        wanted = param in lent or (place[0] in own and param not in ignored.params)
+        if param is not None and wanted and param not in ignored.left:
+            yield fqn, place, param
 
 
 def is_owned(param: nn.Parameter) -> bool:

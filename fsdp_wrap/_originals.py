@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,24 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._full_values import FullValue, full_values, handles_of
+from fsdp_wrap._full_values import FullValue, full_values, handles_of, used_by
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._held_by import Spread
-from fsdp_wrap._interval import Interval
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._layout import Layout
-from fsdp_wrap._modules import Place, clean_fqn
+from fsdp_wrap._layout import Interval
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._torch_private import pytree
 from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap._walks import walk
+from fsdp_wrap._walks import Place, clean_fqn, named, params
 
 __all__ = [
     "Original",
     "Originals",
-    "indexed_names",
-    "names_in",
-    "names_of_places",
+    "Owned",
+    "owned_names",
+    "owned_places",
 ]
 
 
@@ -165,65 +163,62 @@ class Originals:
 
 
 def _walk(module: nn.Module) -> Iterator[Original]:
-    owned, sources = _owned(module)
+    owned = owned_places(units_in(module).values())
+    sources = {id(each.interval.source) for each in owned.values()}
     seen: set[object] = set()
-    for prefix, child in walk(module):
-        for name, param in child._parameters.items():
-            fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
-            owner = owned.get((child, name))
-            if owner is None and (param is None or id(param) in sources):
-                continue  # nothing, or a `FlatParameter`
-            key = id(param) if owner is None else (id(owner[1]), owner[2])
-            if key in seen:
-                continue
-            order = len(seen)
-            seen.add(key)
-            if owner is not None:
-                handle, segment, index, interval = owner
-                places = tuple(segment.layout.places[index])
-                yield Original(fqn, order, interval, handle, segment, index, places)
-            elif param is not None:
-                whole = Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0)
-                yield Original(fqn, order, whole, places=((child, name),))
+    for fqn, place, param in named(module, params):
+        own = owned.get(place)
+        if own is None and (param is None or id(param) in sources):
+            continue  # nothing, or a `FlatParameter`
+        key = id(param) if own is None else own.key
+        if key in seen:
+            continue
+        order = len(seen)
+        seen.add(key)
+        if own is not None:
+            places = tuple(own.segment.layout.places[own.index])
+            yield Original(fqn, order, own.interval, own.handle, own.segment, own.index, places)
+        elif param is not None:
+            whole = Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0)
+            yield Original(fqn, order, whole, places=(place,))
 
 
-def _owned(
-    module: nn.Module,
-) -> tuple[dict[Place, tuple[ParamHandle, Segment, int, Interval]], set[int]]:
-    units: list[Unit] = []
-    for unit in units_in(module).values():
-        units += [unit, *unit.lenders]
-    owned: dict[Place, tuple[ParamHandle, Segment, int, Interval]] = {}
-    sources: set[int] = set()
-    for handle in handles_of(units):
-        for segment in handle.segments:
-            intervals = segment.layout.intervals()
-            sources.update(id(interval.source) for interval in intervals)
-            for index, places in enumerate(segment.layout.places):
-                for place in places:
-                    owned[place] = (handle, segment, index, intervals[index])
-    return owned, sources
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that a unit owns.
+
+    Attributes:
+        handle: Owner of its storage.
+        segment: The segment in which it lies.
+        index: Its position in there.
+        interval: What this rank holds of it.
+    """
+
+    handle: ParamHandle
+    segment: Segment
+    index: int
+    interval: Interval
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells it from others."""
+        return id(self.segment), self.index
 
 
-def names_of_places(module: nn.Module) -> dict[Place, list[str]]:
-    """Returns the clean names under which every place in a module shows a parameter."""
-    names: dict[Place, list[str]] = {}
-    for prefix, child in walk(module, all_names=True):
-        for name in child._parameters:
-            full = clean_fqn(f"{prefix}.{name}" if prefix else name)
-            names.setdefault((child, name), []).append(full)
-    return names
+def owned_places(units: Iterable[Unit]) -> dict[Place, Owned]:
+    """Returns the parameters that units use, own and borrowed ones, by all places that show them."""
+    return {
+        place: Owned(handle, segment, index, interval)
+        for handle in handles_of(used_by(units))
+        for segment in handle.segments
+        for index, (places, interval) in enumerate(zip(segment.layout.places, segment.layout.intervals()))
+        for place in places
+    }
 
 
-def indexed_names(layout: Layout, names: Mapping[Place, list[str]]) -> Iterator[tuple[int, str]]:
-    """Yields (index of an original parameter, name) for every name of every place."""
-    for index, places in enumerate(layout.places):
-        for place in places:
-            for name in names.get(place, ()):
-                yield index, name
-
-
-def names_in(layout: Layout, names: Mapping[Place, list[str]]) -> Iterator[str]:
-    """Yields every name of every place."""
-    for _, name in indexed_names(layout, names):
-        yield name
+def owned_names(module: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[str, Owned]]:
+    """Yields every clean name, below a module, of the parameters that units use."""
+    owned = owned_places(units)
+    for fqn, place, _ in named(module, params, all_names=True):
+        if place in owned:
+            yield fqn, owned[place]

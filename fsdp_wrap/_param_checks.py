@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fsdp_wrap._modules import Ignored, ParamSlot, collect_borrowed, own_modules
+from fsdp_wrap._torch_private import optimizers_in_backward
 
-__all__ = ["check_borrowed", "check_buffers", "check_param"]
+__all__ = ["check_borrowed", "check_buffers", "check_param", "refuse_optimizer_in_backward"]
 
 _PLAIN_MODULE_OR_IGNORED = (
     "a compiled module keeps its parameters as they were and cannot show others; shard the plain module "
@@ -36,7 +37,21 @@ def check_param(slot: ParamSlot) -> None:
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(
             f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
-            "with another tensor; remove them before wrapping"
+            "with another tensor; remove them before wrapping, and give them to the sharded parameters after "
+            "it"
+        )
+
+
+def refuse_optimizer_in_backward(slot: ParamSlot, cure: str) -> None:
+    """Refuses a parameter that an optimizer is to update in backward, where another is trained instead.
+
+    Raises:
+        ValueError: If it has one.
+    """
+    if optimizers_in_backward(slot.param):
+        raise ValueError(
+            f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train "
+            f"nothing: sharding puts another tensor in its place; {cure}"
         )
 
 

@@ -2,14 +2,14 @@
 
 The ranks of a group must issue the same collectives in the same order. So every rank numbers the collectives
 of units that it issues in a group and notes them, with unit, phase and iteration, in a small memory-mapped
-file. Entries of equal number that differ are a mix-up, which nothing else would show: gathers of equal size
-from different units complete, with wrong parameters.
+file of the host. Entries of equal number that differ are a mix-up, which nothing else would show: gathers of
+equal size from different units complete, with wrong parameters.
 
-The files' names follow from a word that the ranks of a job agree on through the store. A rank whose file is
-not found runs on another host and is left out. An owner keeps its file locked, and the lock ends with the
-process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file to remove.
-A rank that ends leaves its files to those that live, who may not have looked yet. The last one to end removes
-all, those of killed ranks as well.
+The files' names follow from a word that the ranks of a job agree on through the store. A rank that is not
+in its group's runs on another host and is left out. Each keeps a byte of the file locked, and the lock ends
+with the process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file to
+remove. A rank that ends leaves the files to those that live, who may not have looked yet. The last one to end
+removes them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
 from typing import NamedTuple
@@ -40,14 +41,12 @@ from fsdp_wrap._torch_private import default_store
 
 __all__ = ["GroupPositions", "Note", "Tree", "UnitPositions", "positions_of"]
 
-_NUMBER, _NOTE, _WHEN = (struct.Struct("<" + parts) for parts in ("Q", "8s235p", "IB"))
-_ENTRY = struct.Struct("<Q8s235pIB")  # as `_Entry`: the three above
-_NUMBER_BYTES = _NUMBER.size
-_NO_NUMBER = bytes(_NUMBER_BYTES)
-_COMPARED = _NUMBER_BYTES + 8  # number and digest
+_ENTRY = struct.Struct("<Q235pIB")  # as `_Entry`
+_write = _ENTRY.pack_into
 _RING = 32  # the latest collectives of a group
-_SLOT = _ENTRY.size
-_SIZE = _SLOT * (1 + _RING)
+_ENTERED, _FIRST = 0, 1  # the row of what was entered last, and of the first collective in the ring
+_ROWS = _FIRST + _RING
+_LOW = 0xFFFFFFFF
 _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the latter stands behind the job's word
 _LEFT_OVER_AFTER = 60.0  # seconds in which the survivors of a killed rank may still want its file
 _MOST_NAMED = 8  # ranks of which nothing is known
@@ -59,14 +58,12 @@ class _Entry(NamedTuple):
 
     Attributes:
         number: Which collective of the group it is, from 1 on; 0 where nothing was noted.
-        digest: Of the whole text.
         text: What it did, as far as there is room.
         iteration: Which outermost forward it belongs to.
         phase: Index of the phase.
     """
 
     number: int
-    digest: bytes
     text: bytes
     iteration: int
     phase: int
@@ -77,118 +74,127 @@ class _Entry(NamedTuple):
 
 
 class Note:
-    """What an entry says, encoded once."""
+    """What an entry says, encoded once.
+
+    Attributes:
+        text: What it says, as far as there is room.
+        digest: 32 bits of the whole text.
+    """
 
     def __init__(self, text: str) -> None:
         encoded = text.encode()
-        self.digest = hashlib.blake2b(encoded, digest_size=8).digest()
+        self.digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=4).digest(), "little")
         self.text = encoded if len(encoded) < 235 else encoded[:30] + b"..." + encoded[-200:]
-        self.packed = _NOTE.pack(self.digest, self.text)
 
 
-class _File:
-    """One rank's entries for one group: the unit it entered last, then a ring of its collectives."""
+class _Sheet:
+    """Where the ranks of a group that share a host write, each in its own places.
 
-    def __init__(self, memory: mmap.mmap, path: Path | None = None) -> None:
+    In front are rows of words, one for each rank. In the first row each tells that it is there. The others
+    are a ring: of each of the latest collectives, its number and digest. An entry for each word follows, in
+    the order of the ranks. Words are written at once, and after their entries.
+
+    Args:
+        memory: What holds it.
+        ranks: How many the group has.
+        descriptor: Of the file, in which each rank that lives has locked the byte of its number.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: int, descriptor: int = -1) -> None:
         self.memory = memory
-        self._path = path
+        self.ranks = ranks
+        self.words = memoryview(memory)[: 8 * _ROWS * ranks].cast("Q")
+        self._descriptor = descriptor
 
     @classmethod
-    def create(cls, path: Path) -> _File:
-        """Makes this rank's own file; it goes with its last user, or when all ranks of the host have ended.
+    def nbytes(cls, ranks: int) -> int:
+        """Returns how much memory one takes."""
+        return (8 + _ENTRY.size) * _ROWS * ranks
+
+    @classmethod
+    def open(cls, path: Path, rank: int, ranks: int) -> _Sheet:
+        """Opens that of a host, which goes with its last user, or when all ranks of the host have ended.
 
         Raises:
             OSError: If that is not possible.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(descriptor, 0, _SIZE)  # without space an error here, not a signal later
-            file = cls(mmap.mmap(descriptor, _SIZE), path)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            # Without space an error here, not a signal later. What others need takes none for them.
+            os.posix_fallocate(descriptor, 0, 8 * _ROWS * ranks)
+            os.posix_fallocate(descriptor, cls.entries(rank, ranks), _ROWS * _ENTRY.size)
+            os.posix_fallocate(descriptor, cls.nbytes(ranks) - 1, 1)
+            sheet = cls(mmap.mmap(descriptor, cls.nbytes(ranks)), ranks, descriptor)
         except (OSError, ValueError) as error:
-            path.unlink(missing_ok=True)
             os.close(descriptor)
+            _remove_if_abandoned(path)
             raise OSError(f"cannot write {path}: {error}") from error
+        sheet.words[rank] = 1
         # Unlike atexit it also runs in the children of multiprocessing, and in no copy made by a fork.
-        Finalize(file, _give_up, args=(path, descriptor), exitpriority=0)
-        return file
+        Finalize(sheet, _give_up, args=(path, descriptor), exitpriority=0)
+        return sheet
 
     @classmethod
-    def find(cls, path: Path) -> _File | None:
-        """Maps a peer's file if it is on this host."""
-        try:
-            with path.open("rb") as file:
-                return cls(mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ), path)
-        except (OSError, ValueError):  # the latter: it is not complete yet
-            return None
-
-    @classmethod
-    def unseen(cls) -> _File:
+    def unseen(cls, rank: int, ranks: int) -> _Sheet:
         """Makes one that only this process has."""
-        return cls(mmap.mmap(-1, _SIZE))
+        sheet = cls(mmap.mmap(-1, cls.nbytes(ranks)), ranks)
+        sheet.words[rank] = 1
+        return sheet
 
-    def write(self, slot: int, number: int, note: Note, phase: Phase, iteration: int) -> None:
-        """Puts an entry into a slot; it has no number while it is incomplete, however long that takes."""
-        memory, rest = self.memory, slot + _NUMBER_BYTES
-        memory[slot:rest] = _NO_NUMBER
-        memory[rest : slot + _SLOT] = note.packed + _WHEN.pack(iteration, phase.index)
-        memory[slot:rest] = _NUMBER.pack(number)
+    @staticmethod
+    def entries(rank: int, ranks: int) -> int:
+        """Returns where those of a rank begin."""
+        return (8 * ranks + rank * _ENTRY.size) * _ROWS
 
-    def read(self, slot: int) -> _Entry:
-        """Returns the entry in a slot."""
-        return _Entry._make(_ENTRY.unpack_from(self.memory, slot))
+    def read(self, rank: int, row: int) -> _Entry:
+        """Returns a rank's entry of a row."""
+        begin = self.entries(rank, self.ranks) + row * _ENTRY.size
+        return _Entry._make(_ENTRY.unpack_from(self.memory, begin))
 
-    def number(self, slot: int) -> int:
-        """Returns the number of the entry in a slot."""
-        number: int = _NUMBER.unpack_from(self.memory, slot)[0]
-        return number
+    def last_collective(self, rank: int) -> _Entry:
+        """Returns a rank's entry of the highest number."""
+        return max(self.read(rank, row) for row in range(_FIRST, _ROWS))
 
-    def last_collective(self) -> _Entry:
-        """Returns the entry of the highest number."""
-        return max(self.read(_slot(number)) for number in range(_RING))
-
-    def owner_lives(self) -> bool:
-        """Whether the owner of a peer's file lives, and is not about to end."""
-        return self._path is not None and not _abandoned(self._path)
-
-
-_ENTERED = 0  # the slot of the unit entered last
+    def lives(self, rank: int) -> bool:
+        """Whether another rank, which was there, lives and is not about to end."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return True
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
+        return False
 
 
-def _slot(number: int) -> int:
-    return _SLOT * (1 + number % _RING)
+def _row(number: int) -> int:
+    return _FIRST + number % _RING
 
 
 def _abandoned(path: Path) -> bool:
+    """Whether no process, save perhaps this one, holds a lock of a file."""
     try:
         with path.open("rb") as file:
-            return _can_lock(file.fileno())
+            fcntl.lockf(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True
-
-
-def _can_lock(descriptor: int) -> bool:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
 
 
-def _give_up(path: Path, descriptor: int) -> None:
-    if not is_exiting():
-        path.unlink(missing_ok=True)
-    os.close(descriptor)  # and with it the lock
-    if is_exiting():
-        _remove_if_all_ended(path.parent, path.name.partition(_SEPARATOR)[0])
-
-
-def _remove_if_all_ended(directory: Path, job: str) -> None:
-    """Removes the files of a job if none of its ranks on this host lives."""
-    files = list(directory.glob(f"{job}{_SEPARATOR}*"))
+def _remove_if_abandoned(*files: Path) -> None:
+    """Removes files if all of them are abandoned."""
     if all(map(_abandoned, files)):
         for file in files:
             file.unlink(missing_ok=True)
+
+
+def _give_up(path: Path, descriptor: int) -> None:
+    os.close(descriptor)  # and with it the lock
+    if is_exiting():  # others of the job may not have looked into it yet
+        _remove_if_abandoned(*path.parent.glob(f"{path.name.partition(_SEPARATOR)[0]}{_SEPARATOR}*"))
+    else:
+        _remove_if_abandoned(path)
 
 
 class _Job:
@@ -227,20 +233,18 @@ class _Job:
         """The positions in all groups that units of this rank use."""
         return self._groups.values()
 
-    def path(self, group: dist.ProcessGroup, rank: int) -> Path:
-        """Returns where a rank's file is, if it has one; another group of the name may have been before."""
-        name = f"{group.group_name} {self._names[group.group_name]}"
-        name = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
-        return self._directory / f"{_PREFIX}{self._word}{_SEPARATOR}{name}-{rank}"
-
-    def create(self, path: Path) -> _File:
-        """Makes a file of this rank's own; memory that nobody sees where that is not possible."""
+    def sheet(self, group: dist.ProcessGroup, rank: int, ranks: int) -> _Sheet:
+        """Opens a group's; one that nobody else sees where that is not possible."""
         if self._enabled:
+            # Another group of the name may have been before.
+            name = f"{group.group_name} {self._names[group.group_name]}"
+            name = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
             try:
-                return _File.create(path)
+                path = self._directory / f"{_PREFIX}{self._word}{_SEPARATOR}{name}"
+                return _Sheet.open(path, rank, ranks)
             except OSError as error:
                 self._disable(error)
-        return _File.unseen()
+        return _Sheet.unseen(rank, ranks)
 
     def _disable(self, error: Exception) -> None:
         self._enabled = False
@@ -300,47 +304,50 @@ class GroupPositions:
 
     Attributes:
         agreement: On what its ranks must have alike.
+        world: The positions of all ranks of the job.
         trees: How many trees of units have communicated in the group.
         issued: The number of the last collective that this rank has noted.
     """
 
     def __init__(self, job: _Job, group: dist.ProcessGroup, world: GroupPositions | None) -> None:
         self._job = job
-        self._rank = dist.get_rank()
+        self._members = dist.get_process_group_ranks(group)
+        self._rank, self._size = self._members.index(dist.get_rank()), len(self._members)
         self.agreement = Agreement(group)
-        self._world = self if world is None else world
-        self._own = job.create(job.path(group, self._rank))
-        self._missing = {rank: job.path(group, rank) for rank in dist.get_process_group_ranks(group)}
-        del self._missing[self._rank]
-        self._peers: dict[int, _File] = {}
+        self.world = self if world is None else world
+        self._sheet = job.sheet(group, self._rank, self._size)
+        self._memory, self._words = self._sheet.memory, self._sheet.words
+        self._entries = _Sheet.entries(self._rank, self._size)
+        # Within the range of those who are there, the others are on another host.
+        self._there, self._begin, self._end = [self._rank], self._rank, self._rank + 1
         self._searches = _RING  # whom the first collectives do not show is on another host
         self.issued = 0
         self.trees = 0
 
-    @property
-    def world(self) -> GroupPositions:
-        """The positions of all ranks of the job."""
-        return self._world
+    def issue(self, note: Note, phase: Phase, iteration: int) -> tuple[GroupPositions, int, int]:
+        """Notes a collective that this rank is about to issue, and looks what peers have issued in its place.
 
-    def enter(self, note: Note, phase: Phase, iteration: int) -> None:
-        """Notes which unit this rank, of all of the job, enters."""
-        if self._searches:
-            self._search()
-        self._own.write(_ENTERED, 1, note, phase, iteration)
+        At all of them at once: what that takes does not depend on how many share the host.
 
-    def issue(self, note: Note, phase: Phase, iteration: int) -> int:
-        """Notes a collective that this rank is about to issue; returns its number.
+        Returns:
+            This, with the collective's number and word.
 
         Raises:
-            RuntimeError: If a peer has issued another one in its place.
+            RuntimeError: If one has issued another one.
         """
         if self._searches:
             self._search()
         self.issued = number = self.issued + 1
-        self._own.write(_slot(number), number, note, phase, iteration)
-        if self._peers:
+        row = _FIRST + number % _RING
+        _write(self._memory, self._entries + row * _ENTRY.size, number, note.text, iteration, phase.index)
+        words, first = self._words, row * self._size
+        own = first + self._rank
+        known = {0, words[own]}  # who has not come as far has nothing there, or the ring's last round
+        words[own] = word = (number & _LOW) << 32 | note.digest
+        known.add(word)
+        if not known.issuperset(words[first + self._begin : first + self._end]):
             self.compare(number)
-        return number
+        return self, number, word
 
     def compare(self, number: int, all_came: bool = False) -> None:
         """Compares a collective with what the peers have issued in its place.
@@ -352,20 +359,33 @@ class GroupPositions:
         Raises:
             RuntimeError: If a peer has issued another one.
         """
-        begin = _slot(number)
-        end = begin + _COMPARED
-        own = self._own.memory[begin:end]
-        for peer in self._peers.values():
-            theirs = peer.memory[begin:end]
-            # One that has not come as far yet is the usual case, and tells nothing unless all came.
-            if theirs != own and (all_came or theirs[:_NUMBER_BYTES] == own[:_NUMBER_BYTES]):
-                self._refuse_mix_up(number, all_came)
-                return
+        if not self._mixed_up(number, all_came):
+            return
+        time.sleep(0.001)  # a word may have been read just before its entry was overwritten
+        mixed_up = self._mixed_up(number, all_came)
+        if mixed_up:
+            raise RuntimeError(
+                f"ranks communicate for different units: {' while '.join(mixed_up)}. All ranks of a group "
+                f"must run the same units in the same order.\n{self.table()}"
+            )
+
+    def _mixed_up(self, number: int, all_came: bool) -> list[str]:
+        """Tells what each rank has issued as this collective of the group, if that differs."""
+        words = self._noted(number)
+        here = [rank for rank, word in words.items() if word >> 32 == number & _LOW]
+        behind = [rank for rank, word in words.items() if all_came and word >> 32 < number & _LOW]
+        if len({words[rank] for rank in here}) == 1 and not behind:
+            return []
+        did = [f"rank {self._members[rank]} {self._sheet.read(rank, _row(number))}" for rank in here]
+        return did + [f"rank {self._members[rank]} has communicated for no unit" for rank in behind]
+
+    def _noted(self, number: int) -> dict[int, int]:
+        """Returns the words of those who are there, in the place of a collective."""
+        row = _row(number) * self._size
+        return {rank: self._words[row + rank] for rank in self._there}
 
     def compare_all(self) -> None:
-        """Compares all collectives that this rank has noted lately, in whatever group.
-
-        A peer that does not come may have found a mix-up in a group that it shares with others.
+        """Compares the latest collectives, in all groups of the job, with what the peers have issued.
 
         Raises:
             RuntimeError: If a peer has issued another one in the place of one of them, or found a difference
@@ -383,79 +403,54 @@ class GroupPositions:
         Raises:
             RuntimeError: If one has issued another one.
         """
-        if not self._peers:
+        if len(self._there) == 1:
             return True
         self.compare(number)
-        slot = _slot(number)
-        return all(peer.number(slot) >= number for peer in self._peers.values())
+        return all(word >> 32 >= number & _LOW for word in self._noted(number).values())
 
     def knows(self, rank: int) -> bool:
-        """Whether a rank of the job has been seen on this host."""
-        return rank in self._peers
+        """Whether another rank of the job has been seen on this host."""
+        return rank in self._members and bool(self._words[self._members.index(rank)])
 
     def lives(self, rank: int) -> bool:
         """Whether a rank of the job lives; of other hosts' that is assumed."""
-        return rank not in self._peers or self._peers[rank].owner_lives()
+        return not self.knows(rank) or self._lives(self._members.index(rank))
+
+    def _lives(self, rank: int) -> bool:
+        return rank == self._rank or self._sheet.lives(rank)
 
     def dead_before(self, number: int) -> list[int]:
         """Returns the peers that died and had not come as far as to this collective."""
-        slot = _slot(number)
-        behind = {rank: peer for rank, peer in self._peers.items() if peer.number(slot) < number}
-        return [rank for rank, peer in behind.items() if not peer.owner_lives()]
+        behind = [rank for rank, word in self._noted(number).items() if word >> 32 < number]
+        return [self._members[rank] for rank in behind if not self._lives(rank)]
 
     def table(self) -> str:
         """Tells where the ranks of this host stand, dead ones included."""
         self._search()
-        world, files = self._world, self._files()
-        world._search()
-        lines = ["Where the ranks stand:"]
-        for rank, file in world._files().items():
-            entered = file.read(_ENTERED)
-            line = f"in or after {entered}" if entered.number else "in no unit yet"
-            last = files[rank].last_collective() if rank in files else None
-            if last and last.number:
-                line += f"; last collective, number {last.number} of the group: {last}"
-            lines.append(f"  rank {rank} ({world._state(rank)}): {line}")
-        if world._missing:
-            lines.append(f"  not begun, or not on this host: {_listed(world._missing)}")
+        self.world._search()
+        lines = ["Where the ranks stand:", *map(self._line, self.world._there)]
+        there = {self.world._members[rank] for rank in self.world._there}
+        missing = [rank for rank in self.world._members if rank not in there]
+        if missing:
+            lines.append(f"  not begun, or not on this host: {_listed(missing)}")
         return "\n".join(lines)
 
-    def _refuse_mix_up(self, number: int, all_came: bool) -> None:
-        if not self._mixed_up(number, all_came):
-            return
-        time.sleep(0.001)  # an entry may have been read while it was being written
-        mixed_up = self._mixed_up(number, all_came)
-        if mixed_up:
-            raise RuntimeError(
-                f"ranks communicate for different units: {' while '.join(mixed_up)}. All ranks of a group "
-                f"must run the same units in the same order.\n{self.table()}"
-            )
-
-    def _mixed_up(self, number: int, all_came: bool) -> list[str]:
-        """Tells what each rank has issued as this collective of the group, if that differs."""
-        entries = {rank: file.read(_slot(number)) for rank, file in self._files().items()}
-        digests = {entry.digest for entry in entries.values() if entry.number == number}
-        behind = [rank for rank, entry in entries.items() if all_came and entry.number < number]
-        if len(digests) == 1 and not behind:
-            return []
-        did = [f"rank {rank} {entry}" for rank, entry in entries.items() if entry.number == number]
-        return did + [f"rank {rank} has communicated for no unit" for rank in behind]
-
-    def _state(self, rank: int) -> str:
-        if rank == self._rank:
-            return "this one"
-        return "alive" if self._peers[rank].owner_lives() else "dead"
-
-    def _files(self) -> dict[int, _File]:
-        return dict(sorted({**self._peers, self._rank: self._own}.items()))
+    def _line(self, rank: int) -> str:
+        """Tells where one rank of the job stands."""
+        world, named = self.world, self.world._members[rank]
+        entered = world._sheet.read(rank, _ENTERED)
+        line = f"in or after {entered}" if entered.number else "in no unit yet"
+        if self.knows(named):
+            last = self._sheet.last_collective(self._members.index(named))
+            line += f"; last collective, number {last.number} of the group: {last}" if last.number else ""
+        state = "this one" if rank == world._rank else "alive" if world._lives(rank) else "dead"
+        return f"  rank {named} ({state}): {line}"
 
     def _search(self) -> None:
+        """Looks who is there."""
         self._searches -= 1 if self._searches else 0
-        for rank, path in list(self._missing.items()):
-            file = _File.find(path)
-            if file is not None:
-                self._peers[rank] = file
-                del self._missing[rank]
+        self._there = [rank for rank, word in enumerate(self._words[: self._size]) if word]
+        self._begin, self._end = self._there[0], self._there[-1] + 1
 
 
 def _listed(ranks: Iterable[int]) -> str:
@@ -482,6 +477,7 @@ class Tree:
         return self._numbers[group]
 
 
+_Issued = tuple[GroupPositions, int, int]  # with the collective's number and word
 Agree = Callable[[Agreement, str], None]
 
 
@@ -496,6 +492,14 @@ class UnitPositions:
         keeping: Of those that keep its parameters between forward and backward.
         waits: Whether waiting for a collective means that it has completed.
         agree: Called with each group's agreement and the unit's name there, before its first collective.
+
+    Attributes:
+        gather: Notes that it gathers parameters.
+        gather_kept: Notes that it gathers them from those who keep them.
+        reduction: Notes that it reduces gradients.
+        reduction_in_copy: Notes that it does so within one copy.
+        gathered: Checks, once a gather was waited for, that every peer has issued the same.
+        reduced: Checks the same of a reduction.
     """
 
     def __init__(
@@ -508,75 +512,68 @@ class UnitPositions:
         waits: bool,
         agree: Agree,
     ) -> None:
-        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, waits, agree)
-        kept = f"gathers {name} from neighbours"
-        self.gather_kept = CollectivePositions(kept, tree, keeping, waits, agree)
-        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, waits, agree)
-        in_copy = f"reduces {name} in a copy"
-        self.reduction_in_copy = CollectivePositions(in_copy, tree, gathering, waits, agree)
-        self._note = Note(name)
+        gathers: list[_Issued] = []
+        reductions: list[_Issued] = []
+        kept, in_copy = f"gathers {name} from neighbours", f"reduces {name} in a copy"
+        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, gathers, agree)
+        self.gather_kept = CollectivePositions(kept, tree, keeping, gathers, agree)
+        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, reductions, agree)
+        self.reduction_in_copy = CollectivePositions(in_copy, tree, gathering, reductions, agree)
+        self.gathered = partial(_check_alike, gathers, waits)
+        self.reduced = partial(_check_alike, reductions, waits)
+        self._text = Note(name).text
         self._world = next((group.world for group in reducing), None)
 
     def enter(self, phase: Phase, iteration: int) -> None:
-        """Notes that this rank enters the unit."""
-        if self._world is not None:
-            self._world.enter(self._note, phase, iteration)
+        """Notes that this rank, of all of the job, enters the unit."""
+        world = self._world
+        if world is not None:
+            _write(world._memory, world._entries, 1, self._text, iteration, phase.index)
 
-    def gathered(self) -> None:
-        """Checks, once a gather was waited for, that every peer has issued the same.
 
-        Raises:
-            RuntimeError: If a peer has issued another one.
-        """
-        for gather in (self.gather, self.gather_kept):
-            if gather.issued:
-                gather.completed()
+def _check_alike(issued: list[_Issued], waits: bool) -> None:
+    """Checks, once collectives were waited for, that every peer has issued the same.
 
-    def reduced(self) -> None:
-        """The same for a reduction."""
-        for reduction in (self.reduction, self.reduction_in_copy):
-            if reduction.issued:
-                reduction.completed()
+    Raises:
+        RuntimeError: If a peer has issued another one.
+    """
+    for group, number, word in issued:
+        first = _row(number) * group._size
+        if not {word}.issuperset(group._words[first + group._begin : first + group._end]):
+            group.compare(number, waits)
+    issued.clear()
 
 
 class CollectivePositions:
     """Notes one kind of collective of one unit, in every group concerned.
 
-    Attributes:
-        issued: The groups and numbers of what has not completed yet.
+    Args:
+        text: What it does.
+        tree: To which the unit belongs.
+        groups: In which it does so.
+        issued: Where it puts down what it has issued and nobody has waited for.
+        agree: As above.
     """
 
     def __init__(
-        self, text: str, tree: Tree, groups: Iterable[GroupPositions], waits: bool, agree: Agree
+        self, text: str, tree: Tree, groups: Iterable[GroupPositions], issued: list[_Issued], agree: Agree
     ) -> None:
         self._text, self._agree = text, agree
         self._tree = tree
-        self._waits = waits
+        self._issued = issued
         self._groups = tuple(dict.fromkeys(groups))
-        self.issued: list[tuple[GroupPositions, int]] = []
         self._notes: dict[GroupPositions, Note] = {}
 
     def issue(self, phase: Phase, iteration: int) -> None:
-        """Notes that the collective is about to be issued; peers look as soon as it is.
+        """Notes that the collective is about to be issued.
 
         Raises:
             RuntimeError: If a peer has issued another one in its place.
         """
-        self.issued = []
+        self._issued.clear()  # what was never waited for
         for group in self._groups:
-            number = group.issue(self._notes.get(group) or self._make_note(group), phase, iteration)
-            self.issued.append((group, number))
-
-    def completed(self) -> None:
-        """Checks, once it was waited for, that every peer has issued the same.
-
-        Raises:
-            RuntimeError: If a peer has issued another one.
-        """
-        issued, self.issued = self.issued, []
-        for group, number in issued:
-            if group._peers:
-                group.compare(number, all_came=self._waits)
+            note = self._notes.get(group) or self._make_note(group)
+            self._issued.append(group.issue(note, phase, iteration))
 
     def _make_note(self, group: GroupPositions) -> Note:
         number = self._tree.number_in(group)

@@ -13,16 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._errors import ChangedBetweenError, ReplacedError
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import ParamSlot
 from fsdp_wrap._steps import NOT_ELEMENTWISE, refuse_in_steps, refuse_pieces_in_steps
-from fsdp_wrap._torch_private import optimizers_in_backward
 from fsdp_wrap._unit import Unit, Use
-from fsdp_wrap.flat_param import FlatParameter
 
 __all__ = [
     "ParametrizationGuard",
@@ -33,8 +30,6 @@ __all__ = [
     "refuse_outdated",
     "refuse_pieces",
     "refuse_replaced",
-    "step_in_backward",
-    "with_optimizers",
 ]
 
 _VERSION = attrgetter("_version")
@@ -53,42 +48,6 @@ def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
             "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
             "inner derivative and backward() without create_graph for the outer one"
         )
-
-
-def with_optimizers(unit: Unit) -> list[nn.Parameter]:
-    """Returns the sharded parameters with optimizers in backward that were not returned before.
-
-    Torch's `_apply_optimizer_in_backward` notes those on parameters.
-
-    Raises:
-        RuntimeError: If a `FlatParameter` has one, which stands for several parameters.
-    """
-    found = []
-    for segment in unit.handle.segments if unit.handle is not None else ():
-        for source in dict.fromkeys(segment.layout.sources):
-            if optimizers_in_backward(source) and source not in _with_optimizers:
-                _refuse_flat(unit, source)
-                _with_optimizers[source] = True
-                found.append(source)
-    return found
-
-
-_with_optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _refuse_flat(unit: Unit, source: nn.Parameter) -> None:
-    if isinstance(source, FlatParameter):
-        raise RuntimeError(
-            f"an optimizer in backward was given to the FlatParameter of {unit.name}, which is only "
-            "supported with use_orig_params=True: wrap the module so, or step after backward"
-        )
-
-
-def step_in_backward(param: nn.Parameter) -> None:
-    """Steps what `with_optimizers` has found on a parameter whose gradient is there; then that goes."""
-    for optimizer in optimizers_in_backward(param):
-        optimizer.step()
-    param.grad = None
 
 
 def refuse_outdated(use: Use) -> None:

@@ -21,12 +21,12 @@ from torch import nn
 
 from fsdp_wrap._full_values import FirstRank, handles_of
 from fsdp_wrap._interval_tensor import boxes_of
-from fsdp_wrap._load_checks import check_fits, key_problems, refuse_problems
-from fsdp_wrap._load_parts import ReadsOnAccess, load_parts, loads_plainly
+from fsdp_wrap._load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import StateDictType
+from fsdp_wrap.full_params import settle
 from fsdp_wrap.full_stream import FullParams, param_aliases
 
 __all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
@@ -286,37 +286,29 @@ def import_safetensors(
         RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
             shapes or dtypes do not fit. Nothing is loaded then.
     """
-    described = FullParams(module, "import_safetensors()", buffers=True).described()
-    given: dict[str, Any] = dict(read_safetensors(directory))
-    aliases = param_aliases(module)
-    for names in ((first, *others) for first, others in aliases.items()):
+    settle(units_in(module).values(), "import_safetensors()")
+    targets = Targets(module)
+    given = read_safetensors(directory)
+    for names in ((first, *others) for first, others in param_aliases(module).items()):
         source = next((given[name] for name in names if name in given), None)
         given |= {name: source for name in names if name not in given and source is not None}
-    plain = all(loads_plainly(child) for child in module.modules())
-    check_fits(module, given, strict and not plain, StateDictType.FULL_STATE_DICT)
-    refuse_problems(module, _other_dtypes(described, given))
-    expected = {name: None for first in described for name in (first, *aliases.get(first, ()))}
-    missing = [name for name in expected if name not in given]
-    unexpected = [name for name in given if name not in expected]
-    refuse_problems(module, key_problems(missing, unexpected) if strict and plain else ())
-    if plain and load_parts(module, given, strict=False):
-        return IncompatibleKeys(missing, unexpected)
-    result: IncompatibleKeys = module.load_state_dict(_whole(given), strict)
+    sure = targets.check(given, strict, StateDictType.FULL_STATE_DICT)
+    targets.refuse(_other_kinds(targets.tensors, given))
+    if (sure or not strict) and targets.load(given, strict=False):
+        return IncompatibleKeys(*targets.other_names(given))
+    # Tensors instead of what reads them: modules with ways of their own may do anything.
+    whole = {name: value.whole() for name, value in given.items()}
+    result: IncompatibleKeys = module.load_state_dict(whole, strict)
     return result
 
 
-def _whole(given: Mapping[str, ReadsOnAccess]) -> dict[str, torch.Tensor]:
-    """Returns tensors in the place of what reads them: modules with ways of their own may do anything."""
-    return {name: value.read(0, value.shape.numel()).view(value.shape) for name, value in given.items()}
-
-
-def _other_dtypes(
-    described: Mapping[str, tuple[torch.Size, torch.dtype]], given: Mapping[str, ReadsOnAccess]
-) -> Iterator[str]:
-    for name, (_, dtype) in described.items():
-        found = given[name].dtype if name in given else dtype
-        if found != dtype and not (is_castable(dtype) and is_castable(found)):
-            yield f"dtype mismatch for {name}: the file has {found}, the model {dtype}."
+def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAccess]) -> Iterator[str]:
+    for name, tensor in own.items():
+        if tensor.is_meta:
+            yield f"'{name}' is on the meta device and has no values."
+        found = given[name].dtype if name in given else tensor.dtype
+        if found != tensor.dtype and not (is_castable(tensor.dtype) and is_castable(found)):
+            yield f"dtype mismatch for {name}: the file has {found}, the model {tensor.dtype}."
 
 
 def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:

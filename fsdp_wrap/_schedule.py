@@ -21,6 +21,7 @@ from fsdp_wrap._errors import NotIdleError
 from fsdp_wrap._events import EventKind, Phase, emit, observers
 from fsdp_wrap._exec_order import ExecOrder, OrderCheck
 from fsdp_wrap._finalization import BackwardEnd
+from fsdp_wrap._gradient_hooks import step_in_backward, with_optimizers
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._refusals import (
     ParametrizationGuard,
@@ -28,8 +29,6 @@ from fsdp_wrap._refusals import (
     refuse_edits,
     refuse_graph,
     refuse_outdated,
-    step_in_backward,
-    with_optimizers,
 )
 from fsdp_wrap._returned import without_parameters
 from fsdp_wrap._torch_private import execution_engine
@@ -231,7 +230,8 @@ class Schedule:
     def _hook_leaves(self, unit: Unit) -> None:
         assert unit.handle is not None
         leaves = unit.newly_trainable()
-        for source in with_optimizers(unit) if leaves else ():
+        sources = (source for segment in unit.handle.segments for source in segment.layout.sources)
+        for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
         for leaf, number, index in leaves:
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

@@ -7,7 +7,6 @@ from sys import getrefcount
 
 import torch
 
-from fsdp_wrap._buffers import same_elements
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._gradients import Gradients
 from fsdp_wrap._layout import Layout
@@ -61,9 +60,7 @@ class Segment:
         self._keeps_memory = False
         self._lie_at: list[int] = []
         self._references: list[int] = []
-        self._held: dict[
-            int, int
-        ] = {}  # leaves that somebody keeps: how many references without
+        self._held: dict[int, int] = {}  # leaves that somebody keeps: how many references without
         self._apart: list[int] = []  # those with memory of their own
         self.versions = [*map(_VERSION, self.leaves)]
         self._counted, self._freed = tuple(self.leaves), (_FREED,) * len(self.leaves)
@@ -195,7 +192,7 @@ class Segment:
 
     def _alias_full(self) -> None:
         self.own_data = self._communicator.own_part(self.gathered.data)
-        pairs = same_elements(self.layout, self.gathered.data, self.full.data)
+        pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_wrap._gradient_hooks import REFUSED_HOOKS_OF
 from fsdp_wrap._modules import Place
 
-__all__ = ["Cover", "Observed", "Shown"]
+__all__ = ["Cover", "Shown"]
 
 _GONE = object()
 
@@ -91,26 +91,3 @@ class Cover:
                 names[name] = behind
                 if behind is _GONE:
                     del names[name]
-
-
-class Observed(Protocol):
-    """Sharded parameters that tell whether anybody has changed them.
-
-    Attributes:
-        cover: The leaves, to stand before them.
-    """
-
-    @property
-    def cover(self) -> Cover: ...
-
-    @property
-    def shown_sharded(self) -> Shown:
-        """What the modules show while they are sharded."""
-        ...
-
-    def written(self) -> tuple[list[int], list[int]]:
-        """For each original parameter, two numbers that change when the sharded one is written to.
-
-        Not when it is written to through an alias without a version counter of its own, as `.data` is.
-        """
-        ...

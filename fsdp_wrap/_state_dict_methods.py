@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._load_checks import check_fits
-from fsdp_wrap._load_parts import load_parts
+from fsdp_wrap._load_targets import Targets
 from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_pieces import refitted
@@ -28,6 +27,7 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_wrap.full_params import settled
 from fsdp_wrap.optim_state_dict import (
     full_optim_state_dict,
     rekey_optim_state_dict,
@@ -142,7 +142,8 @@ class StateDictMethods(nn.Module):
         with taking(destination, self, prefix, wanted) as (call, outermost):
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
-            self._drop_stale_load()
+                drop_stale_loads(self)
+                settled(units_in(self).values())  # refuses what was replaced before anything is communicated
             for pre_hook in self._state_dict_pre_hooks.values():
                 pre_hook(self, prefix, keep_vars)
             drops = not wanted and (outermost or call.wanted)
@@ -189,14 +190,15 @@ class StateDictMethods(nn.Module):
             )
         schedule_of(self._unit).require_idle("load_state_dict()")
         drop_stale_loads(self)
-        if load_parts(self, state_dict):
+        targets = Targets(self)
+        if targets.load(state_dict):
             return IncompatibleKeys([], [])
         copied = with_wrapped_metadata(self, state_dict)
         problems = expand_local(self, units_in(self), copied)
         if problems:
             raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
         kind = self._state_dict_settings.state_dict_type
-        known_to_fit = check_fits(self, copied, strict, kind)
+        known_to_fit = targets.check(copied, strict, kind)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
             return super().load_state_dict(copied, strict)
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._buffers import pack, unpack
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._steps import refuse_in_steps
@@ -160,17 +159,17 @@ class _Transport:
             self._communicator.gather(own, full)
         with torch.inference_mode(False):
             if full is not None:
-                full = unpack(self._layout, full)
+                full = self._layout.unpack(full)
             return full.cpu() if full is not None and self._offload else full
 
     def distribute(self, full: torch.Tensor | None) -> torch.Tensor:
         """Returns this rank's part of a full buffer that it shows, or else of the first rank's."""
         if not self._rank0_only:
             assert full is not None
-            return self._communicator.own_part(pack(self._layout, full))
+            return self._communicator.own_part(self._layout.pack(full))
         own = self._empty(self._layout.shard_numel)
         if self._in_first_copy:
-            packed = None if full is None else pack(self._layout, full).to(self._communicator.device)
+            packed = None if full is None else self._layout.pack(full).to(self._communicator.device)
             self._communicator.scatter(own, packed)
         self._replicas.broadcast(own)
         return own

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_wrap._full_values import offloaded
-from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Place
-from fsdp_wrap._originals import names_of_places
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR
+from fsdp_wrap._originals import owned_places
 from fsdp_wrap._unit import Unit
 from fsdp_wrap._walks import walk
 
@@ -49,12 +48,6 @@ class Taking:
         """
         tensors = _tensors(_modules(unit)) if to_host else _taken_tensors(unit)
         self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
-
-    @cached_property
-    def names(self) -> dict[Place, list[str]]:
-        """The names in the result of what every place shows."""
-        found = names_of_places(self._module)
-        return {place: [self._prefix + name for name in names] for place, names in found.items()}
 
     def separate(self) -> None:
         """Replaces what was added and shares memory with the model by copies."""
@@ -112,12 +105,10 @@ def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
 
 def _shown_params(unit: Unit) -> Iterator[torch.Tensor]:
     """Yields what modules show now of the parameters that a unit uses."""
-    for each in (*unit.lenders, unit):
-        for segment in each.handle.segments if each.handle is not None else ():
-            for module, name in (place for places in segment.layout.places for place in places):
-                shown = module._parameters.get(name, module.__dict__.get(name))
-                if shown is not None:
-                    yield shown
+    for module, name in owned_places([unit]):
+        shown = module._parameters.get(name, module.__dict__.get(name))
+        if shown is not None:
+            yield shown
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:

@@ -21,9 +21,11 @@ class Transport(Protocol):
 
     Attributes:
         keeps_notes: Whether what layouts note in a reduction arrives.
+        compresses_reductions: Whether gradients travel in fewer bytes, which a communication hook would end.
     """
 
     keeps_notes: bool
+    compresses_reductions: bool
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending: ...
 

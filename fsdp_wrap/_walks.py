@@ -1,12 +1,43 @@
-"""Walks over the modules of a tree."""
+"""Walks over the modules of a tree, and the names that these give."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+import torch
 from torch import nn
 
-__all__ = ["children_first", "walk"]
+__all__ = [
+    "WRAPPED_ATTR",
+    "Place",
+    "children_first",
+    "clean_fqn",
+    "named",
+    "params",
+    "persistent",
+    "saved_tensors",
+    "walk",
+]
+
+T = TypeVar("T")
+
+WRAPPED_ATTR = "_fsdp_wrapped_module"
+"""Attribute under which a wrapper holds the module that it wraps (torch's name)."""
+
+_PREFIXES = (WRAPPED_ATTR + ".", "_checkpoint_wrapped_module.")
+
+
+def clean_fqn(name: str) -> str:
+    """Removes the prefixes that wrappers add to a parameter's or module's name."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+        if name == prefix[:-1] or name.endswith("." + prefix[:-1]):
+            name = name[: -len(prefix)]
+    return name
+
+
+Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
 def walk(module: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, nn.Module]]:
@@ -28,6 +59,42 @@ def walk(module: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, n
         for own, child in reversed(current._modules.items()):
             if child is not None:
                 stack.append((prefix + own, child))
+
+
+def named(
+    module: nn.Module,
+    entries: Callable[[nn.Module], Iterable[tuple[str, T]]],
+    *,
+    all_names: bool = False,
+) -> Iterator[tuple[str, Place, T]]:
+    """Yields (clean name, place, what stands there) for what a module and those below it hold.
+
+    Args:
+        module: Walked in the order of `named_modules`.
+        entries: Gives what one module holds, by name: its `params`, say.
+        all_names: Yield it once for every name of the module that holds it.
+    """
+    for prefix, current in walk(module, all_names=all_names):
+        for name, value in entries(current):
+            yield clean_fqn(f"{prefix}.{name}" if prefix else name), (current, name), value
+
+
+def params(module: nn.Module) -> Iterable[tuple[str, nn.Parameter | None]]:
+    """Returns the parameters of one module, and the names in whose place there is none."""
+    return module._parameters.items()
+
+
+def persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers of one module that are part of its state dict."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yields the `params` of one module, and then its `persistent` buffers."""
+    yield from params(module)
+    yield from persistent(module)
 
 
 def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from fsdp_wrap._full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
-from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._optim_load import load_optim_state_dict
 from fsdp_wrap._optim_params import refuse_shared
-from fsdp_wrap._originals import Originals, names_of_places
+from fsdp_wrap._originals import Originals
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
 from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._walks import clean_fqn, named, params
 from fsdp_wrap._watch import deaths_told
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -271,8 +271,7 @@ def _frozen_names(model: nn.Module) -> set[str]:
         if not original.source.requires_grad
         for place in original.places
     }
-    shown = names_of_places(model)
-    return {name for place in frozen for name in shown.get(place, ())}
+    return {name for name, place, _ in named(model, params, all_names=True) if place in frozen}
 
 
 def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:

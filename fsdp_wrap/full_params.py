@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._errors import NotIdleError
+from fsdp_wrap._full_values import handles_of, used_by
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._refusals import refuse_replaced
 from fsdp_wrap._schedule import require_idle
@@ -23,6 +24,7 @@ __all__ = [
     "original_buffers",
     "refuse_hidden",
     "settle",
+    "settled",
     "summon",
     "summon_full_params",
 ]
@@ -91,7 +93,7 @@ def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVER
     kept = False
     try:
         for unit in units:
-            summoned += _summon(unit, how)
+            summoned += summon(unit, how)
         with _all_or_none(summoned if how.rank0_only and writeback else ()):
             yield
             if writeback:
@@ -116,7 +118,7 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _agree(units: Sequence[Unit], fine: bool) -> bool:
-    handles = [unit.handle for unit in units if unit.handle is not None]
+    handles = handles_of(units)
     groups = dict.fromkeys(each for handle in handles for each in (handle.communicator, handle.replicas))
     for communicator in groups:
         flag = torch.tensor([fine], dtype=torch.int32, device=communicator.device)
@@ -138,38 +140,23 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
             unit.buffers.release()
 
 
-def summon(unit: Unit) -> list[Unit]:
+def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
     """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
 
-    Their buffers are shown in their own dtype.
-
     Raises:
+        ReplacedError: If something else was put in the place of a sharded parameter.
         RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
     """
-    summoned = _summon(unit, _EVERYWHERE)
-    for each in summoned:
-        each.buffers.hold_original()
-    return summoned
-
-
-def _summon(unit: Unit, how: Summoning) -> list[Unit]:
     summoned = []
-    for each in (*unit.lenders, unit):
+    for each in used_by([unit]):
         if not is_summoned(each):
             if each.handle is not None:
-                _refuse_replaced(each, each.handle)
+                settled([each])  # summoning would leave no trace of what was replaced
                 each.handle.summon(how)
             summoned.append(each)
         elif not how.rank0_only:
             refuse_hidden(each)
     return summoned
-
-
-def _refuse_replaced(unit: Unit, handle: ParamHandle) -> None:
-    """Refuses what was put in the place of sharded parameters, of which summoning would leave no trace."""
-    if handle.settle():
-        for segment in handle.segments:
-            refuse_replaced(unit, segment.layout)
 
 
 def refuse_hidden(unit: Unit) -> None:
@@ -198,8 +185,6 @@ def dismiss(units: Iterable[Unit], writeback: bool) -> None:
             _take_edits(units)
         kept = writeback
     finally:
-        for unit in units:
-            unit.buffers.release()
         _release(units, kept)
 
 
@@ -221,19 +206,36 @@ def is_summoned(unit: Unit) -> bool:
 
 
 def settle(units: Iterable[Unit], doing: str) -> None:
-    """Reshards units to read what they hold.
+    """Reshards what units use, to read what it holds.
 
     Raises:
         RuntimeError: If a state dict of them is being taken or loaded.
         NotIdleError: If they are in use otherwise, by name.
+        ReplacedError: If something else was put in the place of a sharded parameter.
     """
-    used = list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
+    used = used_by(units)
     require_idle(used, doing)
     for unit in used:
         if is_summoned(unit):
             raise NotIdleError(
                 f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"
             )
+    ready = settled(used)
     for unit in used:
-        if unit.handle is not None and not unit.handle.settle():
+        if unit.handle is not None and unit.handle not in ready:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
+
+
+def settled(units: Iterable[Unit]) -> list[ParamHandle]:
+    """Reshards what units use, and returns its handles, save those that show something else on purpose.
+
+    Raises:
+        ReplacedError: If something else was put in the place of a sharded parameter.
+    """
+    handles = []
+    for unit in used_by(units):
+        if unit.handle is not None and unit.handle.settle():
+            for segment in unit.handle.segments:
+                refuse_replaced(unit, segment.layout)
+            handles.append(unit.handle)
+    return handles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -10,11 +10,12 @@ from torch import nn
 
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._full_values import FullValue, copier, handles_of, is_first_rank
-from fsdp_wrap._modules import Place, clean_fqn, is_owned
-from fsdp_wrap._originals import Originals
+from fsdp_wrap._modules import is_owned
+from fsdp_wrap._originals import Originals, owned_places
 from fsdp_wrap._precision import is_castable
 from fsdp_wrap._streaming import check_budget, stream
 from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._walks import named, params, persistent, saved_tensors
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import original_buffers, settle
 
@@ -67,22 +68,14 @@ def iter_full_params(
 
 def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns the further names of tied parameters and buffers, by the one under which they are yielded."""
-    sharded = (original for original in Originals(module).by_name.values() if original.handle is not None)
-    owners = {place: original.fqn for original in sharded for place in original.places}
+    owned = owned_places(units_in(module).values())
     names: dict[object, list[str]] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, tensor in (*child._parameters.items(), *_persistent(child)):
-            full = clean_fqn(f"{prefix}.{name}" if prefix else name)
-            key: object = owners.get((child, name), id(tensor))
-            if isinstance(key, str) or not (tensor is None or isinstance(tensor, FlatParameter)):
-                names.setdefault(key, []).append(full)
+    for fqn, place, tensor in named(module, saved_tensors, all_names=True):
+        if place in owned:
+            names.setdefault(owned[place].key, []).append(fqn)
+        elif tensor is not None and not isinstance(tensor, FlatParameter):
+            names.setdefault(id(tensor), []).append(fqn)
     return {first: tuple(others) for first, *others in names.values() if others}
-
-
-def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
 
 
 class FullParams:
@@ -107,14 +100,14 @@ class FullParams:
             raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type, not {dtype}")
-        units = units_in(module)
-        self._handles = handles_of(units.values())
-        settle(units.values(), doing)
+        units = list(units_in(module).values())
+        self._handles = handles_of(units)
+        settle(units, doing)
         names = Originals(module)
         _refuse_foreign(module, names, doing)
         self._values = [_cast(value, dtype) for value in _params(names)]
         self._budget = 2 * names.largest_unit_nbytes()
-        self._values += _buffers(module) if buffers else []
+        self._values += _buffers(module, units) if buffers else []
 
     def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Returns shapes and dtypes by name, in order."""
@@ -135,18 +128,15 @@ def _refuse_foreign(module: nn.Module, names: Originals, doing: str) -> None:
     Raises:
         ValueError: Naming a parameter that a unit around `module` owns.
     """
-    sharded = (original for original in names.by_name.values() if original.handle is not None)
-    known = {place for original in sharded for place in original.places}
-    for prefix, child in module.named_modules():
-        for name, param in child._parameters.items():
-            hidden = param is None and isinstance(child.__dict__.get(name), torch.Tensor)
-            if (child, name) in known or not (hidden or (param is not None and is_owned(param))):
-                continue
-            if not isinstance(param, FlatParameter):
-                raise ValueError(
-                    f"{doing} needs whole units, but '{clean_fqn(f'{prefix}.{name}' if prefix else name)}' "
-                    "belongs to a unit around this module: pass the wrapped module itself"
-                )
+    known = {place for original in names.by_name.values() if original.handle for place in original.places}
+    for fqn, (child, name), param in named(module, params):
+        hidden = isinstance(child.__dict__.get(name), torch.Tensor)
+        foreign = hidden if param is None else is_owned(param) and not isinstance(param, FlatParameter)
+        if foreign and (child, name) not in known:
+            raise ValueError(
+                f"{doing} needs whole units, but '{fqn}' belongs to a unit around this module: pass the "
+                "wrapped module itself"
+            )
 
 
 def _params(names: Originals) -> Iterator[FullValue]:
@@ -155,40 +145,20 @@ def _params(names: Originals) -> Iterator[FullValue]:
         if fqn in sharded:
             yield sharded[fqn]
         else:
-            yield _alone(fqn, original.source, copier(original.source))
+            yield _alone(fqn, original.source)
 
 
-def _alone(key: str, tensor: torch.Tensor, write: Callable[[torch.Tensor], object]) -> FullValue:
+def _alone(key: str, tensor: torch.Tensor) -> FullValue:
     if tensor.is_meta:
         raise RuntimeError(f"'{key}' is on the meta device and has no values")
     communicator = make_communicator(None, tensor.device)
-    return FullValue(key, tensor.shape, tensor.dtype, communicator, [tensor.numel()], write)
+    return FullValue(key, tensor.shape, tensor.dtype, communicator, [tensor.numel()], copier(tensor))
 
 
 def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
     return replace(value, dtype=dtype) if dtype is not None and is_castable(value.dtype) else value
 
 
-def _buffers(module: nn.Module) -> list[FullValue]:
-    units = list(units_in(module).values())
+def _buffers(module: nn.Module, units: Iterable[Unit]) -> list[FullValue]:
     with original_buffers(units):
-        return [
-            _alone(
-                clean_fqn(f"{prefix}.{name}" if prefix else name),
-                buffer,
-                _buffer_copier(units, (child, name)),
-            )
-            for prefix, child in module.named_modules()
-            for name, buffer in _persistent(child)
-        ]
-
-
-def _buffer_copier(units: Sequence[Unit], place: Place) -> Callable[[torch.Tensor], object]:
-    def write(out: torch.Tensor) -> None:
-        module, name = place
-        with original_buffers(units):
-            buffer = module._buffers[name]
-            assert buffer is not None
-            copier(buffer)(out)
-
-    return write
+        return [_alone(fqn, buffer) for fqn, _, buffer in named(module, persistent)]

@@ -24,14 +24,18 @@ from fsdp_wrap._fsdp_module import (
     run_as_unit,
     share_comm_ctx,
 )
-from fsdp_wrap._fully_shard_state import state_of
 from fsdp_wrap._groups import Ranks, default_mesh, neighbours
 from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
 from fsdp_wrap._mesh import ranks_of
 from fsdp_wrap._modules import UNIT_ATTR, Ignored, ParamSlot, collect_slots
-from fsdp_wrap._param_checks import check_borrowed, check_buffers, check_param
+from fsdp_wrap._param_checks import (
+    check_borrowed,
+    check_buffers,
+    check_param,
+    refuse_optimizer_in_backward,
+)
 from fsdp_wrap._precision import InputCasts, SegmentPolicy
 from fsdp_wrap._unit import UnitOptions
 from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
@@ -139,9 +143,6 @@ def fully_shard(
     return module
 
 
-vars(fully_shard)["state"] = state_of  # where torch's has it
-
-
 def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
     """What users and torch's `replicate()` keep for themselves."""
     replicated = find_replicated(modules)
@@ -184,6 +185,7 @@ def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
 def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> int:
     """Checks one parameter; returns the dimension along which it is cut."""
     check_param(slot)
+    refuse_optimizer_in_backward(slot, "apply it to model.parameters() after fully_shard")
     shape = slot.param.shape
     if not shape:
         raise ValueError(

@@ -20,13 +20,12 @@ from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._ignoring import resolve_ignored
 from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken
-from fsdp_wrap._internals import ShowsInternals, refuse_internal
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
 from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
 from fsdp_wrap._schedule import require_idle, schedule_of
-from fsdp_wrap._settings import Settings
+from fsdp_wrap._settings import Settings, ShowsSettings
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap._wrap_plan import warn_of_container
@@ -91,7 +90,7 @@ def clean_names() -> Iterator[None]:
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictMethods):
+class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Each wrapped module is a unit: its parameters are unsharded just before its forward and
@@ -184,9 +183,10 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
         mesh = _resolve_options(**options)
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         wanted = SegmentPolicy.of(policy)
+        tensors = check_module(module, ignored, values, mesh, use_orig_params)
         spec = FlatSpec(
             mesh=mesh,
-            device=resolve_device(check_module(module, ignored, values, mesh), device_id, mesh.groups),
+            device=resolve_device(tensors, device_id, mesh.groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             policy_of=lambda _: wanted,
@@ -205,7 +205,6 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.module = self
-        self._make_flat_handles()
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
@@ -222,11 +221,7 @@ class FullyShardedDataParallel(ShowsInternals, StateDictMethods, OptimStateDictM
         except AttributeError:
             if name == WRAPPED_ATTR:  # not set yet
                 raise
-            try:
-                return getattr(self._fsdp_wrapped_module, name)
-            except AttributeError:
-                refuse_internal("wrapper", name)
-                raise
+            return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]

@@ -15,14 +15,22 @@ import torch
 from torch import nn
 
 from fsdp_wrap._errors import WrongConfigError
-from fsdp_wrap._full_values import full_values, handles_of, is_first_rank, is_sharded, offloaded, unsharded
+from fsdp_wrap._full_values import (
+    full_values,
+    handles_of,
+    is_first_rank,
+    is_sharded,
+    offloaded,
+    unsharded,
+    used_by,
+)
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
-from fsdp_wrap._load_parts import copies_values
-from fsdp_wrap._modules import WRAPPED_ATTR, Place, clean_fqn, own_modules
-from fsdp_wrap._originals import indexed_names, names_in, names_of_places
+from fsdp_wrap._load_targets import copies_values
+from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, own_modules
+from fsdp_wrap._originals import owned_names, owned_places
 from fsdp_wrap._streaming import stream
 from fsdp_wrap._taking import Taking
 from fsdp_wrap._unit import Unit, iter_units
@@ -40,7 +48,7 @@ from fsdp_wrap.api import (
     StateDictType,
     check_kind,
 )
-from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse_hidden, summon
+from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse_hidden, settled, summon
 
 __all__ = [
     "FullLoad",
@@ -138,7 +146,7 @@ def take_state_dict(
         with _replaced(unit, settings, wanted, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, call, destination, prefix, offload)
+        _make_local(unit, destination, prefix, offload)
     return destination
 
 
@@ -163,13 +171,11 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: 
             handle.end_replacement()
 
 
-def _replaceable(unit: Unit) -> Iterator[ParamHandle]:
-    """Yields the handles, sharded, of what a unit uses, save those that show something else already."""
-    for each in (*unit.lenders, unit):
+def _replaceable(unit: Unit) -> list[ParamHandle]:
+    """Returns the handles, sharded, of what a unit uses, save those that show something else already."""
+    for each in used_by([unit]):
         refuse_hidden(each)
-    for handle in handles_of((*unit.lenders, unit)):
-        if handle.settle():
-            yield handle
+    return settled([unit])
 
 
 def _full_params(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[nn.Parameter]]:
@@ -218,10 +224,9 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
-    for handle in handles_of((*unit.lenders, unit)):
-        for name in (name for segment in handle.segments for name in names_in(segment.layout, call.names)):
-            state_dict.pop(name, None)
+def _make_local(unit: Unit, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
+    for name, _ in owned_names(unit.module, [unit]):
+        state_dict.pop(prefix + name, None)
     for handle in handles_of([unit]):
         for segment in handle.segments:
             shard = _shard_copy(segment.layout, offload)
@@ -248,12 +253,13 @@ class FullLoad:
     """Full parameters, shown while modules load into them; then each rank takes its part."""
 
     def __init__(self, unit: Unit) -> None:
-        self._units = summon(unit)
+        self._unit, self._summoned = unit, summon(unit)
+        unit.buffers.hold_original()
 
     def end(self, keep: bool) -> None:
         """Shows the sharded parameters again, with what was loaded or as they were."""
-        units, self._units = self._units, []
-        dismiss(units, writeback=keep)
+        self._unit.buffers.release()
+        dismiss(self._summoned, writeback=keep)
 
 
 class ShardedLoad:
@@ -262,7 +268,6 @@ class ShardedLoad:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._staged: list[tuple[ParamHandle, list[torch.Tensor]]] = []
-        unit.buffers.hold_original()
         for handle in _replaceable(unit):
             shards = [_shard_copy(segment.layout) for segment in handle.segments]
             handle.replace(
@@ -272,12 +277,12 @@ class ShardedLoad:
                 ]
             )
             self._staged.append((handle, shards))
+        unit.buffers.hold_original()
 
     def end(self, keep: bool) -> None:
         """Shows the sharded parameters again, with what was loaded or as they were."""
-        staged, self._staged = self._staged, []
         self._unit.buffers.release()
-        for handle, shards in staged:
+        for handle, shards in self._staged:
             handle.end_replacement()
             for segment, shard in zip(handle.segments, shards) if keep else ():
                 segment.layout.read_shard(shard)
@@ -310,10 +315,8 @@ def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | Sha
 def _shown_in(unit: Unit) -> Iterable[nn.Module]:
     """Returns the modules that may see a unit's parameters while they load."""
     own = {each for _, each in own_modules(_wrapped(unit))}
-    segments = [segment for handle in handles_of([*unit.lenders, unit]) for segment in handle.segments]
-    places = (place for segment in segments for each in segment.layout.places for place in each)
-    below = (unit.module,) if all(module in own for module, _ in places) else unit.module.modules()
-    return (*own, *below)
+    within = all(module in own for module, _ in owned_places([unit]))
+    return (unit.module, *own) if within else unit.module.modules()
 
 
 def expand_local(
@@ -331,7 +334,7 @@ def expand_local(
         What is wrong with shards that do not fit; those stay.
     """
     problems: list[str] = []
-    names: dict[Place, list[str]] = {}
+    pieces: dict[Layout, list[nn.Parameter]] = {}
     for fqn, unit in units.items():
         for handle, layout in ((h, segment.layout) for h in handles_of([unit]) for segment in h.segments):
             key = f"{prefix}{fqn}.{layout.name}" if fqn else prefix + layout.name
@@ -342,10 +345,10 @@ def expand_local(
                 problems.append(problem)
                 continue
             del state_dict[key]
-            names = names or names_of_places(module)
-            params = _interval_params(handle, layout, layout.pieces(shard))
-            for index, name in indexed_names(layout, names):
-                state_dict[prefix + name] = params[index].detach()
+            pieces[layout] = _interval_params(handle, layout, layout.pieces(shard))
+    for name, own in owned_names(module, units.values()) if pieces else ():
+        if own.segment.layout in pieces:
+            state_dict[prefix + name] = pieces[own.segment.layout][own.index].detach()
     return problems
 
 
@@ -368,13 +371,9 @@ def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tup
 
 def unshard_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replaces, in place, torch's own kinds of sharded tensors by full ones, where a unit's modules load."""
-    segments = (segment for handle in handles_of((*unit.lenders, unit)) for segment in handle.segments)
-    places = {place for segment in segments for each in segment.layout.places for place in each}
-    for name, child in own_modules(_wrapped(unit), all_names=True):
-        for own in child._parameters if places else ():
-            key = prefix + clean_fqn(f"{name}.{own}" if name else own)
-            if (child, own) in places and is_sharded(state_dict.get(key)):
-                state_dict[key] = unsharded(state_dict[key])
+    for name, _ in owned_names(unit.module, [unit]):
+        if is_sharded(state_dict.get(prefix + name)):
+            state_dict[prefix + name] = unsharded(state_dict[prefix + name])
 
 
 # names

@@ -1,8 +1,12 @@
-"""The rank processes' life, from pytest's collecting to the session's end; and which files are the core."""
+"""The rank processes' life, from pytest's collecting to the session's end; which tests are of which tier."""
+
+from collections.abc import Iterator
 
 import pytest
 
 import bed
+from bed.purity import is_pure, no_processes
+from bed.sampling import mark_sampled_out
 
 CORE = {
     "test_api_table.py",
@@ -27,9 +31,22 @@ CORE = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_sampled_out(items)
     for item in items:
-        if item.path.name in CORE and item.get_closest_marker("slow") is None:
+        if item.get_closest_marker("slow") is not None:
+            continue
+        if item.path.name in CORE:
             item.add_marker(pytest.mark.core)
+        if is_pure(item):
+            item.add_marker(pytest.mark.pure)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker("pure") is None:
+        return (yield)
+    with no_processes():
+        return (yield)
 
 
 def pytest_collection(session: pytest.Session) -> None:

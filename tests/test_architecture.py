@@ -64,19 +64,16 @@ LAYERS = [
         "_communicators.py",
     ],
     [
-        "_buffers.py",
-        "_sharded_gradients.py",
-        "_interval.py",
         "_gradient_hooks.py",
         "_shown.py",
+        "_gradient_mark.py",
         "_layout.py",
         "_boxes.py",
         "_held_by.py",
         "_interval_tensor.py",
-        "_gradient_mark.py",
         "_use_notes.py",
-        "_flat_front.py",
         "flat_param.py",
+        "_slice_layout.py",
         "_cut.py",
         "_dtensor_layout.py",
     ],
@@ -116,8 +113,7 @@ LAYERS = [
         "full_stream.py",
         "forward_methods.py",
         "_copies.py",
-        "_load_parts.py",
-        "_load_checks.py",
+        "_load_targets.py",
         "_taking.py",
         "state_dict.py",
         "_optim_pieces.py",
@@ -136,14 +132,14 @@ LAYERS = [
     ],
     [
         "_settings.py",
-        "_internals.py",
         "_state_dict_methods.py",
         "fully_sharded_data_parallel.py",
+        "_internals.py",
         "distributed_state_dict.py",
         "_torch_helpers.py",
         "_fsdp_module.py",
-        "_fully_shard_state.py",
         "fully_shard.py",
+        "_fully_shard_state.py",
         "_safetensors.py",
         "_installation.py",
         "_fully_shard_names.py",
@@ -173,16 +169,7 @@ LAYERS = [
 ]
 """A file imports from lower layers, and from files before it in its own layer's list. Not all exist yet."""
 
-LAYOUTS = {
-    "Layout",
-    "Buffers",
-    "ShardedGradients",
-    "FlatLayout",
-    "DTensorLayout",
-    "_Front",
-    "_FlatFront",
-    "_SliceFront",
-}
+LAYOUTS = {"Layout", "FlatLayout", "FlatParameterLayout", "SliceLayout", "DTensorLayout"}
 MOST_LINES, MOST_ARGUMENTS = 60, 9
 
 FILE_LINES = {
@@ -193,7 +180,7 @@ FILE_LINES = {
     "_mesh.py": 150,
     "_device.py": 150,
     "_collectives.py": 300,
-    "_layout.py": 120,
+    "_layout.py": 450,
     "flat_param.py": 400,
     "_dtensor_layout.py": 350,
     "_handle.py": 390,
@@ -208,7 +195,7 @@ FILE_LINES = {
     "fully_sharded_data_parallel.py": 455,
     "fully_shard.py": 300,
     "compat.py": 150,
-    "__init__.py": 65,
+    "__init__.py": 70,
 }
 """About how long a file should be; one that is longer by more than a quarter has a second job."""
 
@@ -374,9 +361,10 @@ def test_the_package_only_re_exports():
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         constants = ("__all__", "__version__")
         constant = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants
-        assert docstring or constant or isinstance(node, ast.ImportFrom), ast.unparse(node)
+        add_ons = isinstance(node, ast.If) and all(isinstance(each, ast.ImportFrom) for each in node.body)
+        assert docstring or constant or add_ons or isinstance(node, ast.ImportFrom), ast.unparse(node)
     imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers"}
+    assert imported == {*fsdp_wrap.__all__, "__version__", "_torch_helpers", "find_spec"}
 
 
 # One writer, one seam.

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint
-from fsdp_wrap.checkpoint import DamagedCheckpoint, _saving, _writer
+from fsdp_wrap.checkpoint import DamagedCheckpoint, _saving, _storage
 from fsdp_wrap.checkpoint._manifest import Manifest
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from test_dcp import Block, net, train, trained
@@ -188,7 +188,7 @@ def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_p
         checkpoint.save(tmp_path, 3)
     with monkeypatch.context() as patch:
         if rank == 1:
-            patch.setattr(_writer._SummedStream, "write", _full_disk)
+            patch.setattr(_storage._SummedStream, "write", _full_disk)
         with pytest.raises(RuntimeError, match="saving step 2 in .* failed: rank 1: OSError: .*no space"):
             checkpoint.save(tmp_path, model)
         dist.barrier()

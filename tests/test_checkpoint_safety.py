@@ -29,8 +29,9 @@ from bed import ranks, run_isolated
 from fronts import each_front, full_state, shard
 from fsdp_wrap import ShardingStrategy, checkpoint
 from fsdp_wrap.checkpoint import __main__ as command
-from fsdp_wrap.checkpoint import _convert, _putting
-from fsdp_wrap.checkpoint._writer import CheckedWriter
+from fsdp_wrap.checkpoint import _convert
+from fsdp_wrap.checkpoint._state import may_refuse
+from fsdp_wrap.checkpoint._storage import CheckedWriter
 
 
 def layers() -> nn.Sequential:
@@ -580,4 +581,4 @@ def test_what_fails_on_one_rank_changes_nothing_on_any(rank, world_size, front, 
     assert all(optimizer.state[p][key] is value for p, each in entries.items() for key, value in each.items())
     for name, value in full_state(model).items():
         assert value is None or not torch.is_tensor(value) or torch.equal(value, before[name]), name
-    assert _putting._may_refuse(model) == (fault == "module")
+    assert may_refuse(model) == (fault == "module")

@@ -153,11 +153,11 @@ def test_what_the_state_cannot_tell_raises_by_its_name(rank, world_size):
         model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(4, 3)))
         state = model._get_fsdp_state()
         group = state._fsdp_param_group
-        with pytest.raises(NotImplementedError, match="'_training_state' of torch's FSDPState.*root unit"):
+        with pytest.raises(RuntimeError, match="'_training_state' of torch's FSDPState.*root unit"):
             getattr(state, "_training_state", None)
-        with pytest.raises(NotImplementedError, match="'_all_gather_comm' of torch's FSDPParamGroup"):
+        with pytest.raises(RuntimeError, match="'_all_gather_comm' of torch's FSDPParamGroup"):
             group._all_gather_comm = None
-        with pytest.raises(NotImplementedError, match="'_sharded_param_data'"):  # torch's would be padded
+        with pytest.raises(RuntimeError, match="'_sharded_param_data'"):  # torch's would be padded
             _ = group.fsdp_params[1]._sharded_param_data
         with pytest.raises(RuntimeError, match="full parameter '0.weight' is not in memory"):
             _ = group.fsdp_params[0].unsharded_param

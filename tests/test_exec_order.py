@@ -524,7 +524,7 @@ def end_one_by_one(rank: int, world_size: int, folder: str, how: str) -> None:
 def test_files_stay_until_all_ranks_have_ended(how, tmp_path):
     """So the others find that of a dead rank, which goes when they end."""
     outcomes = run_isolated(end_one_by_one, str(tmp_path), how, world_size=3)
-    assert [outcome.exitcode for outcome in outcomes] == [0, 6, -signal.SIGKILL if how == "killed" else 6]
+    assert [outcome.exitcode for outcome in outcomes] == [0, 2, -signal.SIGKILL if how == "killed" else 2]
     assert os.listdir(tmp_path) == []
 
 
@@ -737,30 +737,31 @@ def test_random_kills(seed, tmp_path):
         assert report["took"] < TIME_LIMIT
 
 
-class Recorded(bytearray):
-    """Memory that keeps what a reader would have seen after each write."""
+class Words:
+    """Those of a sheet, which keep what its entry was when each was written."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.states: list[bytes] = []
+    def __init__(self, sheet: Any) -> None:
+        self.sheet, self.words = sheet, sheet.words
+        self.noted: list[tuple[int, Any]] = []
 
-    def __setitem__(self, where: Any, value: Any) -> None:
-        super().__setitem__(where, value)
-        self.states.append(bytes(self))
+    def __getitem__(self, where: Any) -> Any:
+        return self.words[where]
+
+    def __setitem__(self, where: int, word: int) -> None:
+        self.noted.append((word >> 32, self.sheet.read(0, where)))
+        self.words[where] = word
 
 
-def test_an_entry_has_no_number_while_it_is_written():
+@ranks(1)
+def test_a_word_is_written_once_its_entry_is_complete(rank, world_size):
     """A rank that stops half-way, as the scheduler pleases, must not look as if it were somewhere else."""
-    size = _positions._SIZE
-    file = _positions._File(Recorded(size))
+    positions = _positions.positions_of(dist.group.WORLD)
+    positions._words = words = Words(positions._sheet)
     notes = [_positions.Note(text) for text in ("gathers one unit", "gathers another")]
-    slot = _positions._slot(1)
-    for number, note in zip((1, 1 + _positions._RING), notes):
-        file.memory.states.clear()
-        file.write(slot, number, note, Phase.FORWARD, iteration=7)
-        *incomplete, complete = [_positions._File(state).read(slot) for state in file.memory.states]
-        assert incomplete and all(entry.number == 0 for entry in incomplete)
-        assert (complete.number, complete.digest, complete.text) == (number, note.digest, note.text)
+    for number in range(1, 2 + _positions._RING):
+        positions.issue(notes[number % 2], Phase.FORWARD, iteration=7)
+        noted, entry = words.noted[-1]
+        assert noted == entry.number == number and entry.text == notes[number % 2].text
 
 
 # Waiting.

@@ -21,7 +21,7 @@ from fsdp_wrap import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_wrap._compression import compress
+from fsdp_wrap.comm_hooks import compress
 from models import Transformer, loss_of, tokens
 from test_fully_shard_collectives import threads_as_ranks
 

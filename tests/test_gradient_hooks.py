@@ -81,6 +81,47 @@ def test_optimizers_that_torch_applies_in_backward(rank, world_size, front, regi
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("register_hook", [False, True])
+@each_front
+@ranks(2)
+def test_optimizers_that_torch_applied_in_backward_before_sharding(rank, world_size, front, register_hook):
+    """They train the same where the Parameter objects stay; elsewhere they would train nothing."""
+    policy = WRAPPINGS["block"]()
+    _, usual = twins(front, Transformer, auto_wrap_policy=policy)
+    torch.manual_seed(0)
+    model = Transformer()
+    inside = model.blocks[1].parameters()
+    apply_optimizer_in_backward(torch.optim.AdamW, inside, {"lr": 0.01}, register_hook=register_hook)
+    if front != "orig":
+        cure = {"flat": "use_orig_params=True", "composable": "after fully_shard"}[front]
+        rule = r"'(blocks\.1\.)?\w+\.\w+.*' has an optimizer .* would train nothing.*"
+        with pytest.raises(ValueError, match=rule + cure):
+            shard(front, model, policy)
+        assert type(model) is Transformer and model(tokens(rank, 0)) is not None
+        return
+    model = shard(front, model, policy)
+    optimizer = torch.optim.AdamW(inner(usual).blocks[1].parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        for each in (model, usual):
+            loss_of(each, tokens(rank, step)).backward()
+        optimizer.step()
+        assert all(param.grad is None for param in inner(model).blocks[1].parameters())
+    found, expected = full_state(model), full_state(usual)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@each_front
+@ranks(2)
+def test_gradient_hooks_before_sharding_are_refused(rank, world_size, front, register):
+    model = Transformer()
+    handle = getattr(model.blocks[1].norm1.weight, register)(lambda _: None)
+    with pytest.raises(ValueError, match="norm1.weight' has gradient hooks, .* sharded parameters after it"):
+        shard(front, model, WRAPPINGS["block"]())
+    handle.remove()
+
+
 @each_front
 @ranks(2)
 def test_a_hook_sees_what_was_reduced_once(rank, world_size, front):

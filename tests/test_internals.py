@@ -663,6 +663,11 @@ def test_what_is_not_there_says_what_to_use(rank, world_size):
         model._handle.unshard()
     with pytest.raises(AttributeError, match="'_unshard_stream' of a wrapper"):
         model._unshard_stream  # noqa: B018
+    for name in ("_comm_hook", "_comm_hook_state"):  # set by programs that go past the method
+        with pytest.raises(RuntimeError, match=rf"'{name}' of unit '1' .* register_comm_hook"):
+            setattr(model[1], name, print)
+        with pytest.raises(AttributeError, match=f"'{name}' of a wrapper.*register_comm_hook"):
+            getattr(model[1], name)
     with pytest.raises(AttributeError, match="handles_post_forward_order"):
         model._exec_order_data.handles_post_forward_order  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'anything'"):

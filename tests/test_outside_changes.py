@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
+from bed.references import count_collectives
 from fronts import each_front, full_state, inner, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy
+from fsdp_wrap import ShardingStrategy, StateDictType, iter_full_params
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 WIDTH = 4
@@ -63,6 +64,57 @@ def test_summoning_does_not_drop_a_parameter_that_was_replaced(rank, world_size,
     assert isinstance(raised.value, ValueError)
     module._parameters["weight"] = None if front == "flat" else before
     loss_of(model, tokens(rank, 0)).backward()
+
+
+KINDS = pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
+
+
+@KINDS
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+@ranks(2)
+def test_state_dicts_do_not_drop_a_parameter_that_was_replaced(rank, world_size, front, kind, trained):
+    model, block = training(front)
+    if trained:
+        loss_of(model, tokens(rank, 0)).backward()
+    module, fqn, name = names_of(block)
+    before = getattr(module, name)
+    with FSDP.state_dict_type(model, kind):
+        saved = model.state_dict()
+        module.weight = nn.Parameter(torch.ones_like(before))
+        with count_collectives() as traffic:
+            for use in (model.state_dict, lambda: model.load_state_dict(saved)):
+                with pytest.raises(
+                    RuntimeError, match=rf"'blocks\.1\.{fqn}' was replaced by a Par"
+                ) as raised:
+                    use()
+                assert isinstance(raised.value, ValueError)
+        assert not traffic
+        module._parameters["weight"] = None if front == "flat" else before
+        model.load_state_dict(saved)
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+@each_front
+@ranks(2)
+def test_iterating_does_not_drop_a_parameter_that_was_replaced(rank, world_size, front):
+    model, block = training(front)
+    module, fqn, name = names_of(block)
+    module.weight = nn.Parameter(torch.ones(module.out_features, module.in_features))
+    with pytest.raises(ValueError, match=rf"'(blocks\.1\.)?{fqn}' was replaced by a Parameter"):
+        iter_full_params(model)
+
+
+@ranks(2)
+def test_state_dicts_of_fully_shard_refuse_what_is_no_dtensor(rank, world_size):
+    model, block = training("composable")
+    module, fqn, name = names_of(block)
+    before = module.weight
+    module.weight = nn.Parameter(torch.ones(module.out_features, module.in_features))
+    with pytest.raises(ValueError, match=rf"'{fqn}' was replaced by a Parameter"):
+        model.state_dict()
+    module.weight = before
+    assert isinstance(model.state_dict()[f"blocks.1.{fqn}"], DTensor)
 
 
 @pytest.mark.parametrize("front", ["flat", "orig"])

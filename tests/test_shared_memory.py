@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bed import ranks, run_isolated
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _channel, _communicators, _shared_memory, fully_shard
+from fsdp_wrap import ShardingStrategy, _automatic, _channel, _shared_memory, fully_shard
+from fsdp_wrap._automatic import AutomaticCommunicator
 from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
-from fsdp_wrap._communicators import AutomaticCommunicator, make_communicator
+from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._events import EventKind, record_events
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._lending import Lent
@@ -247,7 +248,7 @@ def test_training_is_bit_equal_to_ddp_and_gloo(rank, world_size, strategy):
         shared = trained(wrapped(**options))
     assert torch.equal(torch.stack(shared), torch.stack(expected))
     assert torch.equal(torch.stack(shared), torch.stack(by_gloo))
-    assert isinstance(_communicators._chosen[dist.group.WORLD], HostCommunicator)
+    assert isinstance(_automatic._chosen[dist.group.WORLD], HostCommunicator)
 
 
 def forbidden(*args, **kwargs):
@@ -264,7 +265,7 @@ def test_hybrid_groups_and_sums_in_order_of_ranks(rank, world_size):
     by_gloo = trained(wrapped(**hybrid, shared_memory=False))
     shared = trained(wrapped(**hybrid))
     torch.testing.assert_close(shared, by_gloo, rtol=1e-5, atol=1e-6)
-    assert all(isinstance(_communicators._chosen[group], HostCommunicator) for group in groups)
+    assert all(isinstance(_automatic._chosen[group], HostCommunicator) for group in groups)
 
     communicator = sharing()
     torch.manual_seed(rank)
@@ -294,7 +295,7 @@ def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, 
     told = [str(each.message) for each in told if "share memory" in str(each.message)]
     assert len(told) == (1 if rank == 0 else 0)
     assert all("rank 1: OSError: no such call" in each for each in told)
-    assert type(_communicators._chosen[dist.group.WORLD]) is ExchangeCommunicator
+    assert type(_automatic._chosen[dist.group.WORLD]) is ExchangeCommunicator
     assert torch.equal(torch.stack(losses), torch.stack(trained(DistributedDataParallel)))
 
 

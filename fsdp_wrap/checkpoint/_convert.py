@@ -15,11 +15,10 @@ from fsdp_wrap._safetensors import write_safetensors
 from fsdp_wrap._torch_private import load_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import nested, refuse_damaged
-from fsdp_wrap.checkpoint._metadata import read_metadata
-from fsdp_wrap.checkpoint._plain import ValuesPlanner
+from fsdp_wrap.checkpoint._manifest import read_metadata
 from fsdp_wrap.checkpoint._step import Save
+from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, write_file
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
-from fsdp_wrap.checkpoint._writer import KnownReader, write_file
 
 __all__ = ["export", "from_torch_file", "to_torch_file"]
 

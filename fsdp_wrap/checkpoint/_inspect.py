@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse_damaged
-from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest
-from fsdp_wrap.checkpoint._metadata import read_metadata
+from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, read_metadata
 
 __all__ = ["described", "listed"]
 

@@ -22,15 +22,13 @@ from fsdp_wrap.checkpoint._manifest import (
     Fault,
     Manifest,
     concerned,
+    read_metadata,
     verify,
 )
-from fsdp_wrap.checkpoint._metadata import read_metadata
-from fsdp_wrap.checkpoint._plain import ValuesPlanner, unpacked
-from fsdp_wrap.checkpoint._putting import put_in
 from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
+from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, unpacked
 from fsdp_wrap.checkpoint._team import Place, Team, errors_of_all_ranks
-from fsdp_wrap.checkpoint._writer import KnownReader
 
 __all__ = ["Loaded", "load", "nested", "refuse_damaged"]
 
@@ -112,7 +110,7 @@ def load(
             planner=ValuesPlanner(trusted),
         )
     found = team.together(lambda: reading.found(trusted))
-    put_in(team, subject, found.model, found.optim, strict)
+    subject.put_in(team, found.model, found.optim, strict)
     values = team.together(lambda: subject.put_in_extra(found.extra))
     if restore_random_state and found.random is not None:
         set_random_state(found.random)

@@ -1,33 +1,68 @@
 """`manifest.json`: what a step folder must hold to be complete, with a CRC-32 of every byte.
 
-The manifest is all that is ours in a step folder; the rest is as `torch.distributed.checkpoint` writes it.
+The manifest is all that is ours in a step folder; the rest is as `torch.distributed.checkpoint` writes it. Of
+that, `.metadata` is read without running what it may bring: only what DCP writes there is unpickled.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import os
+import pathlib
+import pickle
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from fsdp_wrap.checkpoint._metadata import METADATA, read_metadata
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fsdp_wrap._torch_private import StorageInfo, get_layout
 
 __all__ = [
     "MANIFEST",
+    "METADATA",
     "DamagedCheckpoint",
     "Fault",
     "Manifest",
     "Piece",
     "concerned",
+    "read_metadata",
     "sync",
     "verify",
 ]
 
 MANIFEST = "manifest.json"
 _CHUNK = 2**22
+
+METADATA = ".metadata"
+
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+_ADMITTED: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): get_layout,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    (filesystem.__name__, "_StorageInfo"): StorageInfo,
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    # Where it was written; of another system too, and from newer versions of Python.
+    **{(module, name): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -198,3 +233,42 @@ def _crc(path: Path, offset: int, length: int) -> int:
 
 def _encoded(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+# the metadata of torch
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads what `torch.distributed.checkpoint` knows of the folder's content.
+
+    Raises:
+        RuntimeError: If it holds anything that DCP does not write there, which is not run; or if it names
+            files outside of the folder.
+    """
+    with open(folder / METADATA, "rb") as file:
+        found = _Unpickler(file, folder / METADATA).load()
+    if not isinstance(found, Metadata):
+        raise RuntimeError(f"{folder / METADATA} holds no metadata of a checkpoint")
+    for place in (found.storage_data or {}).values():
+        name = place.relative_path
+        if not isinstance(name, str) or Path(name).name != name:
+            raise RuntimeError(f"{folder / METADATA} names a file outside of the folder: {name!r}")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns a class or function that DCP's metadata are made of."""
+        admitted = _ADMITTED.get((module, name))
+        if admitted is not None:
+            return admitted
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise RuntimeError(
+            f"{self._path} asks for {module}.{name}, which torch.distributed.checkpoint does not write "
+            "there, and nothing of it was run: do not trust this folder"
+        )

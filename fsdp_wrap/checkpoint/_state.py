@@ -6,26 +6,30 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_wrap._full_values import handles_of
+from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, original_class
 from fsdp_wrap._optim_load import load_optim_state_dict
-from fsdp_wrap._optim_params import refuse_shared
-from fsdp_wrap.checkpoint._holders import refuse_fewer_ranks
-from fsdp_wrap.checkpoint._optimizer_of_dtensors import cut_for, taken_of
-from fsdp_wrap.checkpoint._plain import packed
+from fsdp_wrap._optim_params import options_of, refuse_shared
+from fsdp_wrap._torch_private import NormBase
+from fsdp_wrap._unit import units_in
+from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 
-__all__ = ["Subject", "set_random_state", "staged"]
+__all__ = ["Optimizers", "Subject", "may_refuse", "set_random_state", "staged"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -59,40 +63,59 @@ class Subject:
         Raises:
             ValueError: If other ranks than those of the team hold parts of the model.
         """
-        refuse_fewer_ranks(self.model, team.ranks)
-        rank = team.rank
-        state: dict[str, Any] = {"model": dict(self.model_state())}
-        if self.optimizers:
-            state["optim"] = self._optim_state()
-        state["extra"] = {str(rank): {name: _packed_extra(name, each) for name, each in self.extra.items()}}
-        state["random"] = {str(rank): packed(_random_state())}
-        return state
+        _refuse_fewer_ranks(self.model, team.ranks)
+        rank = str(team.rank)
+        optim = {"optim": self._optim_state()} if self.optimizers else {}
+        extra = {rank: {name: _packed_extra(name, each) for name, each in self.extra.items()}}
+        random_states = {rank: packed(_random_state())}
+        return {"model": dict(self.model_state()), **optim, "extra": extra, "random": random_states}
 
     def model_state(self) -> dict[str, Any]:
         """Returns the model's state dict, of pieces where it is sharded."""
         return get_model_state_dict(self.model)
 
     def _optim_state(self) -> dict[str, Any]:
-        by_name = self._is_of_dtensors()
-        parts = [
-            taken_of(self.model, each)
-            if by_name
-            else sharded_optim_state_dict(self.model, each, None, to_host=False)
-            for each in self.optimizers
-        ]
+        if self._is_of_dtensors():
+            parts = [_optim_state_by_name(self.model, each) for each in self.optimizers]
+        else:
+            parts = [
+                sharded_optim_state_dict(self.model, each, None, to_host=False) for each in self.optimizers
+            ]
         return {
             "state": {name: entry for part in parts for name, entry in part["state"].items()},
             "param_groups": [group for part in parts for group in part["param_groups"]],
         }
 
-    def cut(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
-        """Returns what one of the optimizers takes of all optimizers' state; refuses what does not fit."""
-        load = cut_for if self._is_of_dtensors() else load_optim_state_dict
-        return load(self.model, optimizer, state)
+    def put_in(self, team: Team, model: dict[str, Any], optim: dict[str, Any] | None, strict: bool) -> None:
+        """Loads the model and its optimizers together, on all ranks, or leaves them as they were.
 
-    def load_model(self, state: dict[str, Any], strict: bool) -> None:
-        """Loads the model alone."""
-        set_model_state_dict(self.model, state, options=StateDictOptions(strict=strict))
+        Args:
+            team: The ranks that load.
+            model: The model's state.
+            optim: All optimizers' state; None to leave theirs.
+            strict: Whether the model's names must be the same.
+
+        Raises:
+            Exception: As the model or an optimizer raises, on all ranks; then nothing has changed.
+        """
+        optimizers = self.optimizers if optim is not None else []
+        cut = team.together(lambda: [self._cut(each, optim) for each in optimizers])
+
+        def load_optimizers() -> None:
+            for optimizer, state in zip(optimizers, cut):
+                optimizer.load_state_dict(state)
+
+        def load_model() -> None:
+            set_model_state_dict(self.model, model, options=StateDictOptions(strict=strict))
+
+        with ExitStack() as undo:
+            for optimizer in optimizers:
+                undo.callback(_Kept(optimizer).put_back)
+            team.together(load_optimizers)
+            if any(team.gather(may_refuse(self.model))):  # what modules only copy cannot fail any more
+                undo.callback(_KeptTensors(self.model_state()).put_back)
+            team.together(load_model)
+            undo.pop_all()
 
     def put_in_extra(self, values: dict[str, Any]) -> dict[str, Any]:
         """Loads the objects among the extras; returns all values, and these objects in place of theirs."""
@@ -101,6 +124,11 @@ class Subject:
                 each.load_state_dict(values[name])
                 values[name] = each
         return values
+
+    def _cut(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
+        """Returns what one of the optimizers takes of all optimizers' state; refuses what does not fit."""
+        cut = _optim_state_by_key if self._is_of_dtensors() else load_optim_state_dict
+        return cut(self.model, optimizer, state)
 
     def _is_of_dtensors(self) -> bool:
         """Whether the model is sharded by torch's own tensors alone."""
@@ -118,6 +146,32 @@ def _listed(optim: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
+def _refuse_fewer_ranks(model: nn.Module, ranks: Collection[int]) -> None:
+    """Refuses to save by ranks, as the default group counts them, that do not hold all of the model."""
+    for name, holders in _holders(model):
+        if lacking := set(holders) - set(ranks):
+            saving, sharding, missing = (
+                ", ".join(map(str, sorted(each))) for each in (ranks, holders, lacking)
+            )
+            raise ValueError(
+                f"process_group has the ranks {saving}, but '{name}' is sharded over {sharding}: the parts "
+                f"of {missing} would be missing; save by all ranks that shard the model"
+            )
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
+    """Yields names of parameters with the ranks that hold them between them, replicas aside."""
+    for handle in handles_of(units_in(model).values()):
+        for segment in handle.segments:
+            if segment.layout.sharded and segment.layout.fqns:
+                yield segment.layout.fqns[0], handle.communicator.members
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            for dim, placement in enumerate(param.placements):
+                if not placement.is_replicate():
+                    yield clean_fqn(name), dist.get_process_group_ranks(param.device_mesh.get_group(dim))
+
+
 def staged(state: Any) -> Any:
     """Returns a copy in host memory that later training does not change."""
     if isinstance(state, torch.Tensor):
@@ -127,6 +181,9 @@ def staged(state: Any) -> Any:
     if isinstance(state, (list, tuple)) and type(state) in (list, tuple):
         return type(state)(map(staged, state))
     return copy.deepcopy(state)
+
+
+# extras and random states
 
 
 def _packed_extra(name: str, value: Any) -> bytes:
@@ -153,3 +210,135 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+# optimizers of DTensors: torch's functions for it step an optimizer that was never stepped, and refuse
+# trainable parameters that never had a gradient
+
+
+def _optim_state_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's state by names of parameters; values are the optimizer's own.
+
+    Raises:
+        ValueError: If it has parameters that are not the model's.
+    """
+    saved = optim.state_dict()
+    named: dict[Any, str] = {}
+    groups = []
+    for group, names in zip(saved["param_groups"], _names_in_groups(model, optim)):
+        named.update(zip(group["params"], names))
+        groups.append({**copy.deepcopy(options_of(group)), "params": names})
+    return {
+        "state": {named.get(key, key): dict(entry) for key, entry in saved["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def _optim_state_by_key(
+    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns of a state dict by names what an optimizer's `load_state_dict` takes; nothing is changed.
+
+    Parameters without state there have none: they had no gradient yet, or were frozen.
+
+    Raises:
+        ValueError: If the optimizer has parameters that are not the model's, or a group's were saved in
+            groups with other options.
+    """
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group, names in zip(optim.state_dict()["param_groups"], _names_in_groups(model, optim)):
+        found = {key: state_dict["state"].get(name) for key, name in zip(group["params"], names)}
+        state.update({key: entry for key, entry in found.items() if entry})
+        options = _saved_options(group, names, state_dict["param_groups"])
+        groups.append({**options, "params": group["params"]})
+    return {"state": state, "param_groups": groups}
+
+
+def _saved_options(group: Mapping[str, Any], names: list[str], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the options that a group's parameters were saved with; its own where they were not."""
+    own, *alike = (
+        {key: value for key, value in options_of(each).items() if key != "param_names"}
+        for each in (group, *(each for each in saved if set(names) & set(each["params"])))
+    )
+    if not all(_same(alike[0], each) for each in alike[1:]):
+        raise ValueError(
+            f"parameters of one group of the optimizer ({', '.join(names[:4])}, ...) were saved in "
+            "groups with other options; make groups as they were"
+        )
+    kept = {key: value for key, value in group.items() if key == "param_names"}
+    return {**(alike[0] if alike else own), **kept}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if tensors else bool(one == other)
+
+
+def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator[list[str]]:
+    names = {id(param): clean_fqn(name).replace("_orig_mod.", "") for name, param in model.named_parameters()}
+    for group in optim.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the "
+                    "model's: make it from the model's parameters() after sharding"
+                )
+        yield [names[id(param)] for param in group["params"]]
+
+
+# what a load that fails leaves as it was
+
+
+class _Kept:
+    """An optimizer's state and groups as they are, by reference: loading replaces them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        inner: Any = optimizer
+        while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
+            inner = inner.optimizer
+        self._optimizer, self._state = inner, inner.state
+        self._entries = {param: dict(entry) for param, entry in self._state.items()}
+        self._groups = [dict(group) for group in inner.param_groups]
+
+    def put_back(self) -> None:
+        """Gives the optimizer what it had."""
+        self._state.clear()
+        self._state.update(self._entries)
+        self._optimizer.state = self._state
+        for group, before in zip(self._optimizer.param_groups, self._groups):
+            group.clear()
+            group.update(before)
+
+
+class _KeptTensors:
+    """A copy, in host memory, of a model's tensors."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self._copies = staged(self._tensors)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Writes it into the model, past what modules do when they load."""
+        for name, tensor in self._tensors.items():
+            tensor.detach().copy_(self._copies[name])
+
+
+def may_refuse(model: nn.Module) -> bool:
+    """Whether some module takes its values in a way of its own, which may fail half-way."""
+    return any(map(_loads_its_own_way, model.modules()))
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    if WRAPPED_ATTR in module._modules:
+        return False
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    makers = [getattr(hook, "hook", hook) for hook in hooks]
+    users = [maker for maker in makers if not str(getattr(maker, "__module__", "")).startswith("torch.")]
+    plain = (nn.Module._load_from_state_dict, NormBase._load_from_state_dict)
+    own_class = original_class(module)
+    own_way = own_class._load_from_state_dict not in plain
+    return own_way or bool(users) or own_class.set_extra_state is not nn.Module.set_extra_state

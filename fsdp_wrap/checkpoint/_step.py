@@ -10,10 +10,9 @@ from typing import Any
 
 from fsdp_wrap._torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
-from fsdp_wrap.checkpoint._claim import Claim
-from fsdp_wrap.checkpoint._folders import Begun
+from fsdp_wrap.checkpoint._folders import Begun, Claim
+from fsdp_wrap.checkpoint._storage import CheckedWriter, rank_of
 from fsdp_wrap.checkpoint._team import Place, Team, errors_of_all_ranks
-from fsdp_wrap.checkpoint._writer import CheckedWriter, rank_of
 
 __all__ = ["Save"]
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_wrap._positions import positions_of
 from fsdp_wrap._watch import Watch
-from fsdp_wrap.checkpoint._claim import host
+from fsdp_wrap.checkpoint._folders import host
 
 __all__ = ["Place", "Team", "errors_of_all_ranks"]
 

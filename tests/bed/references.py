@@ -32,6 +32,7 @@ _NAMES = {
 }
 """From c10d's operators to ``torch.distributed``'s functions, where more than an underscore differs."""
 
+
 @contextmanager
 def count_collectives(objects: bool = True) -> Iterator[dict[str, Traffic]]:
     """Count this rank's collectives by their names in ``torch.distributed``, whoever issues them and however.

@@ -1,34 +1,36 @@
-"""Writing by `torch.distributed.checkpoint`, with the checksums of what was written on the way."""
+"""Writing and reading by `torch.distributed.checkpoint`.
+
+What is written is summed up on the way. Of what is pickled in data files, plain values are read, and what
+users admit, unless the folder is trusted.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
+import pickle
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._torch_private import StorageWriterTransforms
-from fsdp_wrap.checkpoint._manifest import Manifest
-from fsdp_wrap.checkpoint._metadata import METADATA
+from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 
-__all__ = ["CheckedWriter", "KnownReader", "rank_of", "write_file"]
+__all__ = ["CheckedWriter", "KnownReader", "ValuesPlanner", "packed", "rank_of", "unpacked", "write_file"]
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -65,13 +67,9 @@ class CheckedWriter(FileSystemWriter):
         with tqdm(
             total=total, desc="checkpoint", unit="B", unit_scale=True, disable=not self._progress
         ) as bar:
-            sums = _Sums(bar.update)
-            self.transforms = sums
-            try:
+            self.transforms = sums = _Sums(self._folder, bar.update)
+            with _failures_of(sums.streams.values()):
                 results = super().write_data(plan, planner).value()
-            except Exception as error:
-                sums.raise_failure(self._folder, error)
-                raise
         checked: Future[list[WriteResult]] = Future()
         checked.set_result([sums.checked(result) for result in results])
         return checked
@@ -93,52 +91,34 @@ class CheckedWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class KnownReader(FileSystemReader):
-    """Reads a checkpoint whose metadata were read already."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what was read."""
-        return self._metadata
-
-
 class _Sums(StorageWriterTransforms):
     """Hands items on to their file and sums up their bytes."""
 
-    def __init__(self, count: Callable[[int], object]) -> None:
+    def __init__(self, folder: Path, count: Callable[[int], object]) -> None:
         super().__init__()
-        self._count = count
-        self._streams: dict[MetadataIndex, _SummedStream] = {}
+        self._folder, self._count = folder, count
+        self.streams: dict[MetadataIndex, _SummedStream] = {}
 
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
         """Returns the stream for one item, which tells readers of no transformation."""
         size = _payload(write_item)
-        stream = _SummedStream(raw_stream, lambda: self._count(size))
-        self._streams[write_item.index] = stream
+        stream = _SummedStream(raw_stream, self._folder, lambda: self._count(size))
+        self.streams[write_item.index] = stream
         return cast("IO[bytes]", stream), []
-
-    def raise_failure(self, folder: Path, error: Exception) -> None:
-        """Raises what kept a stream from taking bytes, if that happened: torch's own error does not tell."""
-        for stream in self._streams.values():
-            if stream.failure is not None:
-                raise stream.failure_in(folder) from error
 
     def checked(self, result: WriteResult) -> _Checked:
         """Adds the checksum of what was written."""
-        fields = {each.name: getattr(result, each.name) for each in dataclasses.fields(WriteResult)}
-        return _Checked(**fields, crc=self._streams[result.index].crc)
+        crc = self.streams[result.index].crc
+        return _Checked(result.index, result.size_in_bytes, result.storage_data, crc)
 
 
 class _SummedStream(io.IOBase):
     """Passes bytes on to a stream, which stays open; tells when it is closed itself."""
 
-    def __init__(self, raw: Any, tell: Callable[[], object]) -> None:
-        self._raw, self._tell = raw, tell
+    def __init__(self, raw: Any, path: Path, tell: Callable[[], object] = lambda: None) -> None:
+        self._raw, self._path, self._tell = raw, path, tell
         self.crc = 0
         self.failure: OSError | None = None
 
@@ -148,19 +128,26 @@ class _SummedStream(io.IOBase):
         try:
             return int(self._raw.write(data))
         except OSError as error:
-            self.failure = error
+            self.failure = OSError(error.errno, error.strerror or str(error), str(self._path))
             raise
-
-    def failure_in(self, path: Path) -> OSError:
-        """Returns what kept the stream from taking bytes, with where that was."""
-        assert self.failure is not None
-        return OSError(self.failure.errno, self.failure.strerror or str(self.failure), str(path))
 
     def close(self) -> None:
         """Ends the item."""
         if not self.closed:
             self._tell()
         super().close()
+
+
+@contextmanager
+def _failures_of(streams: Iterable[_SummedStream]) -> Iterator[None]:
+    """Raises what kept a stream from taking bytes, if that happened: torch's own error does not tell."""
+    try:
+        yield
+    except Exception as error:
+        for stream in streams:
+            if stream.failure is not None:
+                raise stream.failure from error
+        raise
 
 
 def write_file(value: Any, path: Path) -> None:
@@ -172,13 +159,9 @@ def write_file(value: Any, path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
-            stream = _SummedStream(file, lambda: None)
-            try:
+            stream = _SummedStream(file, partial)
+            with _failures_of([stream]):
                 torch.save(value, cast("IO[bytes]", stream))
-            except RuntimeError as error:
-                if stream.failure is None:
-                    raise
-                raise stream.failure_in(partial) from error
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -206,3 +189,83 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from a checkout
         own = ""
     return {"fsdp_wrap": own, "torch": str(torch.__version__)}
+
+
+# reading
+
+
+class KnownReader(FileSystemReader):
+    """Reads a checkpoint whose metadata were read already."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns what was read."""
+        return self._metadata
+
+
+class ValuesPlanner(DefaultLoadPlanner):
+    """Reads what is pickled as `unpacked` does."""
+
+    def __init__(self, trusted: bool) -> None:
+        super().__init__()
+        self._trusted = trusted
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes one pickled entry."""
+        name = read_item.dest_index.fqn
+        self.original_state_dict[name] = unpacked(value.getvalue(), f"'{name}'", self._trusted)
+
+
+def packed(value: Any) -> bytes:
+    """Pickles a value; tensors that it refers to are copied now, and only the part that it shows."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes, name: str, trusted: bool) -> Any:
+    """Returns what was packed.
+
+    Args:
+        data: The bytes.
+        name: What it is, for the error's text.
+        trusted: Whether classes and functions of any kind may be called.
+
+    Raises:
+        RuntimeError: If it is more than plain values; nothing of it was run.
+    """
+    with torch.serialization.safe_globals(_of_numpy()):
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+        except pickle.UnpicklingError as error:
+            raise RuntimeError(f"{name} {_reason(data, error)}") from error
+
+
+def _reason(data: bytes, error: Exception) -> str:
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    if not unsafe:
+        return f"is no plain value: {error}"
+    return (
+        f"is no plain value: it asks for {', '.join(sorted(unsafe))}, and nothing of that was run. If you "
+        "know who wrote this folder, admit the classes by torch.serialization.add_safe_globals([...]), or "
+        "all by checkpoint.load(..., trusted=True)"
+    )
+
+
+def _of_numpy() -> list[Any]:
+    """Returns what arrays and scalars of numpy, its random state too, are pickled by."""
+    try:
+        import numpy
+    except ImportError:
+        return []
+    core: Any = numpy._core if hasattr(numpy, "_core") else numpy.core  # renamed in numpy 2
+    makers = [
+        (getattr(core.multiarray, maker), f"numpy.{place}.multiarray.{maker}")
+        for maker in ("_reconstruct", "scalar")
+        for place in ("_core", "core")
+    ]
+    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
+    return [numpy.ndarray, numpy.dtype, *kinds, *makers]
