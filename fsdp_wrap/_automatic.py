@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from fsdp_wrap._collectives import Communicator, GroupCommunicator
 from fsdp_wrap._communicators import between_any, shared_memory_between
-from fsdp_wrap._connections import Connections
-from fsdp_wrap._device import Pending
 from fsdp_wrap._groups import neighbours
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
@@ -87,8 +85,8 @@ class AutomaticCommunicator(GroupCommunicator):
 
     def _tell_all(self, value: Any) -> list[Any]:
         ranks = Ranks(self._group, self.rank, self.size)
-        exchange = Exchange(ranks, value, Connections(ranks.group, self._watch.positions).has_ended)
-        self._watch.issue(lambda: exchange, limited=True).wait()
+        exchange = Exchange(ranks, value, self._watch.has_ended)
+        self._issue(self._gather_lane, lambda *_: [exchange]).wait()
         return exchange.values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
@@ -96,42 +94,18 @@ class AutomaticCommunicator(GroupCommunicator):
             return super().buffer(numel, dtype)
         return SharedBuffer(numel, dtype, own_memory())
 
-    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
-        return self._best.gather_into(buffers, fill)
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        return self._best.all_gather(full, fill)
+def _as_chosen(name: str) -> Any:
+    """Returns a method of what is chosen when it is looked up first, which an instance keeps from then on."""
+    method = functools.cached_property(lambda automatic: getattr(automatic._best, name))
+    method.__set_name__(AutomaticCommunicator, name)
+    return method
 
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
-        return self._best.all_gather_parts(full, lengths, fill)
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        return self._best.reduce_scatter(shards, full)
-
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
-        return self._best.all_reduce(tensors, op)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._best.broadcast(tensor)
-
-    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._best.gather(own, full)
-
-    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        self._best.scatter(own, full)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._best.all_gather_object(value)
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self._best.broadcast_object(value)
-
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        return self._best.all_to_all(received, sent)
-
+for _name in (
+    *("gather_into", "all_gather", "all_gather_parts", "reduce_scatter", "all_reduce", "broadcast", "gather"),
+    *("scatter", "all_gather_object", "broadcast_object", "all_to_all"),
+):
+    setattr(AutomaticCommunicator, _name, _as_chosen(_name))
 
 _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()

@@ -212,21 +212,22 @@ class Channel:
         """The number of the collective that is to be issued next."""
         return self._number + 1
 
-    def has_room(self) -> bool:
-        """Whether another collective may be issued.
+    def has_room(self, more: int) -> bool:
+        """Whether so many more collectives may be issued.
 
         Raises:
             RuntimeError: If not before this rank has waited for an earlier one.
         """
-        oldest = self._number + 1 - _POSTS
-        if oldest <= 0:
-            return True
-        if not all(peer.board.is_read(oldest, self.rank) for peer in self.peers.values()):
+        oldest = range(max(1, self._number + 1 - _POSTS), self._number + 1 + more - _POSTS)
+        return all(map(self._is_over, oldest))
+
+    def _is_over(self, number: int) -> bool:
+        if not all(peer.board.is_read(number, self.rank) for peer in self.peers.values()):
             raise RuntimeError(
                 f"{_POSTS} collectives of a group were issued since one that rank "
                 f"{self._members[self.rank]} has not waited for: wait for some before issuing more"
             )
-        return self.readers.have_read(oldest)
+        return self.readers.have_read(number)
 
     def post(self, kind: Kind, tensor: torch.Tensor | None, in_place: bool = False) -> int:
         """Shows the others a contiguous tensor, or a copy of it; returns the number of the collective.

@@ -10,14 +10,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_wrap._device import Finished, Lane, Pending, lane_of
-from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 from fsdp_wrap._groups import is_destroyed
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._objects import (
@@ -29,16 +27,27 @@ from fsdp_wrap._objects import (
 )
 from fsdp_wrap._positions import GroupPositions, positions_of
 from fsdp_wrap._resizable import Buffer
-from fsdp_wrap._watch import ComparingWatch, Watch
+from fsdp_wrap._watch import InFlight, InFlightWithoutLimit, Watch
 
 __all__ = [
+    "SUM",
+    "Fill",
+    "FillPart",
+    "Op",
+    "Tensors",
     "Communicator",
-    "ExchangeCommunicator",
     "GroupCommunicator",
     "SoloCommunicator",
 ]
 
-_DATA = attrgetter("data")
+Tensors = list[torch.Tensor]
+Fill = Callable[[], object]
+FillPart = Callable[[torch.Tensor], object]
+Op = dist.ReduceOp.RedOpType
+SUM = dist.ReduceOp.SUM
+Start = Callable[[dist.ProcessGroup, bool], list[Any]]
+"""Issues collectives of a group, asynchronously or not; returns the works if so."""
+
 _DESTROYED = "the process group of this wrapped module was destroyed; wrap it anew"
 
 
@@ -112,33 +121,31 @@ class Communicator(ABC):
         length = full.numel() // self.size
         return full[self.rank * length : (self.rank + 1) * length]  # which costs less than narrow()
 
-    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
+    def gather_into(self, buffers: list[Buffer], fill: Fill) -> Pending:
         """Allocates buffers and fills them from all ranks, after `fill` has written this rank's own parts."""
+        full = []
         for buffer in buffers:
             buffer.allocate()
-        return self.all_gather([*map(_DATA, buffers)], fill)
+            full.append(buffer.data)
+        return self.all_gather(full, fill)
 
     @abstractmethod
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         """Fills each of `full` from all ranks, after `fill` has written this rank's own parts."""
 
     @abstractmethod
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         """Fills a 1-D tensor by consecutive parts of these lengths, one per rank; `fill` writes its own."""
 
     @abstractmethod
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled.
 
         What is summed may be of a narrower dtype; the sum is in that of the shards.
         """
 
     @abstractmethod
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         """Reduces each tensor in place."""
 
     @abstractmethod
@@ -172,25 +179,21 @@ class SoloCommunicator(Communicator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device)
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         def start(async_op: bool) -> None:
             fill()
 
         return lane_of(self.device, "gather").issue(start)
 
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         return self.all_gather([full], lambda: fill(full))
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         for shard, source in zip(shards, full):
             shard.copy_(source)
         return Finished()
 
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         return Finished()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -225,16 +228,19 @@ class GroupCommunicator(Communicator):
         # Weak, since a group that outlives destroy_process_group() can abort the process when it exits.
         self._reference = weakref.ref(ranks.group)
         self._watch = Watch(ranks.group, device, positions)
+        self._compare_first: Callable[[], object] | None = None
         self._gather_lane = lane_of(device, "gather")
         self._reduce_lane = lane_of(device, "reduce")
+        self._on_host = device.type == "cpu"
+        # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
+        self._reduction_in_flight = InFlightWithoutLimit if self._on_host else InFlight
 
     def _identity(self) -> object:
         return self.device, self._reference
 
     def compare(self, settings: Sequence[str], compare: Callable[[], object]) -> None:
         """Lets ranks compare, before the first collective, what has chosen this way of communicating."""
-        self.settings = settings
-        self._watch = ComparingWatch(self._group, self.device, self._watch.positions, compare)
+        self.settings, self._compare_first = settings, compare
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -251,64 +257,79 @@ class GroupCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(dist.get_process_group_ranks(self._group))
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
-        def start(async_op: bool) -> list[Any]:
-            fill()
-            return [self._gather(tensor, async_op) for tensor in full]
+    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = InFlight) -> Pending:
+        """Issues collectives.
 
-        return self._issue(self._gather_lane, start)
+        Args:
+            lane: Where they run.
+            start: Issues them in the group, asynchronously or not; returns the works if so.
+            in_flight: How to wait for those.
 
-    def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
-        full = as_transport(full)
-        return all_gather_single(full, self.own_part(full), self._group, async_op)
+        Raises:
+            RuntimeError: If one fails.
+        """
+        group = self._reference()
+        if group is None:
+            raise RuntimeError(_DESTROYED)
+        if self._compare_first is not None:  # if it raises, again before the next
+            self._compare_first()
+            self._compare_first = None
+        try:
+            if not self._on_host:
+                return lane.issue(partial(start, group))
+            works = start(group, True)
+        except RuntimeError as error:
+            raise self._watch.failure(error) from error
+        return in_flight(works, self._watch)
 
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
+        return self._issue(self._gather_lane, partial(self._gather, full, fill))
+
+    def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        fill()
+        works = []
+        for each in full:
+            length = each.numel() // self.size
+            own = each[self.rank * length : (self.rank + 1) * length]
+            works.append(all_gather_single(each, own, group, async_op))
+        return works
+
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         parts = torch.split(full, list(lengths))
 
-        def start(async_op: bool) -> list[Any]:
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
             fill(parts[self.rank])
-            return [self._send(part, rank, async_op) for rank, part in enumerate(parts) if part.numel() > 0]
+            return [
+                dist.broadcast(as_transport(part), group=group, group_src=rank, async_op=async_op)
+                for rank, part in enumerate(parts)
+                if part.numel() > 0
+            ]
 
         return self._issue(self._gather_lane, start)
 
-    def _send(self, tensor: torch.Tensor, source: int, async_op: bool) -> Any:
-        return dist.broadcast(as_transport(tensor), group=self._group, group_src=source, async_op=async_op)
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
+        return self._issue(self._reduce_lane, partial(self._reduce, shards, full), self._reduction_in_flight)
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        def start(async_op: bool) -> list[Any]:
-            return [self._reduce(shard, source, async_op) for shard, source in zip(shards, full)]
+    def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        works = []
+        for shard, each in zip(shards, full):
+            # Where this is a copy, it belongs to the stream that is current here.
+            summed = each if each.dtype == shard.dtype else each.to(shard.dtype)
+            works.append(reduce_scatter_single(shard, summed, group, async_op))
+        return works
 
-        return self._issue(self._reduce_lane, start, limited=self._limits_reduction(full))
-
-    def _limits_reduction(self, full: list[torch.Tensor]) -> bool:
-        """Whether waiting for a reduce-scatter keeps to a limit."""
-        # On the CPU it takes none and does not tell whether it has completed.
-        return self.device.type != "cpu"
-
-    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
-        # Where this is a copy, it belongs to the stream that is current here.
-        summed = full if full.dtype == shard.dtype else full.to(shard.dtype)
-        return reduce_scatter_single(shard, summed, self._group, async_op)
-
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
-        def start(async_op: bool) -> list[Any]:
-            return [dist.all_reduce(each, op=op, group=self._group, async_op=async_op) for each in tensors]
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            return [dist.all_reduce(each, op=op, group=group, async_op=async_op) for each in tensors]
 
         return self._issue(self._reduce_lane, start)
-
-    def _issue(self, lane: Lane, start: Callable[[bool], list[Any]], limited: bool = True) -> Pending:
-        return self._watch.issue(partial(lane.issue, start), limited)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._run(lambda later: dist.broadcast(tensor, group=self._group, group_src=0, async_op=later))
 
     def _run(self, start: Callable[[bool], Any]) -> None:
         """Runs one collective of the group to its end."""
-        self._issue(self._gather_lane, lambda later: [start(later)]).wait()
+        self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         def start(async_op: bool) -> Any:
@@ -334,41 +355,7 @@ class GroupCommunicator(Communicator):
         return broadcast_object(value, self._group, self._run)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        def start(async_op: bool) -> list[Any]:
-            return [dist.all_to_all_single(received, sent, group=self._group, async_op=async_op)]
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            return [dist.all_to_all_single(received, sent, group=group, async_op=async_op)]
 
         return self._issue(self._reduce_lane, start)
-
-
-class ExchangeCommunicator(GroupCommunicator):
-    """Messages between every two ranks where tensors are large enough, else the group's own collectives.
-
-    Args:
-        ranks: The group, over gloo.
-        device: The CPU.
-        least: From how many bytes on a full tensor is exchanged, the same on all ranks; infinite for never.
-    """
-
-    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
-        super().__init__(ranks, device)
-        self._least = least
-
-    def _gather(self, full: torch.Tensor, async_op: bool) -> Any:
-        if full.nbytes < self._least:
-            return super()._gather(full, async_op)
-        return exchange_gather(self._group, self.rank, self._by_rank(as_transport(full)), self._lives)
-
-    def _limits_reduction(self, full: list[torch.Tensor]) -> bool:
-        return all(tensor.nbytes >= self._least for tensor in full)
-
-    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> Any:
-        if full.nbytes < self._least:
-            return super()._reduce(shard, full, async_op)
-        return exchange_reduce(self._group, self.rank, shard, self._by_rank(full), self._lives)
-
-    def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
-        return dict(enumerate(full.chunk(self.size)))
-
-    def _lives(self, rank: int) -> bool:
-        assert self.positions is not None
-        return self.positions.lives(dist.get_global_rank(self._group, rank))

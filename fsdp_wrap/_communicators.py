@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._absent_communicator import AbsentCommunicator
 from fsdp_wrap._add_ons import Seam
-from fsdp_wrap._collectives import Communicator, ExchangeCommunicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._collectives import Communicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._exchange import ExchangeCommunicator
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._positions import positions_of
 from fsdp_wrap._version import __version__
@@ -53,7 +54,6 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     Raises:
         ValueError: If an environment variable that has a say has a value that is unknown.
         RuntimeError: If it has another one on another rank, or that runs another version.
-        MissingAddOn: If FSDP_WRAP_SHARED_MEMORY=1 asks for shared memory, and that was left out.
     """
     if ranks is None or ranks.size == 1:
         return SoloCommunicator(device)
@@ -64,13 +64,10 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
         return GroupCommunicator(ranks, device)
     least = _least_exchanged(ranks.size)
-    asked = _setting(_SHARED_MEMORY, "0", "1")
-    if asked == "1":
-        shared_memory_between.needed(f"{_SHARED_MEMORY}=1")
+    shares = _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory
     agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
-    shared_memory = shared_memory and shared_memory_between.filled is not None
     settings = [*_settings(), f"shared_memory={shared_memory}"]
-    make = shared_memory_between.filled if shared_memory and asked != "0" else None
+    make = shared_memory_between.filled if shares else None
     made = (make or between_any)(ranks, device, least)
     made.compare(settings, lambda: agreement.require("how they communicate", settings, SAME_SETTINGS))
     return made
@@ -102,7 +99,8 @@ def _settings() -> list[str]:
 def _versions() -> list[str]:
     """Names this library, by whose version ranks read notes of each other, and torch but for its patches."""
     major, minor, *_ = torch.__version__.split(".")
-    return [f"fsdp_wrap {__version__}", f"torch {major}.{minor}"]
+    own = __version__ if shared_memory_between.filled else f"{__version__} without shared memory"
+    return [f"fsdp_wrap {own}", f"torch {major}.{minor}"]
 
 
 def _setting(name: str, *known: str) -> str | None:
@@ -110,3 +108,35 @@ def _setting(name: str, *known: str) -> str | None:
     if value not in (None, *known):
         raise ValueError(f'{name} must be "{known[0]}" or "{known[1]}" or not be set, not {value!r}')
     return value
+
+
+class AbsentCommunicator(Communicator):
+    """Allocates what would travel, and refuses to communicate.
+
+    So a module can be wrapped as one rank of many would wrap it, without the others.
+
+    Args:
+        ranks: This rank's place, as told by what stands in for a process group.
+        device: Where the buffers live.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks.rank, ranks.size, device)
+        self._group = ranks.group
+
+    def _identity(self) -> object:
+        return self.device, id(self._group)
+
+    @property
+    def members(self) -> frozenset[int]:
+        return frozenset(range(self.size))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this module was wrapped as rank {self.rank} of {self.size} with a "
+            f"{type(self._group).__name__} as process_group, which tells a rank and a size and carries "
+            "nothing: to run it, or to gather its parameters, wrap it with a torch.distributed.ProcessGroup"
+        )
+
+    all_gather = all_gather_parts = reduce_scatter = all_reduce = _refuse
+    broadcast = gather = scatter = all_gather_object = broadcast_object = all_to_all = _refuse

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fsdp_wrap._init import register_copy, taken_in
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import is_owned
+from fsdp_wrap._refusals import refuse_pieces
+from fsdp_wrap._registry import REGISTRY
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap.full_params import is_summoned
+from fsdp_wrap.full_params import refuse_summoned
 
 __all__ = ["deepcopy_wrapper"]
 
@@ -64,11 +65,7 @@ def _refuse_in_use(unit: Unit) -> None:
     schedule = schedule_of(unit)
     schedule.require_idle("copy.deepcopy()")
     schedule.end_failed_backward()
-    if is_summoned(unit):
-        raise RuntimeError(
-            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-            "before copying the wrapped module"
-        )
+    refuse_summoned(unit, "copying the wrapped module")
     if unit.handle is not None:
         unit.handle.shown.show_sharded()
 
@@ -95,4 +92,6 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         buffers=copy.deepcopy(old.buffers, memo),
         parts=[copy.deepcopy(part, memo) for part in old.parts],
     )
-    register_copy(new, [memo[id(each)] for each in taken_in(old.module) if id(each) in memo])
+    REGISTRY.take(memo[id(each)] for each in REGISTRY.taken_in(old.module) if id(each) in memo)
+    REGISTRY.note(new, [layout.sources for layout in layouts])
+    refuse_pieces(new)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Finished", "Issued", "Lane", "Pending", "Then", "WorksPending", "lane_of"]
+__all__ = ["Finished", "Lane", "Pending", "Then", "Work", "lane_of"]
 
 
 class Pending(Protocol):
@@ -20,24 +20,39 @@ class Pending(Protocol):
         """Makes what the caller does next come after it: on the host, or on the current stream."""
 
 
-class Issued(Pending, Protocol):
-    """What a lane returns."""
+class Work(ABC):
+    """Takes the place of a process group's work: a wait for it may be limited, and repeated."""
 
-    def wait_for(self, limit: timedelta) -> bool:
-        """As `wait`, but gives up after some time; returns whether that was enough."""
-
-
-class Lane(ABC):
-    """One queue of communication that runs beside the computation."""
+    _ended = False
+    _error: RuntimeError | None = None
 
     @abstractmethod
-    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Issued:
-        """Runs `start` after all that the computation has issued so far.
+    def _wait_for(self, seconds: float) -> bool:
+        """Waits so long at most; returns whether that was enough. Called until it was."""
+
+    def is_completed(self) -> bool:
+        """Whether there is nothing left to wait for: it is done, or has failed."""
+        return self._ended
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Waits until it is done.
 
         Args:
-            start: Issues copies and collectives; gets whether to ask the process group for
-                asynchronous works, and returns those.
+            limit: How long at most; it goes on.
+
+        Raises:
+            RuntimeError: If it takes longer, or has failed, then also when called again.
         """
+        if self._error is not None:
+            raise self._error
+        while not self._ended:
+            try:
+                self._ended = self._wait_for(1.0 if limit is None else limit.total_seconds())
+            except RuntimeError as error:
+                self._ended, self._error = True, error
+                raise
+            if not self._ended and limit is not None:
+                raise RuntimeError("the bytes are on their way still")
 
 
 class Finished:
@@ -46,41 +61,11 @@ class Finished:
     def wait(self) -> None:
         return None
 
-    def wait_for(self, limit: timedelta) -> bool:
-        return True
-
-
-class WorksPending:
-    """Several works, waited for one after the other."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def wait_for(self, limit: timedelta) -> bool:
-        for work in self._works:
-            if not _wait_for(work, limit):
-                return False
-        return True
-
-
-def _wait_for(work: Any, limit: timedelta) -> bool:
-    try:
-        work.wait(limit)
-    except RuntimeError:
-        if not work.is_completed():  # it goes on: only the waiting has ended
-            return False
-        work.wait()  # tells what ended it: perhaps success, just after the waiting
-    return True
-
 
 class Then:
     """Waits for some things, and then does others."""
 
-    def __init__(self, works: list[Pending], actions: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(self, works: Sequence[Pending], actions: Sequence[Callable[[], None]] = ()) -> None:
         self._works, self._actions = works, actions
 
     def wait(self) -> None:
@@ -90,12 +75,18 @@ class Then:
             action()
 
 
-class HostLane(Lane):
-    """The CPU's: works of the process group take the place of streams."""
+class Lane:
+    """One queue of communication that runs beside the computation: on the CPU, the process group's own."""
 
-    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Issued:
+    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Pending:
+        """Runs `start` after all that the computation has issued so far.
+
+        Args:
+            start: Issues copies and collectives; gets whether to ask the process group for
+                asynchronous works, and returns those.
+        """
         works = start(True)
-        return WorksPending(works) if works else Finished()
+        return Then(works) if works else Finished()
 
 
 class _EventPending:
@@ -105,10 +96,6 @@ class _EventPending:
 
     def wait(self) -> None:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
-
-    def wait_for(self, limit: timedelta) -> bool:
-        self.wait()  # the host does not block
-        return True
 
 
 class StreamLane(Lane):
@@ -123,7 +110,7 @@ class StreamLane(Lane):
         self._device = device
         self._stream = torch.Stream(device)
 
-    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Issued:
+    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Pending:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             start(False)
@@ -134,4 +121,4 @@ class StreamLane(Lane):
 @lru_cache
 def lane_of(device: torch.device, purpose: str) -> Lane:
     """Returns the one lane of this process for a device and a purpose, such as "gather"."""
-    return HostLane() if device.type == "cpu" else StreamLane(device)
+    return Lane() if device.type == "cpu" else StreamLane(device)

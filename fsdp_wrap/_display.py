@@ -69,11 +69,6 @@ class UnitDisplay:
         for segment in self._segments:
             segment.cover()
 
-    def end_forward(self) -> None:
-        """Lets modules show the sharded parameters if they compute with the leaves still."""
-        if self.state is Showing.LEAVES:
-            self.show_sharded()
-
     def _uncover(self) -> None:
         for segment in self._segments:
             fqns = segment.layout.fqns

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._cut import Cut, cut_all, only_rows
 from fsdp_wrap._gradient_mark import held_by_this_rank
-from fsdp_wrap._layout import Interval, Layout, Stretches, round_up
+from fsdp_wrap._layout import Interval, Layout, round_up, stretches
 from fsdp_wrap._modules import ParamSlot, mark_owned
 from fsdp_wrap._torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 
@@ -65,12 +65,12 @@ class DTensorLayout(Layout):
         self.extents = cut_all(slots, dims, self._ranks, self._alignment)
         end = self.extents[-1].end
         self._used = slice(end, end + len(slots))
-        # Tensors of the wanted shapes: a view like one costs half of a view by a tuple of numbers.
-        self._chunk_likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self.extents]
+        likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self.extents]
+        # A view like a tensor costs half of a view by a tuple of numbers.
+        self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
         self.shard_numel, self.noted_numel = self._used.stop, len(slots)
-        chunks = zip(self.extents, self._chunk_likes)
-        bounds = ((cut.offset, cut.offset + like.numel()) for cut, like in chunks)
-        self._chunks = Stretches(bounds, self.shard_numel)
+        bounds = ((cut.offset, cut.offset + like.numel()) for cut, like in zip(self.extents, likes))
+        self._sizes, self._indices = stretches(bounds, self.shard_numel)
         self.numel = self.shard_numel * self._ranks
         self.full_numel = self.numel if self.in_place else round_up(self.extents[-1].stop, self._ranks)
         self._grad_dtype: torch.dtype | None = None
@@ -91,7 +91,7 @@ class DTensorLayout(Layout):
         self.flat_param = nn.Parameter(shard, requires_grad=False)
         self._pieces = self.cut(shard)
         self._specs = self._specs_in(self.dtype)
-        self._grad_specs = self._specs_in(self._grad_dtype or self.dtype)
+        self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
 
     def _specs_in(self, dtype: torch.dtype) -> list[DTensorSpec]:
         over_replicas = [Replicate()] * (self._mesh.ndim - 1)
@@ -154,8 +154,11 @@ class DTensorLayout(Layout):
         return [piece.reshape(-1) for piece in self.cut(shard)]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        chunks = zip(self._chunks.of(shard), self._chunk_likes)
-        return [chunk if like.ndim == 1 else chunk.view_as(like) for chunk, like in chunks]
+        parts = torch.split_with_sizes(shard, self._sizes)
+        chunks = [*map(parts.__getitem__, self._indices)]
+        for index, like in self._likes:
+            chunks[index] = chunks[index].view_as(like)
+        return chunks
 
     # buffers
 
@@ -167,12 +170,13 @@ class DTensorLayout(Layout):
         return self.extents[index].split(tensor)
 
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
         # Tensors of the wanted shapes, as above.
         folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
-        boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
+        only_folds = len(folds) == len(self.extents)
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            if len(folds) == len(tensors):
+            if only_folds:
                 views = [*map(torch.Tensor.view_as, tensors, folds)]
             else:
                 views = [view for cut, tensor in zip(self.extents, tensors) for view in cut.split(tensor)]
@@ -180,7 +184,7 @@ class DTensorLayout(Layout):
             if gaps:
                 foreach_zero_(gaps)
 
-        if len(folds) == len(self.extents) and all(cut.whole == self._ranks for cut in self.extents):
+        if only_folds and all(cut.whole == self._ranks for cut in self.extents):
             return self._row_packer(travelling.view(self._ranks, -1), pack)
         return pack
 
@@ -239,8 +243,8 @@ class DTensorLayout(Layout):
             for index, (param, mine) in enumerate(zip(self.sources, used))
         ]
 
-    def _as_gradients(self, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return [*map(_dtensor, pieces, self._grad_specs)]
+    def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [*map(_dtensor, self.cut(shard), self._grad_specs)]
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Messages", "exchange_gather", "exchange_reduce"]
+from fsdp_wrap._collectives import Fill, GroupCommunicator, Tensors
+from fsdp_wrap._device import Pending, Work
+from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._objects import as_transport
+
+__all__ = ["ExchangeCommunicator", "Messages", "exchange_gather", "exchange_reduce"]
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
 
@@ -94,8 +99,8 @@ def _targets(rank: int, ranks: Iterable[int]) -> list[int]:
     return every[own + 1 :] + every[:own]
 
 
-class Messages:
-    """Messages in flight, as one work of a process group, whose waiting may be limited.
+class Messages(Work):
+    """Messages in flight.
 
     Args:
         works: Of each message, in the order to wait for them, with the peer.
@@ -112,38 +117,21 @@ class Messages:
         self._works, self._lives, self._finish = works, lives, finish
         self._awaited = works[0][0]
         self._suspect: int | None = None
-        self._error: RuntimeError | None = None
+        self._failure: RuntimeError | None = None
         self._thread: threading.Thread | None = None
 
-    def is_completed(self) -> bool:
-        """Whether nothing is left to wait for: all have come, or one has failed."""
-        return self._error is not None or (self._thread is not None and not self._thread.is_alive())
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Waits for all of them.
-
-        Args:
-            limit: How long at most; the messages go on.
-
-        Raises:
-            RuntimeError: If they take longer, or one failed, then also when called again.
-        """
-        if self._error is None:
-            self._join(limit)
-        if self._error is not None:
-            raise self._error
-        if not self.is_completed():
-            raise RuntimeError("messages are on their way still")
-        finish, self._finish = self._finish, lambda: None
-        finish()
-
-    def _join(self, limit: timedelta | None) -> None:
+    def _wait_for(self, seconds: float) -> bool:
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
             self._thread.start()
-        self._thread.join(None if limit is None else limit.total_seconds())
-        if not self.is_completed():
+        self._thread.join(seconds)
+        if self._thread.is_alive():
             self._look_at_awaited()
+            return False
+        if self._failure is not None:
+            raise self._failure
+        self._finish()
+        return True
 
     def _wait_for_all(self) -> None:
         try:
@@ -151,12 +139,59 @@ class Messages:
                 self._awaited = peer
                 work.wait()
         except RuntimeError as error:
-            self._error = error
+            self._failure = error
 
     def _look_at_awaited(self) -> None:
-        """Gives up a peer that was dead the last time as well: what it had sent would have come."""
+        """Gives up a peer that was dead the last time as well: what it had sent would have come.
+
+        Raises:
+            RuntimeError: If so.
+        """
         peer = self._awaited
         dead = not self._lives(peer)
         if dead and peer == self._suspect:
-            self._error = RuntimeError("a rank died before all of its messages had come")
+            raise RuntimeError("a rank died before all of its messages had come")
         self._suspect = peer if dead else None
+
+
+class ExchangeCommunicator(GroupCommunicator):
+    """Messages between every two ranks where tensors are large enough, else the group's own collectives.
+
+    Args:
+        ranks: The group, over gloo.
+        device: The CPU.
+        least: From how many bytes on a full tensor is exchanged, the same on all ranks; infinite for never.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
+        super().__init__(ranks, device)
+        self._least = least
+
+    def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        works = super()._gather([each for each in full if each.nbytes < self._least], fill, group, async_op)
+        for each in full:
+            if each.nbytes >= self._least:
+                parts = self._by_rank(as_transport(each))
+                works.append(exchange_gather(group, self.rank, parts, self._lives))
+        return works
+
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
+        if any(each.nbytes < self._least for each in full):
+            return super().reduce_scatter(shards, full)
+        return self._issue(self._reduce_lane, partial(self._reduce, shards, full))
+
+    def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        works = []
+        for shard, each in zip(shards, full):
+            if each.nbytes < self._least:
+                works += super()._reduce([shard], [each], group, async_op)
+            else:
+                works.append(exchange_reduce(group, self.rank, shard, self._by_rank(each), self._lives))
+        return works
+
+    def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
+        return dict(enumerate(full.chunk(self.size)))
+
+    def _lives(self, rank: int) -> bool:
+        assert self.positions is not None
+        return self.positions.lives(dist.get_global_rank(self._group, rank))

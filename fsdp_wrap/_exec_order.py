@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Generic, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._events import Phase
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._positions import Note
@@ -24,40 +22,39 @@ class ExecOrder(Generic[UnitT]):
     By the end of each unit's forward for the backward that follows, by its start for the next forward.
     A unit that ran several times stands in it several times. A wrong guess costs time only, so nothing
     here needs to be exact.
+
+    Attributes:
+        started: Units in the order in which their forwards have begun; whoever begins one adds it.
+        ended: The same for the ends.
     """
 
     def __init__(self) -> None:
-        self._order: list[UnitT] = []
+        self.ended: list[UnitT] = []
+        self.started: list[UnitT] = []
+        self._started_before: list[UnitT] = []
         self._cursor = 0
-        self._started: list[UnitT] = []
-        self._expected: list[UnitT] = []
 
     def begin_forward(self) -> None:
         """Starts a new record."""
-        self._order = []
-        self._expected, self._started = self._started, []
+        self.ended = []
+        self._started_before, self.started = self.started, []
 
-    def next_in_forward(self, unit: UnitT) -> UnitT | None:
-        """Notes that a unit's forward starts; returns the unit that came next in the last iteration."""
-        place = len(self._started)
-        self._started.append(unit)
-        as_expected = place + 1 < len(self._expected) and self._expected[place] is unit
-        return self._expected[place + 1] if as_expected else None
-
-    def record(self, unit: UnitT) -> None:
-        """Notes that a unit's forward has ended."""
-        self._order.append(unit)
+    def next_in_forward(self) -> UnitT | None:
+        """Returns the unit that came next in the last iteration after the one that has started last."""
+        place, before = len(self.started), self._started_before
+        as_expected = place < len(before) and before[place - 1] is self.started[-1]
+        return before[place] if as_expected else None
 
     def begin_backward(self) -> None:
         """Sets the place from which `next_in_backward` reads behind the last forward."""
-        self._cursor = len(self._order)
+        self._cursor = len(self.ended)
 
     def next_in_backward(self, unit: UnitT) -> UnitT | None:
         """Returns the unit whose backward is expected after that of `unit`."""
         for index in range(self._cursor - 1, -1, -1):
-            if self._order[index] is unit:
+            if self.ended[index] is unit:
                 self._cursor = index
-                return self._order[index - 1] if index > 0 else None
+                return self.ended[index - 1] if index > 0 else None
         return None
 
 
@@ -73,12 +70,15 @@ class OrderCheck:
 
     Does anything in debug level DETAIL only, since ranks are compared by a collective of its own before each
     unit. Only forwards that train count. The first iteration ends with the first backward.
+
+    Attributes:
+        counts: Whether it does anything in the running forward; if not, nobody needs to call `enter`.
     """
 
     def __init__(self) -> None:
+        self.counts = False
         self._first: list[str] | None = None
         self._order: list[str] = []
-        self._counts = False
         self._iteration = 0
         self._warned = False
 
@@ -89,7 +89,7 @@ class OrderCheck:
             trains: Whether it runs in training mode with gradients.
             iteration: Its number.
         """
-        self._counts = trains and _in_detail()
+        self.counts = trains and _in_detail()
         self._order = []
         self._iteration = iteration
 
@@ -99,8 +99,6 @@ class OrderCheck:
         Raises:
             RuntimeError: In the first iteration, if another rank begins another unit's.
         """
-        if not self._counts:
-            return
         assert unit.handle is not None
         if self._first is None:
             _compare_across_ranks(unit.name, unit.handle, self._iteration)
@@ -110,11 +108,11 @@ class OrderCheck:
 
     def begin_backward(self) -> None:
         """Ends the record of the last forward."""
-        if self._counts and self._first is None:
+        if self.counts and self._first is None:
             self._first = self._order
-        elif self._counts:
+        elif self.counts:
             self._compare_with_first(None)
-        self._counts = False
+        self.counts = False
 
     def _compare_with_first(self, name: str | None) -> None:
         assert self._first is not None
@@ -135,31 +133,18 @@ def _in_detail() -> bool:
 
 
 _EXCHANGE = Note("compares the forward order")
-_LONGEST_NAME = 500  # bytes
 
 
 def _compare_across_ranks(name: str, handle: ParamHandle, iteration: int) -> None:
-    running = {f"{dist.get_rank()} {name}"}
+    running = {dist.get_rank(): name}
     for communicator in (handle.communicator, handle.replicas):
         if communicator.positions is not None:
             communicator.positions.issue(_EXCHANGE, Phase.FORWARD, iteration)
-            running = _exchange(running, communicator)
-    units = dict(sorted((int(rank), unit) for rank, _, unit in (line.partition(" ") for line in running)))
-    if len(set(units.values())) > 1:
+            for told in communicator.all_gather_object(running):
+                running.update(told)
+    if len(set(running.values())) > 1:
         raise RuntimeError(
             "Forward order differs across ranks: "
-            + ", ".join(f"rank {rank} runs {unit}" for rank, unit in units.items())
+            + ", ".join(f"rank {rank} runs {unit}" for rank, unit in sorted(running.items()))
             + ". All ranks must run the same units in the same order"
         )
-
-
-def _exchange(lines: set[str], communicator: Communicator) -> set[str]:
-    """Returns the lines of all ranks, which must have equally many."""
-    length = _LONGEST_NAME * len(lines)
-    text = "\n".join(sorted(lines)).encode()[:length].ljust(length)
-    buffer = communicator.empty(length * communicator.size, torch.uint8)
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    communicator.all_gather([buffer], lambda: communicator.own_part(buffer).copy_(own)).wait()
-    parts = bytes(buffer.cpu().tolist())
-    texts = [parts[start : start + length] for start in range(0, len(parts), length)]
-    return {line.strip() for text in texts for line in text.decode(errors="replace").splitlines()}

@@ -14,10 +14,10 @@ from fsdp_wrap._errors import NotPicklableError
 from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._modules import UNIT_ATTR
+from fsdp_wrap._refusals import converted, refuse_replaced
 from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.forward_methods import register_forward_method
-from fsdp_wrap.full_params import settled
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit", "share_comm_ctx"]
 
@@ -36,11 +36,10 @@ class FSDPModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward, and all hooks, with full parameters."""
-        return self._run_as_forward(super().__call__, args, kwargs)
+        return run_forward(self.__dict__[UNIT_ATTR], super().__call__, args, kwargs, self)
 
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = _unit_of(self)
-        return run_forward(unit, call, args, kwargs, self)
+        return run_forward(_unit_of(self), call, args, kwargs, self)
 
     def register_forward_method(self, method_name: str) -> None:
         """Lets a method such as `generate` run as forward does; see `fsdp_wrap.forward_methods`.
@@ -174,7 +173,7 @@ class FSDPModule(nn.Module):
         schedule = self._schedule
         schedule.finalize()
         if async_op:
-            return _IssuedReduction(schedule)
+            return GradientReductionHandle(schedule)
         schedule.await_reduction()
         return None
 
@@ -319,7 +318,7 @@ class FSDPModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
         unit = _unit_of(self)
-        _refuse_moves(unit, fn)
+        converted(unit, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if unit.handle is not None and unit.handle.state is HandleState.SHARDED and not unit.parts:
@@ -345,9 +344,12 @@ class FSDPModule(nn.Module):
             ValueError: If that is no `DTensor` that fits.
         """
         self.reshard()
-        handle = _unit_of(self).handle
-        if handle is not None and not handle.without_values:  # else it may be loaded in part, by `assign`
-            settled([_unit_of(self)])
+        unit = _unit_of(self)
+        handle = unit.handle
+        if handle is not None and handle.state is HandleState.SHARDED and not handle.without_values:
+            handle.follow_replaced()
+            for segment in handle.segments:
+                refuse_replaced(unit, segment.layout)
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -388,20 +390,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 class GradientReductionHandle:
     """Waits for what `FSDPModule.finalize_backward` has issued."""
 
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule: Schedule | None = schedule
+        self._issued = schedule.ending.issue()
+
     def wait(self) -> None:
         """Waits until the gradients are there.
 
         Raises:
             RuntimeError: If `FSDPModule.reset_iter_state` has dropped them.
         """
-
-
-class _IssuedReduction(GradientReductionHandle):
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule: Schedule | None = schedule
-        self._issued = schedule.ending.issue()
-
-    def wait(self) -> None:
         if self._schedule is not None:
             self._schedule.ending.require_issued(self._issued)
             self._schedule.await_reduction()
@@ -419,18 +417,6 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None:
             schedule_of(unit).show_unsharded(unit)
-
-
-def _refuse_moves(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for segment in unit.handle.segments if unit.handle is not None else ():
-        shard = segment.layout.flat_param.data
-        before = torch.empty(0, dtype=shard.dtype, device=shard.device)
-        after = fn(before)
-        if after.device != before.device and not before.is_meta:
-            raise ValueError(
-                f"the sharded parameters of {unit.name} cannot go from {before.device} to {after.device}; "
-                "they live where their mesh does"
-            )
 
 
 def run_as_unit(module: nn.Module, unit: Unit) -> None:

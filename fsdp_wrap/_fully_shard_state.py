@@ -2,11 +2,16 @@
 
 It has the names of torch's classes, for which `isinstance` takes it, and is computed when asked for. What our
 units cannot tell or do raises by its name, since an answer that is missing would pass for "not sharded".
+`adapt_fully_shard` makes the names of torch's `fully_shard` stand for ours, for `compat`.
 Importing this file gives `fully_shard`, which knows nothing of it, torch's way to ask: `fully_shard.state`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -16,13 +21,14 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap import _torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._handle import HandleState, ParamHandle
+from fsdp_wrap._installation import Installation
 from fsdp_wrap._modules import UNIT_ATTR
 from fsdp_wrap._schedule import schedule_of
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.fully_shard import fully_shard
 
-__all__ = ["state_of"]
+__all__ = ["adapt_fully_shard", "fully_shard_names", "state_of"]
 
 
 def state_of(module: nn.Module) -> UnitState | None:
@@ -103,30 +109,17 @@ class UnitState(_Told):
 
     _auto_reshard_after_forward = _option("keeps_as_root", "Whether it keeps its parameters as the root.")
 
-    @property
-    def _fsdp_param_groups(self) -> list[UnitGroup]:
-        return [] if self.unit.handle is None else [UnitGroup(self.unit)]
-
-    @property
-    def _fsdp_param_group(self) -> UnitGroup | None:
-        return next(iter(self._fsdp_param_groups), None)
-
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return _modules_of(self.unit)
+    _fsdp_param_groups = property(lambda self: [] if self.unit.handle is None else [UnitGroup(self.unit)])
+    _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
+    _modules = property(lambda self: _modules_of(self.unit))
 
     @property
     def _device(self) -> torch.device:
         handle = self.unit.handle
         return self._refuse("_device") if handle is None else handle.communicator.device
 
-    @property
-    def _is_root(self) -> bool | None:
-        return None if self.unit.schedule is None else not self.unit.nested
-
-    @property
-    def _state_ctx(self) -> TreeState:
-        return TreeState(schedule_of(self.unit).root)
+    _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
+    _state_ctx = property(lambda self: TreeState(schedule_of(self.unit).root))
 
     def _lazy_init(self) -> None:
         """Makes this unit the root of those below, unless another unit runs it already."""
@@ -143,9 +136,9 @@ class TreeState(_Told):
     torchs = torchs.FSDPStateContext
     unit: Unit
 
-    @property
-    def all_states(self) -> list[UnitState]:
-        return [UnitState(unit) for unit in dict.fromkeys(units_in(self.unit.module).values())]
+    all_states = property(
+        lambda self: [UnitState(unit) for unit in dict.fromkeys(units_in(self.unit.module).values())]
+    )
 
 
 class UnitGroup(_Told):
@@ -169,17 +162,9 @@ class UnitGroup(_Told):
         pairs = [(each, index) for each in self._handle.segments for index in range(len(each.leaves))]
         return [UnitParam(self.unit, segment, index) for segment, index in pairs]
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return _modules_of(self.unit)
-
-    @property
-    def device(self) -> torch.device:
-        return self._handle.communicator.device
-
-    @property
-    def _module_fqn(self) -> str | None:
-        return None if self.unit.schedule is None else self.unit.fqn
+    modules = property(lambda self: _modules_of(self.unit))
+    device = property(attrgetter("_handle.communicator.device"))
+    _module_fqn = property(lambda self: None if self.unit.schedule is None else self.unit.fqn)
 
     # where it communicates
 
@@ -190,21 +175,10 @@ class UnitGroup(_Told):
             return torchs.FSDPMeshInfo(mesh, shard_mesh_dim=0)
         return torchs.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
-    @property
-    def _is_hsdp(self) -> bool:
-        return isinstance(self.mesh_info, torchs.HSDPMeshInfo)
-
-    @property
-    def _all_gather_process_group(self) -> Any:
-        return self.mesh_info.shard_process_group
-
-    @property
-    def _reduce_scatter_process_group(self) -> Any:
-        return self.mesh_info.shard_process_group
-
-    @property
-    def _all_reduce_process_group(self) -> Any:
-        return self.mesh_info.replicate_process_group
+    _is_hsdp = property(lambda self: isinstance(self.mesh_info, torchs.HSDPMeshInfo))
+    _all_gather_process_group = property(attrgetter("mesh_info.shard_process_group"))
+    _reduce_scatter_process_group = property(attrgetter("mesh_info.shard_process_group"))
+    _all_reduce_process_group = property(attrgetter("mesh_info.replicate_process_group"))
 
     # between forward and backward
 
@@ -230,13 +204,8 @@ class UnitGroup(_Told):
         known_root = unit.schedule is not None and not unit.nested
         return unit.options.reshard_after_forward and not (known_root and unit.options.keeps_as_root)
 
-    @property
-    def is_sharded(self) -> bool:
-        return self._handle.state is HandleState.SHARDED
-
-    @property
-    def is_unsharded(self) -> bool:
-        return self._handle.state is HandleState.UNSHARDED
+    is_sharded = property(lambda self: self._handle.state is HandleState.SHARDED)
+    is_unsharded = property(lambda self: self._handle.state is HandleState.UNSHARDED)
 
     def unshard(self, async_op: bool = False) -> None:
         """Issues the all-gather."""
@@ -268,16 +237,11 @@ class UnitParam(_Told):
     segment: Segment
     index: int
 
-    @property
-    def sharded_param(self) -> DTensor:
-        return _sharded(self.segment, self.index)
+    sharded_param = property(lambda self: _sharded(self.segment, self.index))
+    _sharded_local_tensor = property(attrgetter("sharded_param._local_tensor"))
 
     @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        return self.sharded_param._local_tensor
-
-    @property
-    def _sharded_param_data(self) -> torch.Tensor:
+    def _sharded_param_data(self) -> Any:
         local, mesh = self._sharded_local_tensor, self.sharded_param.device_mesh
         if self.sharded_param.numel() != local.numel() * mesh.size(-1):  # torch's is padded
             self._refuse("_sharded_param_data")
@@ -297,9 +261,7 @@ class UnitParam(_Told):
 
     _unsharded_param = unsharded_param
 
-    @property
-    def _param_fqn(self) -> str:
-        return self.unit.name_of(self.segment.layout.fqns[self.index])
+    _param_fqn = property(lambda self: self.unit.name_of(self.segment.layout.fqns[self.index]))
 
     @property
     def _module_info(self) -> Any:
@@ -307,29 +269,12 @@ class UnitParam(_Told):
         modules, names = [module for module, _ in shared], [name for _, name in shared]
         return torchs.ParamModuleInfo(module, name, modules, names)
 
-    @property
-    def fsdp_placement(self) -> Any:
-        return self.sharded_param.placements[-1]
-
-    @property
-    def mesh_info(self) -> Any:
-        return UnitGroup(self.unit).mesh_info
-
-    @property
-    def device(self) -> torch.device:
-        return UnitGroup(self.unit).device
-
-    @property
-    def orig_dtype(self) -> torch.dtype:
-        return self.sharded_param.dtype
-
-    @property
-    def _orig_size(self) -> torch.Size:
-        return self.sharded_param.shape
-
-    @property
-    def sharded_size(self) -> torch.Size:
-        return self._sharded_local_tensor.shape
+    fsdp_placement = property(lambda self: self.sharded_param.placements[-1])
+    mesh_info = property(lambda self: UnitGroup(self.unit).mesh_info)
+    device = property(lambda self: UnitGroup(self.unit).device)
+    orig_dtype = property(attrgetter("sharded_param.dtype"))
+    _orig_size = property(attrgetter("sharded_param.shape"))
+    sharded_size = property(attrgetter("_sharded_local_tensor.shape"))
 
 
 def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:
@@ -341,3 +286,77 @@ def _sharded(segment: Segment, index: int) -> DTensor:
     param = segment.layout.sources[index]
     assert isinstance(param, DTensor)
     return param
+
+
+# names
+
+_TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in torchs.torch_fully_shard.__all__}
+"""What the public names of torch's FSDP2 stand for before any installation."""
+
+_IMPORTERS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.replicate_with_fsdp")
+"""Small modules of torch that name FSDP2's things, loaded first so that they get torch's back at the end."""
+
+_LATER = (
+    "torch.distributed.pipelining.schedules",
+    "torch.distributed.pipelining.stage",
+    "torch.distributed._tools.fsdp2_mem_tracker",
+)
+"""Large ones, which are adapted when they are imported."""
+
+_BY_CLASS = (f"{torchs.torch_fully_shard.__name__}._", _IMPORTERS[1], *_LATER)
+"""How modules of torch begin that hold its `FSDPModule` only to ask whether something is one.
+
+They keep it: ours are instances of it, too, as are the modules of torch's `replicate`.
+"""
+
+
+def fully_shard_names() -> dict[str, tuple[Any, Any]]:
+    """Returns (torch's, ours) for every public name of torch's FSDP2 that we have."""
+    ours = vars(sys.modules["fsdp_wrap"])  # by now all of it
+    return {name: (old, ours[name]) for name, old in _TORCHS.items() if name in ours}
+
+
+def adapt_fully_shard(installation: Installation) -> None:
+    """Makes the names of torch's FSDP2 resolve to ours, in all loaded modules and for later imports.
+
+    Modules that our `fully_shard` has sharded are instances of torch's `FSDPModule` meanwhile, whoever holds
+    that class, and torch's functions that look for a module's state find theirs.
+    """
+    for name in _IMPORTERS:
+        importlib.import_module(name)
+    names = fully_shard_names()
+    theirs, ours = names.pop("FSDPModule")
+    installation.replace([*names.values(), (torchs.get_module_state, _state_of)], kept=("fsdp_wrap.",))
+    installation.replace([(theirs, ours)], kept=("fsdp_wrap.", *_BY_CLASS))
+    for name in _LATER:
+        installation.when_imported(name, _adapt_importer)
+    if theirs not in ours.__bases__:
+        installation.at_end(functools.partial(setattr, ours, "__bases__", ours.__bases__))
+        ours.__bases__ = (*ours.__bases__, theirs)  # last: whatever we define or inherit goes before
+        installation.at_end(functools.partial(_set_attributes, dict(vars(fully_shard))))
+        _set_attributes({**vars(fully_shard), "state": _contracted_state_of})
+
+
+def _set_attributes(attributes: dict[str, Any]) -> None:
+    """Gives our `fully_shard` these attributes, and no others."""
+    vars(fully_shard).clear()
+    vars(fully_shard).update(attributes)
+
+
+def _adapt_importer(installation: Installation, module: Any) -> None:
+    """Adapts a module of torch that has perhaps been imported just now, and got our names."""
+    for name, (old, new) in fully_shard_names().items():
+        if name in vars(module):
+            setattr(module, name, old)
+            if name != "FSDPModule":
+                installation.rebind(module, name, new)
+
+
+def _state_of(module: nn.Module) -> Any:
+    """Returns what one of torch's composable ways, or our `fully_shard`, knows of a module; else None."""
+    return state_of(module) or torchs.get_module_state(module)
+
+
+def _contracted_state_of(module: nn.Module) -> Any:
+    """Returns the same, as `fully_shard.state`."""
+    return state_of(module) or _TORCHS["fully_shard"].state(module)

@@ -49,6 +49,9 @@ class Gradients:
     Attributes:
         bulky: Whether one leaf's gradient alone takes half of the memory of all.
         kept: Whether anything was kept for a later backward; see `accumulated`.
+        collected: Whether there is anything in the reduce buffer.
+        buffer: What serves as the reduce buffer now.
+        used: For each leaf, whether the reduce buffer holds a gradient of it.
     """
 
     def __init__(
@@ -66,8 +69,9 @@ class Gradients:
         self._sums = self._own
         if narrow != dtypes.reduce:
             self._sums = _Place.freed(communicator.buffer(layout.numel, dtypes.reduce), layout)
-        self._place = self._own
-        self._filled = [False] * len(leaves)
+        self._lie_in(self._own)
+        self.collected = False
+        self.used = [False] * len(leaves)
         self.bulky = 2 * max(leaf.numel() for leaf in leaves) >= layout.full_numel
         self.kept = False
         self._unreduced = False
@@ -77,28 +81,10 @@ class Gradients:
             layout.take_gradients_in(dtypes.grad)
 
     @property
-    def collected(self) -> bool:
-        """Whether there is anything in the reduce buffer."""
-        return self._place.buffer.allocated
-
-    @property
-    def used(self) -> Sequence[bool]:
-        """For each leaf, whether the reduce buffer holds a gradient of it."""
-        return self._filled
-
-    @property
-    def on_leaves(self) -> bool:
-        """Whether any leaf holds its gradient still."""
-        for leaf in self._leaves:
-            if leaf.grad is not None:
-                return True
-        return False
-
-    @property
     def accumulated(self) -> bool:
         """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
         return self.kept and any(
-            filled and not zeroed for filled, zeroed in zip(self._filled, self._layout.zeroed())
+            filled and not zeroed for filled, zeroed in zip(self.used, self._layout.zeroed())
         )
 
     def average_over(self, contributors: float) -> None:
@@ -128,12 +114,14 @@ class Gradients:
             RuntimeError: If a gradient lies there already.
         """
         narrow = self._sums is self._own or not self._unreduced
-        if not narrow or not (self.lie_in(buffer) or not self.collected):
+        there = self.buffer is buffer
+        if not narrow or (self.collected and not there):
             return
-        if not self.lie_in(buffer):
+        if not there:
             buffer.keep_alone()
-            self._place = _Place(buffer, self._layout)
-        elif self._filled[index]:
+            self._lie_in(_Place(buffer, self._layout))
+            self.collected = True
+        elif self.used[index]:
             raise RuntimeError(
                 f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
                 "when the first had taken its place; its unit must not use set_gradients_in_place"
@@ -143,7 +131,7 @@ class Gradients:
     def collect(self) -> None:
         """Moves what gradients the leaves hold into the reduce buffer, where more may be added."""
         if not self.collected:
-            self._place = self._sums
+            self._lie_in(self._sums)
         self._move_all()
 
     def _move_all(self) -> None:
@@ -151,14 +139,15 @@ class Gradients:
         if self._dtypes.arriving is None:
             self._check_dtypes(grads)
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_LAYOUT, grads)} == _STRIDED
-        if not plain or self._scale != 1.0 or any(self._filled):
+        if not plain or self._scale != 1.0 or any(self.used):
             self._move(range(len(self._leaves)))
             return
         for leaf in self._leaves:  # all have their first gradient
             leaf.grad = None
-        self._filled = [True] * len(grads)
-        self._place.buffer.allocate()
+        self.used = [True] * len(grads)
+        self.buffer.allocate()
         self._place.pack(grads)
+        self.collected = True
 
     def _check_dtypes(self, grads: Sequence[torch.Tensor | None]) -> None:
         expected = self._dtypes.param
@@ -171,7 +160,7 @@ class Gradients:
                 )
 
     def _move(self, indices: Iterable[int]) -> None:
-        leaves, filled, place, split = self._leaves, self._filled, self._place, self._layout.split
+        leaves, filled, place, split = self._leaves, self.used, self._place, self._layout.split
         targets: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         for index in indices:
@@ -188,7 +177,7 @@ class Gradients:
                 targets += place.parts[index]
                 grads += pieces
         if targets:
-            place.allocate()
+            self._allocate()
             _copy_scaled(targets, grads, self._scale)
 
     def complete(self, counts_unused: bool = False) -> torch.Tensor:
@@ -197,12 +186,12 @@ class Gradients:
         Args:
             counts_unused: Whether parameters that no rank used are to get gradients of zeros.
         """
-        if not self.collected:
-            self._place = self._sums if self._unreduced else self._own
+        if self._unreduced and not self.collected:
+            self._lie_in(self._sums)
         self._move_all()
-        place, filled = self._place, self._filled
+        place, filled = self._place, self.used
         if False in filled:
-            place.allocate()
+            self._allocate()
             nothing = 0.0 if counts_unused else _NOTHING
             for index, parts in enumerate(place.parts):
                 for part in () if filled[index] else parts:
@@ -227,7 +216,7 @@ class Gradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
-        used: Sequence[bool] = self._filled
+        used: Sequence[bool] = self.used
         if False in used:  # else there is nothing to ask
             used = self._layout.used_by_any(shard, used)
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
@@ -250,16 +239,17 @@ class Gradients:
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
-        if self.kept:
-            for index, zeroed in enumerate(self._layout.zeroed()):
-                self._filled[index] = self._filled[index] and not zeroed
+        for index, zeroed in enumerate(self._layout.zeroed()):
+            self.used[index] = self.used[index] and not zeroed
 
     def drop(self) -> None:
         """Forgets all that was collected and frees the reduce buffer."""
-        self._filled = [False] * len(self._leaves)
+        self.used = [False] * len(self._leaves)
         self.kept = False
-        self._place.buffer.free()
-        self._place = self._own
+        self.collected = False
+        self.buffer.free()
+        if self._place is not self._own:
+            self._lie_in(self._own)
 
     def drop_all(self) -> None:
         """Forgets all gradients, also those summed over a part of the ranks."""
@@ -274,9 +264,15 @@ class Gradients:
         if not self.kept:
             self.drop()
 
-    def lie_in(self, buffer: Buffer) -> bool:
-        """Whether a buffer serves as the reduce buffer now."""
-        return self._place.buffer is buffer
+    def _lie_in(self, place: _Place) -> None:
+        self._place, self.buffer = place, place.buffer
+
+    def _allocate(self) -> None:
+        if not self.collected:
+            self.collected = True
+            self.buffer.allocate()
+            for gap in self._layout.padding(self._place.tensor):
+                gap.zero_()
 
 
 class _Place:
@@ -300,16 +296,6 @@ class _Place:
     def pack(self) -> Callable[[list[torch.Tensor]], object]:
         """Writes one gradient for each leaf."""
         return self._layout.packer(self.tensor)
-
-    @cached_property
-    def _padding(self) -> list[torch.Tensor]:
-        return self._layout.padding(self.tensor)
-
-    def allocate(self) -> None:
-        if not self.buffer.allocated:
-            self.buffer.allocate()
-            for gap in self._padding:
-                gap.zero_()
 
 
 def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:

@@ -5,7 +5,7 @@ SHARDED --unshard--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Reshar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from operator import attrgetter, methodcaller
 
@@ -16,20 +16,20 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
 from fsdp_wrap._display import Showing, UnitDisplay
 from fsdp_wrap._held_by import HeldBy
-from fsdp_wrap._in_flight import KeptParameters, NotedReduction, Reduction
+from fsdp_wrap._in_flight import KeptParameters, NotedReduction, ReduceScatter, Reduction, Transport
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._precision import SegmentDtypes, SegmentPolicy, segment_dtypes
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import steps_taken
 from fsdp_wrap._summon import SummonedSegment, Summoning
-from fsdp_wrap._transport import ReduceScatter, Transport
 
-__all__ = ["HandleState", "ParamHandle"]
+__all__ = ["WRITTEN", "HandleState", "ParamHandle"]
+
+WRITTEN = methodcaller("written")
+"""What changes when the sharded parameters of a layout are written to, as that tells it."""
 
 _NOTHING = Finished()
-_LAYOUT, _WRITTEN = attrgetter("layout"), methodcaller("written")
-_GATHERED, _VERSION = attrgetter("gathered"), attrgetter("layout.version")
-_FOLLOW_REPLACED = Segment.follow_replaced
+_GATHERED, _VERSION, _REQUIRES_GRAD = map(attrgetter, ("gathered", "version", "requires_grad"))
 
 
 class HandleState(Enum):
@@ -62,11 +62,15 @@ class ParamHandle:
 
     Attributes:
         state: What is in memory.
+        layouts: How the parameters lie in buffers, by segment.
         unsharded_nbytes: Bytes of the unsharded buffers when they are allocated.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
         transport: How parameters and gradients travel in training.
         without_values: Names, within the unit, of the parameters that are on the meta device still.
         trainable: Whether any parameter of the unit needs a gradient now.
+        reduction: What was issued and not finished.
+        has_own_reduction: Whether `reduce_by` was called.
+        keeps_gradients: Whether a backward since the last reduction has left any (`no_sync`).
         in_full: Whether it computes in the master dtype, whatever its policies say.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
         resident: Whether leaves alias the shards.
@@ -88,20 +92,23 @@ class ParamHandle:
         self.replicas = replicas
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
+        self.layouts = layouts
         self._trained = [True in layout.trains for layout in layouts]
         self.in_full = False
         self._contributors: float = communicator.size * replicas.size
-        self.segments = [*map(self._segment, layouts, self._dtypes_of(layouts))]
+        self.segments = [*map(self._segment, layouts, self._dtypes())]
         self._note_contents()
         self.state = HandleState.SHARDED
         self.generation = 0
         self._gathering: Pending = _NOTHING
         self.kept: KeptParameters | None = None
         self.values = 0
-        self._versions = self._shard_versions()
+        self._versions = [*map(_VERSION, layouts)]
         self._changed = False
         self._lasting_since = -1
-        self._reduction: Reduction | None = None
+        self.reduction: Reduction | None = None
+        self.has_own_reduction = False
+        self.keeps_gradients = False
         self._reduce_scatter: ReduceScatter | None = None
         self._summing = replicas
         self._summoned: list[SummonedSegment] = []
@@ -120,10 +127,13 @@ class ParamHandle:
         """Lets parameters and gradients travel another way from now on; what users are shown does not."""
         self.transport = transport
 
-    def _dtypes_of(self, layouts: Iterable[Layout]) -> list[SegmentDtypes]:
-        masters = [layout.dtype for layout in layouts]
+    def _dtypes(self) -> list[SegmentDtypes]:
         if self.in_full:
-            return [*map(SegmentDtypes.full, masters)]
+            return [SegmentDtypes.full(layout.dtype) for layout in self.layouts]
+        return self._mixed_dtypes()
+
+    def _mixed_dtypes(self) -> list[SegmentDtypes]:
+        masters = (layout.dtype for layout in self.layouts)
         return segment_dtypes([*zip(masters, self._policies, self._trained)])
 
     def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
@@ -133,7 +143,7 @@ class ParamHandle:
 
     def _note_contents(self) -> None:
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
-        self.without_values = [fqn for segment in self.segments for fqn in segment.layout.without_values]
+        self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
         self.resident = any(not segment.full.temporary for segment in self.segments)
@@ -148,7 +158,7 @@ class ParamHandle:
     @property
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
-        shards = any(segment.layout.resident is None for segment in self.segments)
+        shards = any(layout.resident is None for layout in self.layouts)
         in_full = self.shows_full or self.state is HandleState.REPLACED
         return shards and self.shown.state is Showing.SHARDED and not in_full
 
@@ -158,23 +168,20 @@ class ParamHandle:
         return bool(self._summoned) and all(segment.shows_full for segment in self._summoned)
 
     @property
-    def reducing(self) -> bool:
-        """Whether a reduction was issued and not finished."""
-        return self._reduction is not None
-
-    @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
         for segment in self.segments:
-            gradients = segment.gradients
-            if gradients.on_leaves or (gradients.collected and self._reduction is None):
+            if segment.gradients.collected and self.reduction is None:
                 return True
+            for leaf in segment.leaves:
+                if leaf.grad is not None:
+                    return True
         return False
 
     @property
     def lends(self) -> bool:
         """Whether gradients lie where the full parameters were."""
-        return any(segment.gradients.lie_in(segment.full) for segment in self.segments)
+        return any(segment.gradients.buffer is segment.full for segment in self.segments)
 
     @property
     def accumulates(self) -> bool:
@@ -183,29 +190,27 @@ class ParamHandle:
 
     # parameters
 
-    def unshard(self, lasting: bool = False) -> bool:
-        """Issues the all-gather; returns False if the unit was unsharded (or being so) already.
+    def gather(self, lasting: bool = False) -> None:
+        """Issues the all-gather of a sharded unit.
 
         Args:
             lasting: Whether `is_current` is to tell later if the shards have changed since.
         """
-        if self.state is not HandleState.SHARDED:
-            return False
         self._lasting_since = steps_taken() if lasting else -1
         if self.kept is not None:
             self._gathering = self.kept.gather(self.segments)
         else:
-            versions = [*map(_VERSION, self.segments)]
+            versions = [*map(_VERSION, self.layouts)]
             if versions != self._versions:
                 self._change_values(versions)
-            gathered = [*map(_GATHERED, self.segments)]
-            self._gathering = self.transport.gather_into(gathered, self._write_shards)
+            segments = self.segments
+            fill = segments[0].write_shard if len(segments) == 1 else self._write_shards
+            self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
-        return True
 
     def note_values(self) -> None:
         """Notices new values in leaves that are resident, which get them without a gather."""
-        versions = self._shard_versions()
+        versions = [*map(_VERSION, self.layouts)]
         if versions != self._versions:
             self._change_values(versions)
 
@@ -213,28 +218,19 @@ class ParamHandle:
         self._versions, self._changed = versions, True
         self.values += 1
 
-    def written(self) -> list[tuple[list[int], list[int]]]:
-        """Returns what changes when sharded parameters are written to, as their layouts tell it."""
-        return [*map(_WRITTEN, map(_LAYOUT, self.segments))]
-
-    def _shard_versions(self) -> list[int]:
-        return [*map(_VERSION, self.segments)]
-
     @property
     def is_current(self) -> bool:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         lasting = self._lasting_since == steps_taken()
-        return unsharded and lasting and self._versions == self._shard_versions()
+        return unsharded and lasting and self._versions == [*map(_VERSION, self.layouts)]
 
     def _write_shards(self) -> None:
         for segment in self.segments:
-            segment.layout.write_shard(segment.own_data)
+            segment.write_shard()
 
-    def wait(self) -> bool:
-        """Makes the leaves usable by what the caller does next; returns whether that took a gather."""
-        if self.state is not HandleState.UNSHARDING:
-            return False
+    def wait(self) -> None:
+        """Waits for the gather in flight: makes the leaves usable by what the caller does next."""
         self._gathering.wait()
         self._gathering = _NOTHING
         if self.kept is None:
@@ -245,7 +241,6 @@ class ParamHandle:
         for segment in self.segments:
             segment.admit(changed)
         self.state = HandleState.UNSHARDED
-        return True
 
     def reshard(self, within: Communicator | None = None) -> bool:
         """Frees the full parameters; returns False if the unit was sharded already.
@@ -282,15 +277,18 @@ class ParamHandle:
             ValueError: If they do not fit.
         """
         assert self.state is HandleState.SHARDED
-        moved = [*map(_FOLLOW_REPLACED, self.segments)]
+        moved = []
+        for segment in self.segments:
+            if segment.gradients.kept:
+                segment.refuse_conversion()
+            moved.append(segment.layout.follow_replaced())
         if True in moved:
             self._remake(moved)
 
     @property
     def mixes(self) -> bool:
         """Whether its policies let it compute or reduce in another than the master dtype."""
-        masters = (segment.layout.dtype for segment in self.segments)
-        return any(each.mixed for each in segment_dtypes([*zip(masters, self._policies, self._trained)]))
+        return any(dtypes.mixed for dtypes in self._mixed_dtypes())
 
     def compute_in_full(self, in_full: bool) -> None:
         """Lets a sharded unit compute and reduce in its master dtype from now on, or as its policies say."""
@@ -302,8 +300,7 @@ class ParamHandle:
         """Makes segments of other dtypes anew, and lets others follow their layouts that have moved."""
         self.values += 1
         self._changed = True
-        wanted = self._dtypes_of(segment.layout for segment in self.segments)
-        for index, (segment, dtypes) in enumerate(zip(self.segments, wanted)):
+        for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes())):
             if dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.layout, dtypes)
                 self.generation += 1
@@ -314,7 +311,7 @@ class ParamHandle:
     @property
     def flat_param(self) -> nn.Parameter:
         """The shard that a client may upcast: of several, one that trains in the lowest precision."""
-        params = [segment.layout.flat_param for segment in self.segments]
+        params = [layout.flat_param for layout in self.layouts]
         return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
 
     def settle(self) -> bool:
@@ -329,8 +326,7 @@ class ParamHandle:
         """Puts the full parameters, in master dtype, into the user's hands; collective."""
         self.settle()
         self._summoned = [
-            SummonedSegment(segment.layout, self.communicator, self.replicas, how)
-            for segment in self.segments
+            SummonedSegment(layout, self.communicator, self.replicas, how) for layout in self.layouts
         ]
         self.state = HandleState.SUMMONED
 
@@ -346,8 +342,8 @@ class ParamHandle:
     def dismiss(self, writeback: bool) -> None:
         """Takes the full parameters back; with `writeback`, which is collective, the noted edits are kept."""
         summoned, self._summoned = self._summoned, []
-        for segment in self.segments:
-            segment.layout.hide_full()
+        for layout in self.layouts:
+            layout.hide_full()
         self.state = HandleState.SHARDED
         for each in summoned:
             if writeback:
@@ -356,14 +352,14 @@ class ParamHandle:
 
     def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
         """Lets a settled unit's modules show other parameters, given by segment."""
-        for segment, shown in zip(self.segments, params):
-            segment.layout.show_full(shown, copies=True)
+        for layout, shown in zip(self.layouts, params):
+            layout.show_full(shown, copies=True)
         self.state = HandleState.REPLACED
 
     def end_replacement(self) -> None:
         """Lets the modules show the sharded parameters again."""
-        for segment in self.segments:
-            segment.layout.hide_full()
+        for layout in self.layouts:
+            layout.hide_full()
         self.state = HandleState.SHARDED
 
     # gradients
@@ -372,15 +368,13 @@ class ParamHandle:
         """Lets the leaves follow the sharded parameters' `requires_grad`; returns whether any changed."""
         changed = False
         for segment in self.segments:
-            changed = segment.follow_requires_grad() or changed
+            wanted = segment.layout.trains
+            if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
+                segment.train(wanted)
+                changed = True
         if changed:
             self._note_contents()
         return changed
-
-    @property
-    def has_own_reduction(self) -> bool:
-        """Whether `reduce_by` was called."""
-        return self._reduce_scatter is not None
 
     def reduce_by(self, reduce_scatter: ReduceScatter, replicas: Communicator) -> None:
         """Replaces the reduction by one that averages over its ranks, not only sums.
@@ -390,6 +384,7 @@ class ParamHandle:
             replicas: Those over which the shards are averaged afterwards.
         """
         self._reduce_scatter, self._summing = reduce_scatter, replicas
+        self.has_own_reduction = True
         self._contributors = replicas.size
         for segment in self.segments:
             segment.gradients.average_over(self._contributors)
@@ -423,27 +418,30 @@ class ParamHandle:
                 nbytes += full[-1].nbytes
         reduce_scatter = self._reduce_scatter or self.transport.reduce_scatter
         pending = reduce_scatter(shards, full)
-        if self._reduce_scatter is not None or not self.transport.keeps_notes:
+        if self.has_own_reduction or not self.transport.keeps_notes:
             ranks = self.communicator if self.communicator.size > 1 else self.replicas
             pending = NotedReduction(segments, shards, pending, ranks)
-        self._reduction = Reduction(segments, shards, pending, self._summing if over_replicas else None)
+        self.reduction = Reduction(segments, shards, pending, self._summing if over_replicas else None)
         return nbytes
 
     def finish_reduction(self) -> None:
         """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""
-        if self._reduction is not None:
-            reduction, self._reduction = self._reduction, None
+        if self.reduction is not None:
+            reduction, self.reduction = self.reduction, None
+            self.keeps_gradients = False
             reduction.finish()
 
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""
         for segment in self.segments:
             segment.gradients.keep_accumulated()
+            self.keeps_gradients = self.keeps_gradients or segment.gradients.kept
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since."""
-        for segment in self.segments:
-            segment.gradients.forget_zeroed()
+        for segment in self.segments if self.keeps_gradients else ():
+            if segment.gradients.kept:
+                segment.gradients.forget_zeroed()
 
     def drop_gradients(self) -> None:
         """Forgets all gradients that have not reached the sharded parameters."""
@@ -452,8 +450,8 @@ class ParamHandle:
 
     def abandon_backward(self) -> None:
         """Drops what a failed backward left: works in flight, gradients on leaves, partial sums."""
-        if self._reduction is not None:
-            reduction, self._reduction = self._reduction, None
+        if self.reduction is not None:
+            reduction, self.reduction = self.reduction, None
             reduction.abandon()
         if self.lends:
             self.reshard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -23,75 +24,70 @@ from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FS
 
 __all__ = ["HELPERS"]
 
-_theirs_of_module = torch_common_utils._get_module_fsdp_state
-_theirs_lazy_init = torch_runtime_utils._lazy_init
-_theirs_reshard = torch_runtime_utils._reshard
-_theirs_root_pre_forward = torch_runtime_utils._root_pre_forward
-_theirs_final_callback = torch_runtime_utils._post_backward_final_callback
-_theirs_handles = torch_traversal_utils._get_fsdp_handles
-_theirs_unshard_params = torch_unshard_utils._unshard_params
-_theirs_unshard_for_summon = torch_unshard_utils._unshard_params_for_summon
+HELPERS: list[tuple[Any, Any]] = []
+"""(torch's, ours)."""
 
 
-@wraps(_theirs_of_module)
-def _get_module_fsdp_state(module: nn.Module) -> Any:
+def _answers(module: ModuleType, of: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a function stand for torch's of its name where it is asked about a wrapper of ours.
+
+    Args:
+        module: Where torch has it.
+        of: The number of the argument by which that is decided; by its name it is `state`, or else `module`.
+    """
+
+    def register(ours: Callable[..., Any]) -> Callable[..., Any]:
+        theirs = getattr(module, ours.__name__)
+
+        @wraps(theirs)
+        def helper(*args: Any, **kwargs: Any) -> Any:
+            asked = args[of] if len(args) > of else kwargs.get("state", kwargs.get("module"))
+            return (ours if isinstance(asked, FSDP) else theirs)(*args, **kwargs)
+
+        HELPERS.append((theirs, helper))
+        return helper
+
+    return register
+
+
+@_answers(torch_common_utils)
+def _get_module_fsdp_state(module: FSDP) -> FSDP:
     """A wrapper is its own state; so torch's walks over states find ours."""
-    return module if isinstance(module, FSDP) else _theirs_of_module(module)
+    return module
 
 
-@wraps(_theirs_handles)
-def _get_fsdp_handles(module: nn.Module) -> list[Any]:
-    """A handle for each flat parameter, of which our units may have several."""
-    handles: list[Any] = []
-    for state in torch_traversal_utils._get_fsdp_states(module):
-        if isinstance(state, FSDP):
-            handles += state._flat_handles
-        elif state._handle is not None:
-            handles.append(state._handle)
-    return handles
-
-
-@wraps(_theirs_lazy_init)
-def _lazy_init(state: Any, root_module: nn.Module) -> Any:
+@_answers(torch_runtime_utils)
+def _lazy_init(state: FSDP, root_module: nn.Module) -> FSDP | None:
     """What the first forward does: the instance becomes a root, unless it has one."""
-    if not isinstance(state, FSDP):
-        return _theirs_lazy_init(state, root_module)
     if state._is_root is not None:
         return None
     schedule_of(state._unit)
     return state
 
 
-@wraps(_theirs_reshard)
-def _reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> None:
-    if not isinstance(state, FSDP):
-        _theirs_reshard(state, handle, free_unsharded_flat_param)
-    elif isinstance(handle, FlatHandle):
+@_answers(torch_runtime_utils)
+def _reshard(state: FSDP, handle: Any, free_unsharded_flat_param: bool) -> None:
+    if isinstance(handle, FlatHandle):
         handle.reshard(free_unsharded_flat_param)
     elif handle is not None:
         raise TypeError(f"_reshard() takes the _handle of a wrapper, not {type(handle).__name__}")
 
 
-@wraps(_theirs_root_pre_forward)
-def _root_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+@_answers(torch_runtime_utils)
+def _root_pre_forward(state: FSDP, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The inputs as the root's forward would take them; it begins by itself when it is called."""
-    if not isinstance(state, FSDP):
-        return _theirs_root_pre_forward(state, module, args, kwargs)
     _lazy_init(state, module)
     return prepared_inputs(state._unit, args, kwargs) if state._is_root else (args, kwargs)
 
 
-@wraps(_theirs_final_callback)
-def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
+@_answers(torch_runtime_utils)
+def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
     """Cleans up after a forward or backward that raised.
 
     Raises:
         RuntimeError: Inside a forward or backward, which clean up by themselves; on an instance that another
             one encloses.
     """
-    if not isinstance(state, FSDP):
-        _theirs_final_callback(state, module)
-        return
     schedule = schedule_of(state._unit)
     if schedule.root is not state._unit:
         raise RuntimeError(
@@ -103,37 +99,37 @@ def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
         schedule_of(unit).reshard(unit)
 
 
-@wraps(_theirs_unshard_for_summon)
-@contextmanager
-def _unshard_params_for_summon(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+@_answers(torch_unshard_utils, of=1)
+def _unshard_params_for_summon(module: nn.Module, state: FSDP, *args: Any, **kwargs: Any) -> Any:
     """Summons what one wrapper owns."""
-    if isinstance(state, FSDP):
-        context: Any = FSDP.summon_full_params(state, False, *args, **kwargs)
-    else:
-        context = _theirs_unshard_for_summon(module, state, *args, **kwargs)
-    with context:
-        yield
+    return FSDP.summon_full_params(state, False, *args, **kwargs)
+
+
+_theirs_unshard_params = torch_unshard_utils._unshard_params
 
 
 @wraps(_theirs_unshard_params)
 @contextmanager
 def _unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Summons what the wrappers at and below a module own."""
-    summon: Callable[..., Any] = (
-        FSDP.summon_full_params if FSDP.fsdp_modules(module) else _theirs_unshard_params
-    )
-    with summon(module, recurse, *args, **kwargs):
+    ours = bool(FSDP.fsdp_modules(module))
+    with (FSDP.summon_full_params if ours else _theirs_unshard_params)(module, recurse, *args, **kwargs):
         yield
 
 
-HELPERS: list[tuple[Any, Any]] = [
-    (_theirs_of_module, _get_module_fsdp_state),
-    (_theirs_handles, _get_fsdp_handles),
-    (_theirs_lazy_init, _lazy_init),
-    (_theirs_reshard, _reshard),
-    (_theirs_root_pre_forward, _root_pre_forward),
-    (_theirs_final_callback, _post_backward_final_callback),
-    (_theirs_unshard_for_summon, _unshard_params_for_summon),
+@wraps(torch_traversal_utils._get_fsdp_handles)
+def _get_fsdp_handles(module: nn.Module) -> list[Any]:
+    """A handle for each flat parameter, of which our units may have several."""
+    handles: list[Any] = []
+    for state in torch_traversal_utils._get_fsdp_states(module):
+        if isinstance(state, FSDP):
+            handles += state._flat_handles
+        elif state._handle is not None:
+            handles.append(state._handle)
+    return handles
+
+
+HELPERS += [
     (_theirs_unshard_params, _unshard_params),
+    (torch_traversal_utils._get_fsdp_handles, _get_fsdp_handles),
 ]
-"""(torch's, ours)."""

@@ -1,14 +1,41 @@
-"""What a unit holds between its verbs: parameters that some ranks keep, and a reduction in flight."""
+"""How a unit's parameters and gradients travel, and what it holds between its verbs.
+
+Those are parameters that some ranks keep, and a reduction in flight.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._device import Finished, Pending
+from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._segment import Segment
 
-__all__ = ["KeptParameters", "NotedReduction", "Reduction"]
+__all__ = ["KeptParameters", "NotedReduction", "ReduceScatter", "Reduction", "Transport"]
+
+
+ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
+"""Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
+
+
+class Transport(Protocol):
+    """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them.
+
+    Attributes:
+        keeps_notes: Whether what layouts note in a reduction arrives.
+        compresses_reductions: Whether gradients travel in fewer bytes, which a communication hook would end.
+    """
+
+    keeps_notes: bool
+    compresses_reductions: bool
+
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending: ...
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending: ...
 
 
 class KeptParameters:
@@ -60,6 +87,12 @@ class Reduction:
     """A reduction in flight: its buffers, what is still to be done, and where the result goes.
 
     The sum over the replicas, if any, follows that within the copy, at once if that is finished already.
+
+    Args:
+        segments: Whose gradients are reduced.
+        shards: What comes of them.
+        pending: The sum within the copy.
+        replicas: Over which it sums then; None to keep the sum for the next reduction, of which it is part.
     """
 
     def __init__(
@@ -71,23 +104,25 @@ class Reduction:
     ) -> None:
         self._segments, self._shards, self._pending = segments, shards, pending
         self._replicas = replicas
+        self._in_copy = True
         self._over_replicas: Pending | None = None
         if isinstance(pending, Finished):
-            self._sum_over_replicas()
+            self._leave_copy()
 
-    def _sum_over_replicas(self) -> None:
+    def _leave_copy(self) -> None:
+        self._in_copy = False
         for segment, shard in zip(self._segments, self._shards):
             segment.gradients.take_partial(shard)
-        replicas = self._replicas
-        self._over_replicas = Finished() if replicas is None else replicas.all_reduce(self._shards)
+        if self._replicas is not None and self._replicas.size > 1:
+            self._over_replicas = self._replicas.all_reduce(self._shards)
 
     def finish(self) -> None:
         """Waits, and hands the sums to the segments."""
-        self._pending.wait()
-        if self._over_replicas is None:
-            self._sum_over_replicas()
-        assert self._over_replicas is not None
-        self._over_replicas.wait()
+        if self._in_copy:
+            self._pending.wait()
+            self._leave_copy()
+        if self._over_replicas is not None:
+            self._over_replicas.wait()
         for segment, shard in zip(self._segments, self._shards):
             if self._replicas is None:
                 segment.gradients.keep_partial(shard)

@@ -506,7 +506,7 @@ class _Wrapper(FullyShardedDataParallel):
     def _is_root(self) -> bool | None:
         """Whether this is the outermost instance; None before its first use."""
         schedule = self._unit.schedule
-        return schedule.root is self._unit if isinstance(schedule, Schedule) else None
+        return None if schedule is None else schedule.root is self._unit
 
     @_is_root.setter
     def _is_root(self, is_root: bool | None) -> None:

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_wrap._boxes import Box, boxes_of
-from fsdp_wrap._held_by import HeldBy, Intervals, Spread
+from fsdp_wrap._held_by import Box, HeldBy, Intervals, Spread, boxes_of
 from fsdp_wrap._torch_private import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -140,8 +139,7 @@ class IntervalTensor(torch.Tensor):
             if self.spread.held_by.size == 1:
                 return self.piece.clone().view(self.shape)
             group = self.spread.held_by.group
-        like = self.piece.new_empty((), device=_device_in(group, self.device)).expand(self.shape)
-        return assemble(like, self._write_into, lambda data: _largest(data, group)).to(self.device)
+        return self._assembled([group])
 
     def to_dtensor(self, mesh: DeviceMesh) -> DTensor:
         """Returns the same as a `DTensor`; collective over `mesh`, whose ranks hold all of it between them.
@@ -152,12 +150,22 @@ class IntervalTensor(torch.Tensor):
         if self.ndim > 0:
             placements[-1] = Shard(0)
 
-        def combine(data: torch.Tensor) -> None:
-            for dim in range(mesh.ndim):
-                _largest(data, mesh.get_group(dim))
-
-        full = assemble(self.detach(), self._write_into, combine)
+        full = self._assembled([mesh.get_group(dim) for dim in range(mesh.ndim)])
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+    def _assembled(self, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+        """Returns the full tensor, all of which the ranks of these groups hold between them; collective."""
+
+        def write(full: torch.Tensor) -> None:
+            full.view(-1)[self.start : self.stop].copy_(self.piece)
+
+        def combine(data: torch.Tensor) -> None:
+            for group in groups:
+                with deaths_told(group):
+                    dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+
+        like = self.piece.new_empty((), device=_device_in(groups[0], self.device)).expand(self.shape)
+        return assemble(like, write, combine).to(self.device)
 
     # what programs read of a `DTensor`
 
@@ -219,9 +227,7 @@ class IntervalTensor(torch.Tensor):
             for offsets, box in self.boxes().items()
         ]
 
-    @property
-    def _local_shards(self) -> list[ShardOfTensor]:
-        return self.local_shards()
+    _local_shards = property(local_shards)
 
     def local_tensor(self) -> torch.Tensor:
         """Returns what this rank holds: a box, if it is one, else 1-D."""
@@ -244,9 +250,6 @@ class IntervalTensor(torch.Tensor):
             size=self.shape,
             tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
         )
-
-    def _write_into(self, full: torch.Tensor) -> None:
-        full.view(-1)[self.start : self.stop].copy_(self.piece)
 
     # how torch.distributed.checkpoint sees it
 
@@ -275,10 +278,8 @@ class IntervalTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _aten.copy_.default:
-            return _copy(args[0], args[1])
-        if func is _aten.new_empty.default:
-            return _new_empty(args[0], torch.Size(args[1]), dict(kwargs or {}))
+        if func in _OTHERWISE:
+            return _OTHERWISE[func](*args, **kwargs or {})
         if func not in _ON_PIECES and torch.Tag.pointwise not in func.tags:
             raise TypeError(
                 f"{func} needs elements that other ranks hold: a value of a sharded state dict takes "
@@ -341,17 +342,10 @@ def _rebuild(
 torch.serialization.add_safe_globals([IntervalTensor, _rebuild])
 
 
-def _new_empty(like: IntervalTensor, size: torch.Size, kwargs: dict[str, Any]) -> torch.Tensor:
-    if size != like.shape:
-        return like.piece.new_empty(size, **kwargs)
-    return like.with_piece(like.piece.new_empty(like.piece.shape, **kwargs))
-
-
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("memory_format", None)  # pieces are 1-D
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    whole = [leaf for leaf in leaves if isinstance(leaf, IntervalTensor)]
-    first = whole[0]
+    first = next(leaf for leaf in leaves if isinstance(leaf, IntervalTensor))
     for leaf in leaves:
         if isinstance(leaf, IntervalTensor):
             _refuse_other(first, leaf)
@@ -362,9 +356,7 @@ def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*piece_args, **piece_kwargs)
     if not isinstance(result, torch.Tensor) or func in _LOOKS:
         return result
-    if result is first.piece:  # in place
-        return first
-    return first.with_piece(result)
+    return first if result is first.piece else first.with_piece(result)  # the former: in place
 
 
 def _refuse_other(one: IntervalTensor, other: IntervalTensor) -> None:
@@ -376,7 +368,13 @@ def _refuse_other(one: IntervalTensor, other: IntervalTensor) -> None:
         )
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _new_empty(like: IntervalTensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    if torch.Size(size) != like.shape:
+        return like.piece.new_empty(size, **kwargs)
+    return like.with_piece(like.piece.new_empty(like.piece.shape, **kwargs))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if isinstance(target, IntervalTensor) and isinstance(source, IntervalTensor):
         _refuse_other(target, source)
         target.piece.copy_(source.piece)
@@ -392,6 +390,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
             )
         target.copy_(source.piece.view(source.shape))
     return target
+
+
+_OTHERWISE: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.copy_.default: _copy,
+    _aten.new_empty.default: _new_empty,
+}
 
 
 def assemble(
@@ -435,8 +439,3 @@ def _device_of(rank: int, like: torch.device) -> str:
     """Returns on which device another rank has its part, by the custom of one rank for each device."""
     count = 0 if like.index is None else torch.get_device_module(like).device_count()
     return f"{like.type}:{rank % count}" if count else like.type
-
-
-def _largest(data: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    with deaths_told(group):
-        dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place
 from fsdp_wrap._shown import Cover, Shown
 
-__all__ = ["Extent", "Interval", "Layout", "Stretches", "round_up"]
+__all__ = ["Extent", "Interval", "Layout", "round_up", "stretches"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -92,31 +92,27 @@ class Extent:
         return start, max(start, min(self.stop - first, length))
 
 
-class Stretches:
-    """Where pieces lie one after the other in a 1-D tensor, perhaps with gaps: all views come from one call.
+def stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:
+    """Tells how to cut a 1-D tensor in which pieces lie one after the other, perhaps with gaps.
 
     Args:
         bounds: The (start, stop) of each, in order; equal ones, wherever, for one that is empty.
         length: Of the tensor.
+
+    Returns:
+        The lengths of all that one call cuts it into, and which of these the pieces are.
     """
-
-    def __init__(self, bounds: Iterable[tuple[int, int]], length: int) -> None:
-        self._sizes: list[int] = []
-        self._indices: list[int] = []
-        end = 0
-        for start, stop in bounds:
-            if stop > start > end:
-                self._sizes.append(start - end)  # a gap
-            self._indices.append(len(self._sizes) if stop > start else -1)
-            if stop > start:
-                self._sizes.append(stop - start)
-                end = stop
-        self._sizes += [length - end, 0]  # the last for all that are empty
-
-    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns one view per piece."""
-        parts = torch.split_with_sizes(tensor, self._sizes)
-        return [*map(parts.__getitem__, self._indices)]
+    sizes: list[int] = []
+    indices: list[int] = []
+    end = 0
+    for start, stop in bounds:
+        if stop > start > end:
+            sizes.append(start - end)  # a gap
+        indices.append(len(sizes) if stop > start else -1)
+        if stop > start:
+            sizes.append(stop - start)
+            end = stop
+    return [*sizes, length - end, 0], indices  # the last for all that are empty
 
 
 class Layout(ABC):
@@ -391,19 +387,19 @@ class Layout(ABC):
         """
         if self._marks:
             self._marks.take_away()
-        pieces, used = self.cut(reduced.to(self._shard.device)), self._having_gradients(used)
-        for param, piece, grad, by_any in zip(self.sharded_params, pieces, self._as_gradients(pieces), used):
+        grads, used = self._cut_gradients(reduced.to(self._shard.device)), self._having_gradients(used)
+        for param, grad, by_any in zip(self.sharded_params, grads, used):
             if by_any and param.requires_grad:
                 if param.grad is None:
                     param.grad = grad
                 else:
-                    held_by_this_rank(param.grad).add_(piece)
+                    held_by_this_rank(param.grad).add_(held_by_this_rank(grad))
         if any(map(HOOKS_OF, self.sharded_params)):
             run_gradient_hooks(self.sharded_params, used)
 
-    def _as_gradients(self, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns what the sharded parameters get for pieces from `cut`."""
-        return pieces
+    @abstractmethod
+    def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Cuts a shard of gradients as `cut` does, into what sharded parameters take."""
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         """Tells which sharded parameters have gradients, if these original ones have."""
@@ -470,7 +466,7 @@ class Layout(ABC):
             ValueError: If it does not have the shape of the shard, or not one dtype.
         """
 
-    def copied(self, memo: dict[int, Any]) -> Self:
+    def copied(self, memo: dict[int, Any]) -> Layout:
         """Returns a layout with sharded parameters of its own, of the same values, for the same modules.
 
         Args:

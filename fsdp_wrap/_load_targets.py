@@ -25,7 +25,7 @@ from fsdp_wrap._unit import units_in
 from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, saved_tensors, walk
 from fsdp_wrap.api import StateDictType
 from fsdp_wrap.flat_param import FlatParameter
-from fsdp_wrap.full_params import original_buffers, settled
+from fsdp_wrap.full_params import original_buffers, sharded_handles
 
 __all__ = ["ReadsOnAccess", "Targets", "copies_values"]
 
@@ -78,13 +78,20 @@ class _Target:
     def stop(self) -> int:
         return self.start + self.data.numel()
 
-    def takes(self, value: Any) -> bool:
+    def matches(self, piece: IntervalTensor) -> bool:
+        return (piece.start, piece.stop) == (self.start, self.stop)
+
+    def takes(self, value: Any, pieces: bool) -> bool:
+        if pieces and isinstance(value, IntervalTensor):
+            return value.shape == self.shape and self.matches(value) and not self.data.is_meta
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
         has_values = (plain and not value.is_meta) or _reads_when_asked(value)
         return has_values and value.shape == self.shape and not self.data.is_meta
 
     def load(self, value: Any) -> None:
-        if isinstance(value, ReadsOnAccess):
+        if isinstance(value, IntervalTensor):
+            part = value.piece
+        elif isinstance(value, ReadsOnAccess):
             part = value.read(self.start, self.stop)
         else:
             part = torch.detach(value).reshape(-1)[self.start : self.stop]
@@ -101,7 +108,7 @@ class _Target:
                 f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
                 f"the shape in current model is {self.shape}."
             )
-        elif isinstance(value, IntervalTensor) and (value.start, value.stop) != (self.start, self.stop):
+        elif isinstance(value, IntervalTensor) and not self.matches(value):
             yield (
                 f"elements {value.start} to {value.stop} of {key} were saved by this rank, which "
                 f"now holds {self.start} to {self.stop}; load through torch.distributed.checkpoint, "
@@ -130,7 +137,7 @@ class Targets:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._units = module, list(units_in(module).values())
         handles = handles_of(used_by(self._units))
-        ready = len(settled(self._units)) == len(handles)
+        ready = len(sharded_handles(self._units)) == len(handles)
         modules = [(clean_fqn(f"{name}.").lstrip("."), each) for name, each in walk(module, all_names=True)]
         self._own_way = tuple({prefix for prefix, each in modules if not copies_values(each)})
         with original_buffers(self._units):
@@ -147,18 +154,17 @@ class Targets:
 
     def other_names(self, given: Iterable[str]) -> tuple[list[str], list[str]]:
         """Returns the names that are missing among the given ones, and those that are unexpected."""
-        given = dict.fromkeys(given)
-        known = (key for key in given if not key.startswith(self._own_way))
-        return [key for key in self._by_name if key not in given], [
-            key for key in known if key not in self._by_name
-        ]
+        given, known = dict.fromkeys(given), self._by_name
+        missing = [key for key in known if key not in given]
+        return missing, [key for key in given if key not in known and not key.startswith(self._own_way)]
 
-    def load(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> bool:
-        """Loads full tensors, on every rank the same.
+    def load(self, state_dict: Mapping[str, Any], *, strict: bool = True, pieces: bool = False) -> bool:
+        """Loads full tensors, on every rank the same, without communication.
 
         Args:
             state_dict: By clean names.
             strict: Whether names must match; otherwise those are loaded that do.
+            pieces: Also loads pieces that this rank saved of a sharded state dict.
 
         Returns:
             Whether it did. Otherwise nothing has changed: a name is missing or unexpected, a value is no
@@ -168,7 +174,7 @@ class Targets:
         if not self._is_plain or (strict and self._by_name.keys() != set(state_dict)):
             return False
         pairs = [(target, key) for key, target in self._by_name.items() if target and key in state_dict]
-        if not all(target.takes(state_dict[key]) for target, key in pairs):
+        if not all(target.takes(state_dict[key], pieces) for target, key in pairs):
             return False
         with original_buffers(self._units), torch.no_grad():
             for target, key in pairs:

@@ -21,7 +21,7 @@ from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._modules import Ignored, ParamSlot, own_modules, replace_tensor
 from fsdp_wrap._objects import all_gather_object
 from fsdp_wrap._torch_private import swap_tensor_impl
-from fsdp_wrap._walks import children_first
+from fsdp_wrap._walks import children_first, joined
 
 __all__ = [
     "MaterializationError",
@@ -76,12 +76,8 @@ def own_tensors(module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored)
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer not in seen:
                 seen.add(buffer)
-                named.append((_join(prefix, name), buffer))
+                named.append((joined(prefix, name), buffer))
     return named
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def check_materializable(
@@ -163,45 +159,44 @@ def move(named: Iterable[_Named], device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def broadcast(named: Sequence[_Named], steps: Sequence[Communicator]) -> None:
+def broadcast(
+    named: Sequence[_Named], steps: Sequence[Communicator], groups: Sequence[dist.ProcessGroup]
+) -> None:
     """Overwrites tensors, of any dtype, by those of the first rank, in messages of bounded size.
 
     Args:
         named: The tensors by name.
         steps: One after the other: the first rank's values reach one rank of every copy, then the others.
+        groups: Of all these ranks.
 
     Raises:
         ValueError: On every rank, if the ranks' names, shapes or dtypes differ.
     """
-    _check_same(named, steps)
+    _check_same(named, groups)
     for _, tensor in named:
         target = tensor.detach()
         travelling = target.resolve_conj().resolve_neg().contiguous()
-        for message in _messages(travelling):
-            _send(message, steps)
+        # Bytes, since backends know few dtypes.
+        data = travelling.reshape(-1).view(torch.uint8)
+        for message in torch.split(data, _MESSAGE_BYTES) if data.numel() else ():
+            for communicator in steps:
+                communicator.broadcast(message)
         if travelling.data_ptr() != target.data_ptr():
             target.copy_(travelling)
 
 
-def _send(message: torch.Tensor, steps: Sequence[Communicator]) -> None:
-    for communicator in steps:
-        communicator.broadcast(message)
-
-
-def _check_same(named: Sequence[_Named], steps: Sequence[Communicator]) -> None:
+def _check_same(named: Sequence[_Named], groups: Sequence[dist.ProcessGroup]) -> None:
     """Refuses tensors that are not the same on all ranks: messages would mix or abort the process."""
-    own = "\n".join(_describe(fqn, tensor) for fqn, tensor in named).encode()
-    digest = int.from_bytes(hashlib.blake2b(own, digest_size=7).digest(), "big")
-    extremes = torch.tensor([digest, -digest, len(own)], device=steps[0].device)
-    for communicator in steps:
-        communicator.all_reduce([extremes], dist.ReduceOp.MAX).wait()
-    highest, lowest, length = extremes.tolist()
-    if highest == -lowest:
+    own = [_describe(fqn, tensor) for fqn, tensor in named]
+    digests = {hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()}
+    for group in groups:
+        digests = set().union(*all_gather_object(digests, group))
+    if len(digests) <= 1:
         return
-    text = torch.tensor(list(own.ljust(length)), dtype=torch.uint8, device=steps[0].device)
-    _send(text, steps)
-    lines, expected = own.decode().split("\n"), bytes(text.tolist()).decode().rstrip().split("\n")
-    differing = next(((a, b) for a, b in zip_longest(lines, expected, fillvalue="nothing") if a != b), None)
+    expected = own
+    for group in reversed(groups):  # the first rank's, to one rank of every copy, then to the others
+        expected = all_gather_object(expected, group)[0]
+    differing = next(((a, b) for a, b in zip_longest(own, expected, fillvalue="nothing") if a != b), None)
     here = f"rank {dist.get_rank()} has {differing[0]}, the first {differing[1]}" if differing else ""
     raise ValueError(
         "sync_module_states needs the same parameters and buffers on all ranks, but they differ: "
@@ -212,11 +207,6 @@ def _check_same(named: Sequence[_Named], steps: Sequence[Communicator]) -> None:
 def _describe(fqn: str, tensor: torch.Tensor) -> str:
     kind = "trainable" if tensor.requires_grad else "fixed"
     return f"'{fqn}' ({kind}, shape {tuple(tensor.shape)}, {tensor.dtype})"
-
-
-def _messages(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    # Bytes, since backends know few dtypes.
-    return torch.split(tensor.reshape(-1).view(torch.uint8), _MESSAGE_BYTES) if tensor.numel() else ()
 
 
 def _holders(module: nn.Module, ignored: Ignored) -> dict[torch.Tensor, list[nn.Module]]:
@@ -282,7 +272,7 @@ def _restore_identity(fqn: str, module: nn.Module, before: Mapping[str, torch.Te
         tensor = before.get(name, found)
         if type(tensor) is not type(found):
             raise MaterializationError(
-                f"initialisation made '{_join(fqn, name)}' a {type(found).__name__}, whose behaviour "
+                f"initialisation made '{joined(fqn, name)}' a {type(found).__name__}, whose behaviour "
                 f"sharding would lose; it must stay a {type(tensor).__name__}"
             )
         if tensor is not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, params
+from fsdp_wrap._torch_private import composable_registry
+from fsdp_wrap._walks import WRAPPED_ATTR, Place, clean_fqn, named, params, walk
 
 __all__ = [
     "UNIT_ATTR",
@@ -19,9 +21,11 @@ __all__ = [
     "ParamPlaces",
     "Place",
     "ParamSlot",
+    "announce_sharded",
     "clean_fqn",
     "collect_borrowed",
     "collect_slots",
+    "find_replicated",
     "is_owned",
     "mark_managed",
     "mark_owned",
@@ -113,29 +117,19 @@ def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None
         module._parameters[name] = param
 
 
-def own_modules(
-    module: nn.Module, ignored: Collection[nn.Module] = (), *, all_names: bool = False
-) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
 
     Nothing is walked where `module` itself is ignored.
 
-    Yields:
-        (name relative to `module`, module), parents before children, each module once or for all its names.
+    Returns:
+        (name relative to `module`, module), parents before children, each module once.
     """
-    stack, seen = [("", module)] if module not in ignored else [], set[nn.Module]()
-    while stack:
-        prefix, current = stack.pop()
-        if current in seen and not all_names:
-            continue
-        seen.add(current)
-        yield prefix, current
-        children = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in current._modules.items()
-            if child is not None and UNIT_ATTR not in child.__dict__ and child not in ignored
-        ]
-        stack.extend(reversed(children))
+
+    def is_own(child: nn.Module) -> bool:
+        return UNIT_ATTR not in child.__dict__ and child not in ignored
+
+    return iter(()) if module in ignored else walk(module, into=is_own)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -219,3 +213,23 @@ def mark_managed(module: nn.Module) -> None:
     """
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def announce_sharded(module: nn.Module) -> None:
+    """Notes that a unit has taken a module where torch's other composable ways look.
+
+    Torch's `replicate()` averages the gradients of what it finds below its module, unless the registry of one
+    tells that it is sharded: shards would be averaged with each other.
+    """
+    module.__dict__.setdefault(composable_registry, OrderedDict())["fully_shard"] = None
+
+
+def find_replicated(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
+    """Returns the modules that `replicate()` has taken, at and below those given, with all in them."""
+    return frozenset(
+        inner
+        for module in modules
+        for _, each in walk(module)
+        if "replicate" in each.__dict__.get(composable_registry, ())
+        for inner in each.modules()
+    )

@@ -45,7 +45,9 @@ def as_transport(tensor: torch.Tensor) -> torch.Tensor:
 def all_gather_single(
     full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
-    """Fills a tensor from all ranks; returns the work if that is asynchronous."""
+    """Fills a tensor of any dtype from all ranks; returns the work if that is asynchronous."""
+    if full.dtype not in _TRANSPORTED:
+        full, own = full.view(torch.uint8), own.view(torch.uint8)
     if async_op:
         return getattr(group, _GATHER)(full, own, _TO_GATHER_LATER)
     return _wait(getattr(group, _GATHER)(full, own, _TO_GATHER))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from fsdp_wrap._full_values import FullValue, full_values, handles_of, used_by
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._layout import Interval
+from fsdp_wrap._layout import Interval, Layout
 from fsdp_wrap._segment import Segment
 from fsdp_wrap._torch_private import pytree
 from fsdp_wrap._unit import Unit, units_in
@@ -26,6 +26,7 @@ __all__ = [
     "Owned",
     "owned_names",
     "owned_places",
+    "piece_of",
 ]
 
 
@@ -73,10 +74,9 @@ class Original:
 
     def piece(self, held: torch.Tensor) -> IntervalTensor:
         """Returns what this rank holds of something of the parameter's shape."""
-        spread = None
-        if self.handle is not None and self.segment is not None:
-            spread = Spread(self.handle.held_by, self.interval.at, self.segment.layout.shard_numel)
-        return IntervalTensor(self.shape, self.interval.start, held, spread=spread)
+        if self.handle is None or self.segment is None:
+            return IntervalTensor(self.shape, self.interval.start, held)
+        return piece_of(self.handle, self.segment.layout, self.interval, held)
 
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.
@@ -92,6 +92,12 @@ class Original:
                     f"{tuple(self.source.shape)}: only state that is elementwise or without dimensions can "
                     "be sharded; use another optimizer, or NO_SHARD with use_orig_params=True"
                 )
+
+
+def piece_of(handle: ParamHandle, layout: Layout, interval: Interval, held: torch.Tensor) -> IntervalTensor:
+    """Returns what this rank holds of something of an original parameter's shape, which a unit owns."""
+    spread = Spread(handle.held_by, interval.at, layout.shard_numel)
+    return IntervalTensor(interval.shape, interval.start, held, spread=spread)
 
 
 class Originals:
@@ -216,9 +222,11 @@ def owned_places(units: Iterable[Unit]) -> dict[Place, Owned]:
     }
 
 
-def owned_names(module: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[str, Owned]]:
-    """Yields every clean name, below a module, of the parameters that units use."""
+def owned_names(
+    module: nn.Module, units: Iterable[Unit], into: Callable[[nn.Module], bool] | None = None
+) -> Iterator[tuple[str, Owned]]:
+    """Yields every clean name, below a module, of the parameters that units use; `into` as for `walk`."""
     owned = owned_places(units)
-    for fqn, place, _ in named(module, params, all_names=True):
+    for fqn, place, _ in named(module, params, all_names=True, into=into):
         if place in owned:
             yield fqn, owned[place]

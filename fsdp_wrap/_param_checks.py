@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -9,78 +11,63 @@ from torch.nn.parameter import is_lazy
 from fsdp_wrap._modules import Ignored, ParamSlot, collect_borrowed, own_modules
 from fsdp_wrap._torch_private import optimizers_in_backward
 
-__all__ = ["check_borrowed", "check_buffers", "check_param", "refuse_optimizer_in_backward"]
-
-_PLAIN_MODULE_OR_IGNORED = (
-    "a compiled module keeps its parameters as they were and cannot show others; shard the plain module "
-    "(torch.compile works on it), or leave this one out by ignored_states (ignored_params of fully_shard)"
-)
+__all__ = ["check_tensors"]
 
 
-def check_param(slot: ParamSlot) -> None:
-    """Refuses a parameter that leaves could not stand for.
+def check_tensors(
+    module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored, instead: str | None = None
+) -> None:
+    """Refuses what sharding would lose, or could not be done with.
+
+    Args:
+        module: The module.
+        slots: Its parameters that are to be sharded.
+        ignored: What is left alone.
+        instead: What to do about optimizers that are applied in backward, where they would train nothing.
 
     Raises:
-        TypeError: If its class may behave differently from a plain parameter, or a TorchScript module
-            uses it.
-        ValueError: If it has gradient hooks, or no shape yet.
+        TypeError: If a parameter's class may behave differently from a plain parameter, or a TorchScript
+            module uses it.
+        ValueError: If a parameter has gradient hooks or, where `instead` is given, such an optimizer; if a
+            parameter or buffer has no shape yet.
     """
-    param = slot.param
-    for module, _ in slot.places:
-        _refuse_scripted(slot.fqn, module)
-    _refuse_shapeless(slot.fqn, param)
+    for slot in slots:
+        for user, _ in slot.places:
+            _refuse_scripted(slot.fqn, user)
+        _check_param(slot.fqn, slot.param)
+        if instead is not None and optimizers_in_backward(slot.param):
+            raise ValueError(
+                f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train "
+                f"nothing: sharding puts another tensor in its place; {instead}"
+            )
+    for fqn, (user, _), _ in collect_borrowed(module, ignored):
+        _refuse_scripted(fqn, user)
+    for prefix, each in own_modules(module, ignored.modules):
+        for name, buffer in each.named_buffers(prefix, recurse=False):
+            _refuse_shapeless(name, buffer)
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    _refuse_shapeless(fqn, param)
     if type(param) is not nn.Parameter:
         raise TypeError(
-            f"parameter '{slot.fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
+            f"parameter '{fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
             "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
         )
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(
-            f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
-            "with another tensor; remove them before wrapping, and give them to the sharded parameters after "
-            "it"
+            f"parameter '{fqn}' has gradient hooks, which would not run: a wrapped module computes with "
+            "another tensor; remove them before wrapping, and give them to the sharded parameters after it"
         )
-
-
-def refuse_optimizer_in_backward(slot: ParamSlot, cure: str) -> None:
-    """Refuses a parameter that an optimizer is to update in backward, where another is trained instead.
-
-    Raises:
-        ValueError: If it has one.
-    """
-    if optimizers_in_backward(slot.param):
-        raise ValueError(
-            f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train "
-            f"nothing: sharding puts another tensor in its place; {cure}"
-        )
-
-
-def check_borrowed(module: nn.Module, ignored: Ignored) -> None:
-    """Refuses TorchScript modules that use a parameter which another unit has taken.
-
-    Raises:
-        TypeError: If there is one.
-    """
-    for fqn, (user, _), _ in collect_borrowed(module, ignored):
-        _refuse_scripted(fqn, user)
-
-
-def check_buffers(module: nn.Module, ignored: Ignored) -> None:
-    """Refuses buffers that have no shape yet.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    for prefix, each in own_modules(module, ignored.modules):
-        for name, buffer in each.named_buffers(prefix, recurse=False):
-            _refuse_shapeless(name, buffer)
 
 
 def _refuse_scripted(fqn: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"parameter '{fqn}' belongs to a {type(module).__name__} (torch.jit.script, trace or load): "
-            f"{_PLAIN_MODULE_OR_IGNORED}"
+            "a compiled module keeps its parameters as they were and cannot show others; shard the plain "
+            "module (torch.compile works on it), or leave this one out by ignored_states (ignored_params of "
+            "fully_shard)"
         )
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "BufferCasts",
     "FullPrecision",
     "InputCasts",
+    "NO_CASTS",
     "SegmentDtypes",
     "SegmentPolicy",
     "cast_floating",
@@ -223,6 +224,10 @@ class InputCasts:
         )
 
 
+NO_CASTS = InputCasts()
+"""Leaves all as it is."""
+
+
 class _BufferCast:
     """One buffer in two dtypes, of which the module shows one."""
 
@@ -257,6 +262,7 @@ class BufferCasts:
 
     Attributes:
         modules: The unit's modules.
+        casts: Those buffers; nobody needs to call any method where there is none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
@@ -264,7 +270,7 @@ class BufferCasts:
         self._holders = 0
         self._computes = False
         self.modules = tuple(modules)
-        self._casts = [
+        self.casts = [
             _BufferCast(module, name)
             for module in (self.modules if dtype is not None else ())
             for name, buffer in module._buffers.items()
@@ -274,23 +280,23 @@ class BufferCasts:
     def show_cast(self) -> None:
         """Lets the modules compute with buffers in the buffer dtype, from now on."""
         self._computes = True
-        if self._dtype is not None and self._casts:
+        if self._dtype is not None and self.casts:
             with torch.inference_mode(False), torch.no_grad():
-                for cast in self._casts:
+                for cast in self.casts:
                     cast.show_cast(self._dtype)
 
     def show_original(self) -> None:
         """Lets the modules compute with buffers in their own dtype, from now on."""
         self._computes = False
         with torch.inference_mode(False), torch.no_grad():
-            for cast in self._casts:
+            for cast in self.casts:
                 cast.show_original()
 
     @torch.no_grad()
     def hold_original(self) -> None:
         """Shows the buffers in their own dtype, with the values that they have now, until `release`."""
         self._holders += 1
-        for cast in self._casts:
+        for cast in self.casts:
             cast.show_original()
 
     def release(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -18,11 +17,13 @@ from fsdp_wrap._errors import ChangedBetweenError, ReplacedError
 from fsdp_wrap._handle import HandleState, ParamHandle
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._modules import ParamSlot
+from fsdp_wrap._segment import Segment
 from fsdp_wrap._steps import NOT_ELEMENTWISE, refuse_in_steps, refuse_pieces_in_steps
 from fsdp_wrap._unit import Unit, Use
 
 __all__ = [
     "ParametrizationGuard",
+    "converted",
     "refuse_changes",
     "refuse_earlier_optimizers",
     "refuse_edits",
@@ -48,6 +49,28 @@ def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
             "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
             "inner derivative and backward() without create_graph for the outer one"
         )
+
+
+def converted(
+    unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], instead: str
+) -> list[tuple[Segment, torch.dtype]]:
+    """Returns the segments of a unit, each with the dtype to which a function converts its shard.
+
+    Raises:
+        ValueError: If that moves a shard from its device; it ends with what to do instead.
+    """
+    found = []
+    for segment in unit.handle.segments if unit.handle is not None else ():
+        shard = segment.layout.flat_param.data
+        before = torch.empty(0, dtype=shard.dtype, device=shard.device)
+        after = fn(before)
+        if after.device != before.device and not before.is_meta:
+            raise ValueError(
+                f"the sharded parameters of {unit.name} cannot go from {before.device} to {after.device}; "
+                f"{instead}"
+            )
+        found.append((segment, after.dtype))
+    return found
 
 
 def refuse_outdated(use: Use) -> None:
@@ -183,22 +206,10 @@ def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]
     handle = unit.handle
     slots = chain.from_iterable(segments)
     sources = chain.from_iterable(each.layout.sources for each in handle.segments) if handle else ()
-    why = functools.partial(_why_left, weakref.ref(unit))
     refuse_in_steps(
-        (slot.param, functools.partial(why, slot.fqn))
+        (slot.param, _why(_LEFT, unit, slot.fqn))
         for slot, source in zip(slots, sources)
         if slot.param is not source
-    )
-
-
-def _why_left(reference: weakref.ref[Unit], fqn: str) -> str:
-    unit = reference()
-    name = fqn if unit is None else unit.name_of(fqn)
-    return (
-        f"was made before the model was sharded and holds the parameter '{name}' as it was then, which "
-        f"training no longer reaches (seen on rank {dist.get_rank()}): make it from model.parameters() after "
-        "sharding, or wrap with FullyShardedDataParallel(..., use_orig_params=True), which keeps the "
-        "Parameter objects"
     )
 
 
@@ -212,23 +223,35 @@ def refuse_pieces(unit: Unit) -> None:
         return
     cut = handle.communicator.size > 1
     of_whole = tuple(kind for kind in NOT_ELEMENTWISE if kind is not torch.optim.LBFGS)
-    why = functools.partial(_why_whole, weakref.ref(unit))
     found = []
     for layout in (segment.layout for segment in handle.segments):
         # A `FlatParameter` stands for many: the first is named.
         for fqn, source, places in reversed([*zip(layout.fqns, layout.sources, layout.places)]):
             whole = source.shape == layout.shapes()[next(iter(places))]
             if not isinstance(source, DTensor) and (cut or not whole):
-                found.append((source, NOT_ELEMENTWISE if cut else of_whole, functools.partial(why, fqn)))
+                found.append((source, NOT_ELEMENTWISE if cut else of_whole, _why(_IN_PIECES, unit, fqn)))
     refuse_pieces_in_steps(found)
 
 
-def _why_whole(reference: weakref.ref[Unit], fqn: str) -> str:
-    unit = reference()
-    name = fqn if unit is None else unit.name_of(fqn)
-    return (
-        f"computes with whole parameters, and of '{name}' it gets a flat piece (on rank {dist.get_rank()}): "
-        "its numbers would be other ones than without sharding. Use an optimizer that is elementwise (SGD, "
-        "AdamW), use_orig_params=True with ShardingStrategy.NO_SHARD, or fully_shard, whose DTensors are "
-        "computed with over all ranks"
-    )
+_LEFT = (
+    "was made before the model was sharded and holds the parameter '{name}' as it was then, which training "
+    "no longer reaches (seen on rank {rank}): make it from model.parameters() after sharding, or wrap with "
+    "FullyShardedDataParallel(..., use_orig_params=True), which keeps the Parameter objects"
+)
+_IN_PIECES = (
+    "computes with whole parameters, and of '{name}' it gets a flat piece (on rank {rank}): its numbers "
+    "would be other ones than without sharding. Use an optimizer that is elementwise (SGD, AdamW), "
+    "use_orig_params=True with ShardingStrategy.NO_SHARD, or fully_shard, whose DTensors are computed with "
+    "over all ranks"
+)
+
+
+def _why(reason: str, unit: Unit, fqn: str) -> Callable[[], str]:
+    """Returns what tells, of an optimizer, why it cannot step with a parameter; it does not hold the unit."""
+    reference = weakref.ref(unit)
+
+    def tell() -> str:
+        unit = reference()
+        return reason.format(name=fqn if unit is None else unit.name_of(fqn), rank=dist.get_rank())
+
+    return tell

@@ -13,12 +13,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from fsdp_wrap._channel import LENDER, Board, Channel, Peer
+from fsdp_wrap._device import Work
 from fsdp_wrap._groups import Ranks
 from fsdp_wrap._shared_memory import PeerMemory, own_memory
 from fsdp_wrap._signals import Life, require_futex
@@ -125,7 +125,7 @@ _lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValue
 _PAUSE = 0.002  # seconds between looks into the store
 
 
-class Exchange:
+class Exchange(Work):
     """Ranks tell each other something through the store, since their collectives may be counted or fail.
 
     Args:
@@ -142,14 +142,10 @@ class Exchange:
         self._keys = [f"{name}/{other}/{turn}" for other in range(ranks.size)]
         self._store.set(self._keys[ranks.rank], pickle.dumps(value).hex())
 
-    def wait(self) -> None:
-        while not self.wait_for(timedelta(seconds=1)):
-            pass
-
-    def wait_for(self, limit: timedelta) -> bool:
+    def _wait_for(self, seconds: float) -> bool:
         begin = time.monotonic()
         while not self._store.check(self._keys):  # stores differ in how they tell that a wait was too long
-            if time.monotonic() - begin > limit.total_seconds():
+            if time.monotonic() - begin > seconds:
                 self._refuse_ended()
                 return False
             time.sleep(_PAUSE)

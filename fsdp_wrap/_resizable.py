@@ -15,7 +15,10 @@ class Buffer:
     Attributes:
         tensor: What others make views of.
         data: An alias to write through, since that does not move the version counter of `tensor`.
+        temporary: Whether its content matters only while it is allocated.
     """
+
+    temporary = True
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -23,11 +26,6 @@ class Buffer:
             self.data = self.tensor.data
         self.nbytes = self.tensor.numel() * self.tensor.element_size()
         self._storage = self.tensor.untyped_storage()
-
-    @property
-    def temporary(self) -> bool:
-        """Whether its content matters only while it is allocated."""
-        return True
 
     @property
     def allocated(self) -> bool:
@@ -49,10 +47,13 @@ class Buffer:
         if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
 
-    def free(self) -> None:
-        """Gives the memory back."""
+    def free(self) -> bool:
+        """Gives the memory back; returns False where it cannot go, as `resizable` tells."""
+        if not self._storage.resizable():
+            return False
         if self._storage.nbytes():
             self._storage.resize_(0)
+        return True
 
     def keep_alone(self) -> None:
         """Makes sure that what is written here nobody else can see before it is posted anew."""
@@ -62,6 +63,8 @@ class Buffer:
 class ResidentBuffer(Buffer):
     """A buffer over memory that stays: that of a shard which is the whole (NO_SHARD)."""
 
+    temporary = False
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.data = tensor.data
@@ -69,12 +72,8 @@ class ResidentBuffer(Buffer):
         self._storage = tensor.untyped_storage()
 
     @property
-    def temporary(self) -> bool:
-        return False
-
-    @property
     def resizable(self) -> bool:
         return True
 
-    def free(self) -> None:
-        return None
+    def free(self) -> bool:
+        return True

@@ -26,15 +26,12 @@ from fsdp_wrap._precision import is_castable
 from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import StateDictType
-from fsdp_wrap.full_params import settle
-from fsdp_wrap.full_stream import FullParams, param_aliases
+from fsdp_wrap.full_stream import FullParams, param_aliases, settled_units
 
 __all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -143,27 +140,19 @@ class _File:
     tensors: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     nbytes: int = 0
 
-    def offsets(self) -> dict[str, int]:
-        """Where each tensor begins: large dtypes first, so that all are aligned."""
-        starts, start = {}, 0
-        for name in sorted(self.tensors, key=lambda name: -self.tensors[name][1].itemsize):
-            starts[name] = start
-            start += _nbytes(*self.tensors[name])
-        return starts
-
-    def header(self) -> bytes:
+    def header(self) -> tuple[bytes, dict[str, int]]:
+        """Returns how the file begins, and where each tensor does: large dtypes first, for alignment."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for name, start in self.offsets().items():
+        starts, stop = {}, 0
+        for name in sorted(self.tensors, key=lambda name: -self.tensors[name][1].itemsize):
             shape, dtype = self.tensors[name]
-            stop = start + _nbytes(shape, dtype)
-            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+            starts[name], stop = stop, stop + shape.numel() * dtype.itemsize
+            span = [starts[name], stop]
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-
-def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    return shape.numel() * dtype.itemsize
+        begin = len(text).to_bytes(8, "little") + text
+        return begin, {name: len(begin) + start for name, start in starts.items()}
 
 
 def _bytes_of(size: int | str) -> int:
@@ -171,10 +160,11 @@ def _bytes_of(size: int | str) -> int:
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f"max_shard_bytes must be an int or a str such as '5GB', not {size!r}")
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", size.upper())
-        if found is None or found[2] not in _UNITS:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B\s*", size.upper())
+        if found is None:
             raise ValueError(f"max_shard_bytes must look like '5GB' or '500MiB', not {size!r}")
-        size = int(float(found[1]) * _UNITS[found[2]])
+        unit = found[2] or ""
+        size = int(float(found[1]) * (1024 if "I" in unit else 1000) ** (" KMGT".index(unit[:1] or " ")))
     if size <= 0:
         raise ValueError(f"max_shard_bytes must be positive, not {size}")
     return size
@@ -187,7 +177,7 @@ def _plan(described: Mapping[str, tuple[Sequence[int], torch.dtype]], most: int)
         if dtype not in _NAMES:
             raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}; choose another by dtype=")
         shape = torch.Size(extents)
-        size = _nbytes(shape, dtype)
+        size = shape.numel() * dtype.itemsize
         if files[-1].tensors and files[-1].nbytes + size > most:
             files.append(_File())
         files[-1].tensors[name] = shape, dtype
@@ -200,15 +190,16 @@ def _plan(described: Mapping[str, tuple[Sequence[int], torch.dtype]], most: int)
 def _write(directory: Path, plan: Sequence[_File], values: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Writes all files under other names and then lets them take the place of an earlier export."""
     directory.mkdir(parents=True, exist_ok=True)
-    index = _File(INDEX)
-    written = {file.name: directory / f".{file.name}.{os.getpid()}.tmp" for file in (*plan, index)}
+    names = [file.name for file in plan] + [INDEX] * (len(plan) > 1)
+    written = {name: directory / f".{name}.{os.getpid()}.tmp" for name in names}
     try:
         for file in plan:
             with _durable(written[file.name]) as out:
                 _write_tensors(out, file, values)
-        with _durable(written[INDEX]) as out:
-            out.write(_index(plan))
-        _install(directory, written, single=len(plan) == 1)
+        if INDEX in written:
+            with _durable(written[INDEX]) as out:
+                out.write(_index(plan))
+        _install(directory, written)
     finally:
         for path in written.values():
             path.unlink(missing_ok=True)
@@ -223,14 +214,14 @@ def _durable(path: Path) -> Iterator[BinaryIO]:
 
 
 def _write_tensors(out: BinaryIO, file: _File, values: Iterator[tuple[str, torch.Tensor]]) -> None:
-    header, offsets = file.header(), file.offsets()
+    header, starts = file.header()
     out.write(header)
     for expected, (shape, dtype) in file.tensors.items():
         name, value = next(values, ("nothing", torch.empty(0)))
         if (name, value.shape, value.dtype) != (expected, shape, dtype):
             raise ValueError(f"expected {expected} of {shape} and {dtype}, got {name} of {value.shape}")
         value = value.detach().cpu().contiguous()
-        out.seek(len(header) + offsets[name])
+        out.seek(starts[name])
         out.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b"")
         del value
 
@@ -243,16 +234,15 @@ def _index(plan: Sequence[_File]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _install(directory: Path, written: Mapping[str, Path], single: bool) -> None:
+def _install(directory: Path, written: Mapping[str, Path]) -> None:
     """Lets new files take the place of old ones, so that at no time old and new ones look like one export."""
-    stale = {path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)} - set(written)
-    if not single:
+    stale = {path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)}
+    if INDEX in written:
         (directory / INDEX).unlink(missing_ok=True)
         (directory / SINGLE).unlink(missing_ok=True)  # which readers would prefer to the index
     for name, path in written.items():  # the index last
-        if name != INDEX or not single:
-            path.replace(directory / name)
-    for name in stale | ({INDEX} if single else set()):
+        path.replace(directory / name)
+    for name in (stale | {INDEX}) - set(written):
         (directory / name).unlink(missing_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -286,7 +276,7 @@ def import_safetensors(
         RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
             shapes or dtypes do not fit. Nothing is loaded then.
     """
-    settle(units_in(module).values(), "import_safetensors()")
+    settled_units(module, "import_safetensors()")
     targets = Targets(module)
     given = read_safetensors(directory)
     for names in ((first, *others) for first, others in param_aliases(module).items()):

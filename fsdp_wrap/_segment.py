@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from sys import getrefcount
 
@@ -17,7 +19,7 @@ from fsdp_wrap._torch_private import foreach_copy_, set_version_counters
 __all__ = ["Segment"]
 
 
-_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
+_VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
 
 _FREED = 1 << 31
@@ -35,6 +37,7 @@ class Segment:
 
     Attributes:
         trainable: Whether any leaf needs a gradient now.
+        write_shard: Copies this rank's shard to where it travels from.
         versions: Of the leaves, when they were filled or freed last, or `edited` was called; the runtime's
             writes do not move them.
     """
@@ -146,12 +149,9 @@ class Segment:
         if self._held and self.full.temporary:
             self._part_from_held()
         set_version_counters(self._counted, self._freed)
-        if self._keeps_memory or self.gradients.lie_in(self.full):
+        if self._keeps_memory or self.gradients.buffer is self.full:
             return
-        if self.full.resizable:
-            self.full.free()
-            if self.gathered is not self.full:
-                self.gathered.free()
+        if self.full.free():
             return
         self.full = self._communicator.buffer(self.layout.full_numel, self.dtypes.param)
         if self.layout.in_place:
@@ -161,24 +161,19 @@ class Segment:
         self.full.free()
         self.gathered.free()
 
-    def follow_replaced(self) -> bool:
-        """Lets the layout take over data that the user has put in the place of a sharded unit's.
-
-        Returns:
-            Whether the shard lies elsewhere now, and perhaps in another dtype.
+    def refuse_conversion(self) -> None:
+        """Refuses another dtype of the sharded parameters while gradients wait in the old one.
 
         Raises:
-            RuntimeError: If the dtype is another and gradients accumulated in the old one wait.
-            ValueError: If they do not fit.
+            RuntimeError: If it is so.
         """
-        layout, before = self.layout, self.layout.dtype
-        waiting = self.gradients.kept and self.gradients.accumulated
-        if waiting and any(param.dtype != before for param in (layout.flat_param, *layout.sources)):
+        layout = self.layout
+        converted = any(param.dtype != layout.dtype for param in (layout.flat_param, *layout.sources))
+        if converted and self.gradients.accumulated:
             raise RuntimeError(
                 f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while gradients "
                 "left by no_sync wait for a backward; convert before or after the accumulation"
             )
-        return layout.follow_replaced()
 
     def follow_resident(self) -> None:
         """Goes over to where a layout's resident buffer lies now."""
@@ -191,21 +186,17 @@ class Segment:
         self._keeps_memory = keep
 
     def _alias_full(self) -> None:
-        self.own_data = self._communicator.own_part(self.gathered.data)
+        self.write_shard = partial(self.layout.write_shard, self._communicator.own_part(self.gathered.data))
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view
 
-    def follow_requires_grad(self) -> bool:
-        """Lets leaves need gradients as the sharded parameters do; returns whether any changed."""
-        wanted = self.layout.trains
-        if wanted == [*map(_REQUIRES_GRAD, self.leaves)]:
-            return False
+    def train(self, wanted: Sequence[bool]) -> None:
+        """Lets the leaves need gradients, or not."""
         for leaf, trains in zip(self.leaves, wanted):
             leaf.requires_grad_(trains)
         self.trainable = True in wanted
-        return True
 
     def take_in_place(self, index: int) -> None:
         """Moves a leaf's gradient to where the leaf lies, if that may serve as the reduce buffer.

@@ -1,21 +1,147 @@
-"""What programs read from a wrapper beside its methods: how it was set up."""
+"""The wrapper's arguments: checked, read, and shown as attributes of what they have set up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._mesh import ShardMesh
-from fsdp_wrap._precision import FullPrecision
-from fsdp_wrap._unit import Unit
-from fsdp_wrap.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap._errors import WrongKindError
+from fsdp_wrap._layout import Layout
+from fsdp_wrap._mesh import ShardMesh, resolve_mesh
+from fsdp_wrap._modules import UNIT_ATTR, Ignored, find_replicated
+from fsdp_wrap._precision import FullPrecision, InputCasts
+from fsdp_wrap._slice_layout import SliceLayout
+from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions
+from fsdp_wrap.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    check_flag,
+    check_kind,
+)
+from fsdp_wrap.flat_param import FlatParameterLayout
 
-__all__ = ["Settings", "ShowsSettings"]
+__all__ = [
+    "Settings",
+    "ShowsSettings",
+    "flat_layouts",
+    "resolve_ignored",
+    "resolve_options",
+    "unit_options",
+]
+
+_RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """Reads the two arguments by which users name what not to shard.
+
+    Warns if `module` itself is to be ignored, which leaves its unit nothing to shard.
+
+    Raises:
+        TypeError: If they are no collections.
+        WrongKindError: If they hold anything else than modules or parameters.
+        ValueError: If both are given, or hold a wrapped module.
+    """
+    if isinstance(ignored_states, Ignored):  # of the unit above, which has resolved it
+        return ignored_states
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "ignored_modules and ignored_states exclude each other; pass both kinds as ignored_states"
+        )
+    argument = "ignored_states" if ignored_modules is None else "ignored_modules"
+    value = ignored_states if ignored_modules is None else ignored_modules
+    if value is not None and not isinstance(value, Iterable):
+        raise TypeError(f"{argument} must be an iterable, not {type(value).__name__}")
+    given = list(value or ())
+    allowed = (nn.Module,) if argument == "ignored_modules" else (nn.Module, nn.Parameter)
+    for item in given:
+        if not isinstance(item, allowed):
+            kinds = " or ".join(kind.__name__ for kind in allowed)
+            raise WrongKindError(f"{argument} must hold {kinds} objects only, found {type(item).__name__}")
+        if UNIT_ATTR in item.__dict__:
+            raise ValueError(
+                f"{argument} holds a {type(item).__name__} that is sharded already, and so needs not be "
+                "ignored: leave it out, the modules above do not touch what it has"
+            )
+    modules = {child for item in given if isinstance(item, nn.Module) for child in item.modules()}
+    if module in modules:
+        warnings.warn(
+            f"{argument} holds the {type(module).__name__} that is being wrapped: all its parameters stay as "
+            "they are, whole on every rank, and their gradients are not reduced",
+            stacklevel=3,
+        )
+    params = {item for item in given if isinstance(item, nn.Parameter)}
+    modules |= find_replicated([module])
+    params.update(param for child in modules for param in child.parameters(recurse=False))
+    return Ignored(frozenset(modules), frozenset(params))
+
+
+def resolve_options(
+    *,
+    sharding_strategy: Any,
+    process_group: Any = None,
+    device_mesh: Any = None,
+    cpu_offload: Any = None,
+    backward_prefetch: Any = None,
+    mixed_precision: Any = None,
+    param_init_fn: Any = None,
+    shared_memory: Any = None,
+    **others: Any,
+) -> ShardMesh:
+    """Checks what does not depend on the module, and finds the ranks."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {param_init_fn!r}")
+    check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
+    check_kind("cpu_offload", cpu_offload, CPUOffload)
+    check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
+    check_kind("mixed_precision", mixed_precision, MixedPrecision)
+    check_flag("shared_memory", shared_memory)
+    if mixed_precision is not None:
+        mixed_precision.check()
+    return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
+
+
+def flat_layouts(
+    module: nn.Module,
+    mesh: ShardMesh,
+    *,
+    cpu_offload: CPUOffload | None,
+    use_orig_params: bool,
+    **others: Any,
+) -> Callable[..., Layout]:
+    """Returns what makes the layouts of a module's parameters."""
+    kind = SliceLayout if use_orig_params else FlatParameterLayout
+    offload = cpu_offload is not None and cpu_offload.offload_params
+    return partial(kind, module=module, sharded=mesh.shard is not None, offload=offload)
+
+
+def unit_options(
+    module: nn.Module,
+    policy: MixedPrecision,
+    *,
+    sharding_strategy: ShardingStrategy,
+    backward_prefetch: BackwardPrefetch | None,
+    forward_prefetch: bool,
+    **others: Any,
+) -> UnitOptions:
+    """Returns how the schedule is to treat the unit of a module."""
+    return UnitOptions(
+        reshard_after_forward=sharding_strategy in _RESHARD_AFTER_FORWARD,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=bool(forward_prefetch),
+        casts=InputCasts.of(policy, module),
+        full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
+    )
 
 
 @dataclass(frozen=True)

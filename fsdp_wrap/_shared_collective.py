@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 
 from fsdp_wrap._channel import Channel, Kind
+from fsdp_wrap._device import Work
 
 __all__ = ["Collective", "Part", "Room", "SharedCollective"]
 
@@ -38,7 +38,7 @@ class Part:
     in_place: bool = False
 
 
-class Collective(ABC):
+class Collective(Work):
     """A collective that was issued, and completes when it is waited for.
 
     Args:
@@ -55,14 +55,9 @@ class Collective(ABC):
     def _take(self, number: int) -> None:
         """Takes what the others have posted."""
 
-    def wait(self) -> None:
-        while not self.wait_for(timedelta(seconds=1)):
-            pass
-
-    def wait_for(self, limit: timedelta) -> bool:
-        if self._number is None:
-            return True
-        if not self._channel.arrived(self._number, limit.total_seconds()):
+    def _wait_for(self, seconds: float) -> bool:
+        assert self._number is not None  # which it is until that has ended
+        if not self._channel.arrived(self._number, seconds):
             return False
         try:
             self._take(self._number)
@@ -110,20 +105,16 @@ class SharedCollective(Collective):
         return self._channel.peers[rank].memory.tensor(shown.begin + part.offset, numel, like.dtype)
 
 
-class Room:
-    """Waits until another collective may be issued."""
+class Room(Work):
+    """Waits until so many more collectives may be issued."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, number: int) -> None:
+        self._channel, self._number = channel, number
 
-    def wait(self) -> None:
-        while not self.wait_for(timedelta(seconds=1)):
-            pass
-
-    def wait_for(self, limit: timedelta) -> bool:
+    def _wait_for(self, seconds: float) -> bool:
         begin = time.monotonic()
-        while not self._channel.has_room():
-            if time.monotonic() - begin > limit.total_seconds():
+        while not self._channel.has_room(self._number):
+            if time.monotonic() - begin > seconds:
                 return False
             time.sleep(_PAUSE)
         return True

@@ -27,7 +27,7 @@ class SliceLayout(FlatLayout):
 
     _kind = HiddenFlatParameter
     _one_for_all = False
-    cut = FlatLayout.pieces
+    cut = _cut_gradients = FlatLayout.pieces
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         self.sources = self.sharded_params = originals
@@ -103,8 +103,8 @@ class SliceLayout(FlatLayout):
     # changes from outside
 
     def follow_replaced(self) -> bool:
-        if super().follow_replaced():
-            return True
+        if self.flat_param.data_ptr() != self._shard.data_ptr():
+            return super().follow_replaced()
         memory = _memory(self.sources)
         if memory == self._memory or memory == _memory(self._pieces):  # the latter: all have moved as one
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_wrap.full_params import settled
+from fsdp_wrap.full_params import sharded_handles
 from fsdp_wrap.optim_state_dict import (
     full_optim_state_dict,
     rekey_optim_state_dict,
@@ -51,6 +52,10 @@ from fsdp_wrap.state_dict import (
 __all__ = ["OptimStateDictMethods", "StateDictMethods", "drop_stale_loads"]
 
 
+_deferred: ContextVar[bool] = ContextVar("fsdp_wrap_deferred", default=False)
+"""Whether the running load is written back only at its end."""
+
+
 class StateDictMethods(nn.Module):
     """Saves and loads a wrapped module."""
 
@@ -60,7 +65,6 @@ class StateDictMethods(nn.Module):
         self._state_dict_settings = default_settings()
         self._loading: FullLoad | ShardedLoad | None = None
         self._load_errors: list[str] = []
-        self._defers_load = False
         self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -128,7 +132,7 @@ class StateDictMethods(nn.Module):
             for wrapper, before in zip(wrappers, previous):
                 wrapper._state_dict_settings = before
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
 
         By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
@@ -136,14 +140,14 @@ class StateDictMethods(nn.Module):
         model's own memory, as in the state dict of a plain module, unless `offload_to_cpu` copies it too.
         The pieces of sharded ones are copies too, save with `keep_vars`.
         """
-        destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
         settings = self._state_dict_settings
         wanted = wants_result(self, settings.state_dict_config)
         with taking(destination, self, prefix, wanted) as (call, outermost):
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
                 drop_stale_loads(self)
-                settled(units_in(self).values())  # refuses what was replaced before anything is communicated
+                # Refuses what was replaced, before anything is communicated.
+                sharded_handles(units_in(self).values())
             for pre_hook in self._state_dict_pre_hooks.values():
                 pre_hook(self, prefix, keep_vars)
             drops = not wanted and (outermost or call.wanted)
@@ -190,14 +194,13 @@ class StateDictMethods(nn.Module):
             )
         schedule_of(self._unit).require_idle("load_state_dict()")
         drop_stale_loads(self)
-        targets = Targets(self)
-        if targets.load(state_dict):
+        targets, kind = Targets(self), self._state_dict_settings.state_dict_type
+        if targets.load(state_dict, pieces=kind is not StateDictType.FULL_STATE_DICT):
             return IncompatibleKeys([], [])
         copied = with_wrapped_metadata(self, state_dict)
         problems = expand_local(self, units_in(self), copied)
         if problems:
             raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
-        kind = self._state_dict_settings.state_dict_type
         known_to_fit = targets.check(copied, strict, kind)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
             return super().load_state_dict(copied, strict)
@@ -210,28 +213,19 @@ class StateDictMethods(nn.Module):
             deferred: Write back only now, when no module has complained; until then all units that have
                 loaded hold full parameters.
         """
-        wrappers = _wrappers_in(self)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()] if deferred else []
-        for wrapper in wrappers:
-            wrapper._drop_stale_load()
-            wrapper._defers_load = deferred
-        succeeded = False
+        token, succeeded = _deferred.set(deferred), False
         try:
             yield
             succeeded = True
         except RuntimeError as error:
             raise RuntimeError(clean_fqn(str(error))) from None
         finally:
-            for wrapper in wrappers:
-                wrapper._defers_load = False
+            _deferred.reset(token)
+            for wrapper in _wrappers_in(self):
                 wrapper._finish_load(succeeded)
             for buffer, value in () if succeeded else buffers:
                 buffer.copy_(value)
-
-    def _drop_stale_load(self) -> None:
-        """Ends a load of a plain module above that failed half-way."""
-        if self._loading is not None:
-            self._finish_load(keep=False)
 
     def _finish_load(self, keep: bool) -> None:
         loading, self._loading = self._loading, None
@@ -240,14 +234,14 @@ class StateDictMethods(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
-        self._drop_stale_load()
+        self._finish_load(keep=False)
         self._load_errors = args[-1]
         self._load_errors += expand_local(self, {"": self._unit}, state_dict, prefix)
         unshard_values(self._unit, state_dict, prefix)
         add_wrapped_prefix(state_dict, prefix)
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters
-        self._loading = begin_load(self._unit, kind, in_full=self._defers_load or assigns)
+        self._loading = begin_load(self._unit, kind, in_full=_deferred.get() or assigns)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -421,20 +415,14 @@ def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:
 def drop_stale_loads(module: nn.Module) -> None:
     """Ends, in all wrappers at and below a module, a load of a plain module above that failed half-way."""
     for wrapper in _wrappers_in(module):
-        wrapper._drop_stale_load()
-
-
-def _state_dict_arguments(
-    destination: Any = None, prefix: str = "", keep_vars: bool = False
-) -> tuple[Any, str, bool]:
-    return destination, prefix, keep_vars
+        wrapper._finish_load(keep=False)
 
 
 def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
     assert isinstance(module, StateDictMethods)
     module._load_errors[:] = [clean_fqn(message) for message in module._load_errors]
-    if not module._defers_load:
+    if not _deferred.get():
         module._finish_load(keep=True)
     clean_keys(incompatible_keys.missing_keys)
     clean_keys(incompatible_keys.unexpected_keys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,9 @@ __all__ = ["check_budget", "stream"]
 
 _SMALL, _BATCH = 2**16, 2**20
 """Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
+
+_Issued = tuple[list[FullValue], list[Callable[[], torch.Tensor]], Pending]
+"""A batch on its way, what makes each of its full tensors, and what to wait for before."""
 
 
 def check_budget(budget: int | None) -> None:
@@ -52,23 +54,41 @@ def stream(
     Yields:
         (key, full tensor in memory of its own).
     """
-    window = _Window(values, budget)
-    held = 0
+    waiting, issued, held = deque(_batches(values, budget)), deque[_Issued](), 0
     try:
-        while window.fill(held):
-            value, make = window.take()
-            held = value.nbytes if wanted else 0
-            if wanted:
-                full = make().cpu() if to_host else make()
-            else:
-                full = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            del make  # with what it is made of
-            yield value.key, full
-            del full
+        while _issue(waiting, issued, budget - held):
+            batch, makers = _arrived(issued.popleft())
+            for value in batch:
+                held = value.nbytes if wanted else 0
+                full = _made(value, makers.pop(0), wanted, to_host)
+                yield value.key, full
+                del full
     except GeneratorExit:
-        while window.fill(0):
-            window.take()
+        while _issue(waiting, issued, budget):
+            _arrived(issued.popleft())
         raise
+
+
+def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int) -> bool:
+    """Issues what fits, and one gather in any case; returns whether any is on its way."""
+    room -= sum(_nbytes(batch) for batch, _, _ in issued)
+    while waiting and (not issued or _nbytes(waiting[0]) <= room):
+        batch = waiting.popleft()
+        room -= _nbytes(batch)
+        issued.append((batch, *gather(batch)))
+    return bool(issued)
+
+
+def _arrived(issued: _Issued) -> tuple[list[FullValue], list[Callable[[], torch.Tensor]]]:
+    batch, makers, pending = issued  # which may hold what arrives: it is not to outlive this call
+    pending.wait()
+    return batch, makers
+
+
+def _made(value: FullValue, make: Callable[[], torch.Tensor], wanted: bool, to_host: bool) -> torch.Tensor:
+    if not wanted:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return make().cpu() if to_host else make()
 
 
 def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValue]]:
@@ -89,53 +109,6 @@ def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValu
         batch.append(value)
     if batch:
         yield batch
-
-
-@dataclass(frozen=True)
-class _Issued:
-    """A value on its way.
-
-    Attributes:
-        value: The value.
-        make: Makes the full tensor.
-        pending: What to wait for before.
-        nbytes: The bytes that are no longer on their way once it is taken.
-    """
-
-    value: FullValue
-    make: Callable[[], torch.Tensor]
-    pending: Pending
-    nbytes: int
-
-
-class _Window:
-    """The gathers on their way, oldest first, and what follows them."""
-
-    def __init__(self, values: Iterable[FullValue], budget: int) -> None:
-        self._waiting = deque(_batches(values, budget))
-        self._issued: deque[_Issued] = deque()
-        self._budget = budget
-
-    def fill(self, held: int) -> bool:
-        """Issues what fits beside `held` bytes, and one in any case; returns whether any is on its way."""
-        used = held + sum(each.nbytes for each in self._issued)
-        while self._waiting:
-            used += _nbytes(self._waiting[0])
-            if self._issued and used > self._budget:
-                break
-            self._issue(self._waiting.popleft())
-        return bool(self._issued)
-
-    def _issue(self, batch: list[FullValue]) -> None:
-        makers, pending = gather(batch)
-        nbytes = [0] * (len(batch) - 1) + [_nbytes(batch)]  # it all arrives at once, and goes with the last
-        self._issued += map(_Issued, batch, makers, [pending] * len(batch), nbytes)
-
-    def take(self) -> tuple[FullValue, Callable[[], torch.Tensor]]:
-        """Waits for the oldest and hands it out, with what makes the full tensor."""
-        oldest = self._issued.popleft()
-        oldest.pending.wait()
-        return oldest.value, oldest.make
 
 
 def _nbytes(batch: list[FullValue]) -> int:

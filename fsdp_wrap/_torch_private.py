@@ -22,6 +22,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
@@ -42,70 +43,6 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
-
-__all__ = [
-    "AllgatherOptions",
-    "BatchNorm",
-    "DTensorSpec",
-    "FSDPMeshInfo",
-    "FSDPParam",
-    "FSDPParamGroup",
-    "FSDPState",
-    "FSDPStateContext",
-    "FakeProcessGroup",
-    "HSDPMeshInfo",
-    "HashStore",
-    "IncompatibleKeys",
-    "NormBase",
-    "PURPOSES",
-    "ParamModuleInfo",
-    "ReduceScatterOptions",
-    "ShardMetadata",
-    "ShardOfTensor",
-    "ShardedTensor",
-    "ShardedTensorMetadata",
-    "StorageInfo",
-    "StorageWriterTransforms",
-    "TensorMeta",
-    "TensorProperties",
-    "all_groups",
-    "chunk_cat",
-    "composable_registry",
-    "current_dispatch_mode",
-    "current_transform",
-    "default_device_of",
-    "default_store",
-    "execution_engine",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_zero_",
-    "get_layout",
-    "get_module_state",
-    "graph_task",
-    "load_state_dict",
-    "make_subclass",
-    "make_wrapper_subclass",
-    "no_torch_function",
-    "optimizers_in_backward",
-    "outside_transforms",
-    "pin_memory_operator",
-    "pytree",
-    "save_state_dict",
-    "set_version_counters",
-    "swap_tensor_impl",
-    "to_copy_operator",
-    "torch_common_utils",
-    "torch_flat_param",
-    "torch_fully_shard",
-    "torch_runtime_utils",
-    "torch_traversal_utils",
-    "torch_unshard_utils",
-    "torch_gathers",
-    "torch_state_dict",
-    "trace_rules",
-    "will_execute",
-]
 
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
@@ -176,6 +113,7 @@ PURPOSES = {
     "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata": "tells of them, too",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "tells of them, too",
     "torch.distributed._shard.sharded_tensor.shard.Shard": "tells of them, too",
+    "torch.distributed.checkpoint._nested_dict.unflatten_state_dict": "undoes what DCP does to state dicts",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "loads in a group of our choice",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",

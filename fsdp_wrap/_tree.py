@@ -37,8 +37,9 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, _ATOMS):
         return value
     plain = type(value) is tuple
-    old = value if plain else _children(value)
-    new = [fn(child) if isinstance(child, torch.Tensor) else map_tensors(fn, child) for child in old]
+    old, new = value if plain else _children(value), []
+    for child in old:  # not in a comprehension, which takes a frame of its own
+        new.append(fn(child) if isinstance(child, torch.Tensor) else map_tensors(fn, child))
     if all(map(operator.is_, old, new)):
         return value
     return tuple(new) if plain else _rebuild(value, new)

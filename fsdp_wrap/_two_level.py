@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
-from fsdp_wrap._collectives import ExchangeCommunicator
+from fsdp_wrap._collectives import Fill, Tensors
 from fsdp_wrap._device import Pending
-from fsdp_wrap._exchange import Messages, exchange_gather, exchange_reduce
+from fsdp_wrap._exchange import ExchangeCommunicator, Messages, exchange_gather, exchange_reduce
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._objects import as_transport
@@ -49,26 +50,26 @@ class TwoLevelCommunicator(ExchangeCommunicator):
     def way(self) -> str:
         return f"{self._gathers.way} within hosts, messages between them"
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         blocks = [self._blocks(as_transport(tensor)) for tensor in full]
 
-        def start(async_op: bool) -> list[Messages]:
+        def start(group: dist.ProcessGroup, _: bool) -> list[Messages]:
             fill()
-            return [self._gather_between(of_hosts) for of_hosts in blocks]
+            return [self._gather_between(of_hosts, group) for of_hosts in blocks]
 
         between = self._issue(self._gather_lane, start)
         every = [block for of_hosts in blocks for block in of_hosts]
         return self._steps.add(between, lambda: self._gathers.all_gather(every, _nothing))
 
-    def _gather_between(self, of_hosts: list[torch.Tensor]) -> Messages:
+    def _gather_between(self, of_hosts: Tensors, group: dist.ProcessGroup) -> Messages:
         parts = map(self._gathers.own_part, of_hosts)
-        return exchange_gather(self._group, self.rank, dict(zip(self._counterparts, parts)), self._lives)
+        return exchange_gather(group, self.rank, dict(zip(self._counterparts, parts)), self._lives)
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         sums = [[torch.empty_like(shard) for _ in self._counterparts] for shard in shards]
 
-        def start(async_op: bool) -> list[Messages]:
-            return [self._reduce_between(shard, of_hosts) for shard, of_hosts in zip(shards, sums)]
+        def start(group: dist.ProcessGroup, _: bool) -> list[Messages]:
+            return [self._reduce_between(shard, of_hosts, group) for shard, of_hosts in zip(shards, sums)]
 
         within = self._sums.reduce_scatter(
             [each for of_hosts in sums for each in of_hosts],
@@ -76,9 +77,9 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         )
         return self._steps.add(within, lambda: self._issue(self._reduce_lane, start))
 
-    def _reduce_between(self, shard: torch.Tensor, of_hosts: list[torch.Tensor]) -> Messages:
+    def _reduce_between(self, shard: torch.Tensor, of_hosts: Tensors, group: dist.ProcessGroup) -> Messages:
         parts = dict(zip(self._counterparts, of_hosts))
-        return exchange_reduce(self._group, self.rank, shard, parts, self._lives)
+        return exchange_reduce(group, self.rank, shard, parts, self._lives)
 
     def _blocks(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Returns the views of an evenly sharded 1-D tensor that belong to the ranks of each host."""

@@ -1,26 +1,31 @@
-"""`Unit`: a wrapped module with its handle, and where it stands in the running iteration."""
+"""`Unit`: a wrapped module with its handle; its verbs communicate, and tell other ranks and observers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fsdp_wrap._arrivals import Arrivals
+from fsdp_wrap._arrivals import Arrivals, Progress
 from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._handle import ParamHandle
+from fsdp_wrap._errors import NoValuesError
+from fsdp_wrap._events import EventKind, Phase, emit, observers
+from fsdp_wrap._handle import WRITTEN, HandleState, ParamHandle
 from fsdp_wrap._initial_values import InitialValues
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn
-from fsdp_wrap._precision import BufferCasts, InputCasts
+from fsdp_wrap._positions import UnitPositions
+from fsdp_wrap._precision import NO_CASTS, BufferCasts, InputCasts
 from fsdp_wrap._torch_private import graph_task, will_execute
 from fsdp_wrap._walks import walk
 from fsdp_wrap.api import BackwardPrefetch
+
+if TYPE_CHECKING:
+    from fsdp_wrap._schedule import Schedule
 
 __all__ = [
     "FULL_PRECISION_IN_EVAL",
@@ -29,7 +34,6 @@ __all__ = [
     "UnitOptions",
     "Use",
     "graph_task",
-    "iter_units",
     "units_in",
 ]
 
@@ -66,7 +70,7 @@ class UnitOptions:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     keeps_as_root: bool = True
-    casts: InputCasts = InputCasts()
+    casts: InputCasts = NO_CASTS
     reshards_within: Communicator | None = None
     reshards_after_backward: bool = True
     unshards_in_backward: bool = True
@@ -87,14 +91,6 @@ class UnitOptions:
         return replace(self, forward_targets=forward, backward_targets=backward)
 
 
-class _Backward(Enum):
-    """How far a unit's part of the running backward of its tree is."""
-
-    UNREACHED = "unreached"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 class Unit:
     """A wrapped module with the parameters that it owns.
 
@@ -110,11 +106,16 @@ class Unit:
 
     Attributes:
         running: Forward calls in progress.
+        casts: Whether it casts inputs or outputs.
         held: Whether the user has unsharded it by hand.
-        schedule: In which it runs (`schedule_of` knows the type); None before its first use.
-        arrivals: Of its leaves' gradients.
-        needed_to_end: Whether the leaves may be needed until the running backward of the tree ends.
+        schedule: In which it runs; None before its first use.
+        positions: Where it tells other ranks what it does, once it runs in a schedule.
+        arrivals: What it has got of the running backward.
+        hooked_generation: The generation of the handle's leaves that were hooked last.
+        all_train: Whether every leaf needs a gradient.
     """
+
+    positions: UnitPositions
 
     def __init__(
         self,
@@ -134,6 +135,7 @@ class Unit:
         self.held = False
         self.handle = handle
         self.options = options
+        self.casts = options.casts != NO_CASTS
         self.left = left
         self.initial = initial
         self.lenders = lenders
@@ -141,14 +143,11 @@ class Unit:
         self.fqn = ""
         self.running = 0
         self.nested = False
-        self.schedule: object | None = None
+        self.schedule: Schedule | None = None
         self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
-        self._generation = -1
-        self._all_train = handle is None
+        self.hooked_generation = -1
+        self.all_train = handle is None
         self.arrivals = Arrivals()
-        self._open_uses = 0
-        self._backward = _Backward.UNREACHED
-        self.needed_to_end = False
         self._copies: Copies | None = None
 
     @property
@@ -162,10 +161,17 @@ class Unit:
         prefix = self.fqn.split(", ")[0]
         return f"{prefix}.{param}" if prefix else param
 
-    def join(self, schedule: object, fqn: str) -> None:
-        """Makes this a unit of `schedule`, under its name relative to the root."""
+    def join(self, schedule: Schedule, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
+        """Makes this a unit of `schedule`, under its name relative to the root.
+
+        Args:
+            schedule: The schedule.
+            fqn: The name.
+            tell: Makes that by which it tells other ranks what it does.
+        """
         self.schedule = schedule
         self.fqn = fqn
+        self.positions = tell(self)
 
     def leave(self) -> None:
         """Takes it out of its schedule; it joins one again when it is used."""
@@ -179,16 +185,98 @@ class Unit:
     def set(self, **options: Any) -> None:
         """Schedules it differently from now on."""
         self.options = replace(self.options, **options)
+        self.casts = self.options.casts != NO_CASTS
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Decides whether the full parameters are freed after forward, as the root as well."""
         self.set(reshard_after_forward=reshard, keeps_as_root=not reshard, reshards_within=None)
 
+    # communication
+
+    def unshard(self, phase: Phase) -> None:
+        """Makes the leaves usable, gathering if they are not, or not being gathered already.
+
+        Raises:
+            RuntimeError: If the parameters are in the user's hands or in a state dict's.
+            ValueError: If they have no values.
+        """
+        handle = self.handle
+        assert handle is not None and self.schedule is not None
+        state = handle.state
+        if state is HandleState.SUMMONED or state is HandleState.REPLACED:
+            raise _not_ours(self, state)
+        self.positions.enter(phase, self.schedule.iteration)
+        if state is HandleState.SHARDED:
+            self.gather(phase)
+        if handle.state is HandleState.UNSHARDING:
+            handle.wait()
+            self.positions.gathered()
+
+    def gather(self, phase: Phase) -> bool:
+        """Issues the all-gather; returns False if the unit is unsharded, or being so, already.
+
+        Raises:
+            NoValuesError: If parameters are on the meta device.
+        """
+        handle = self.handle
+        if handle is None or handle.state is not HandleState.SHARDED:
+            return False
+        assert self.schedule is not None
+        if handle.without_values:
+            raise NoValuesError(
+                f"parameters of {self.name} are on the meta device and have no values: "
+                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                "or load them before the first forward"
+            )
+        if handle.reduction is not None and handle.lends:
+            self.finish_reduction()
+        gather = self.positions.gather if handle.kept is None else self.positions.gather_kept
+        gather.issue(phase, self.schedule.iteration)
+        handle.gather(lasting=phase is Phase.IDLE or not self.options.reshards_after_backward)
+        if observers:
+            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator)
+        return True
+
+    def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
+        """Frees the full parameters, unless a forward that is running needs them.
+
+        Args:
+            phase: Where in the iteration this is.
+            within: Ranks that keep the full parameters between them.
+        """
+        handle = self.handle
+        # A backward may run inside a forward, which still needs its leaves.
+        if handle is None or self.running > (phase is Phase.FORWARD):
+            return
+        if handle.reshard(within):
+            self.held = False
+            if observers:
+                emit(EventKind.RESHARD, self.fqn, phase, handle.unsharded_nbytes)
+
+    def reduce(self, phase: Phase) -> None:
+        """Issues the reduction of the gradients; none may be in flight."""
+        handle, options = self.handle, self.options
+        assert handle is not None and self.schedule is not None
+        sums, positions = options.sums_over_replicas, self.positions
+        reduction = positions.reduction if sums else positions.reduction_in_copy
+        reduction.issue(phase, self.schedule.iteration)
+        nbytes = handle.start_reduction(sums, options.counts_unused)
+        if observers:
+            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator)
+
+    def finish_reduction(self) -> None:
+        """Waits for the reduction in flight, if any, and hands on its result."""
+        handle = self.handle
+        if handle is not None and handle.reduction is not None:
+            handle.finish_reduction()
+            if not handle.has_own_reduction:  # which may have waited for nobody
+                self.positions.reduced()
+
     # forward
 
-    def hold(self, held: bool) -> None:
-        """Notes that the user has unsharded it by hand, or that it was resharded since."""
-        self.held = held
+    def hold(self) -> None:
+        """Notes that the user has unsharded it by hand."""
+        self.held = True
 
     @property
     def survives(self) -> bool:
@@ -207,6 +295,13 @@ class Unit:
         if self.handle is None:
             return not options.casts.restores_outputs  # those are to full precision
         return self.handle.mixes
+
+    def show_buffers(self) -> None:
+        """Lets the modules compute with buffers in the dtype of a forward that begins now."""
+        if self.leaves_mixed_precision:
+            self.buffers.show_original()
+        else:
+            self.buffers.show_cast()
 
     def follow_mode(self) -> None:
         """Lets a sharded unit compute in the precision that its module's mode asks for.
@@ -237,8 +332,6 @@ class Unit:
 
     def ran(self, part: nn.Module | None) -> bool:
         """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
-        if not self.parts:
-            return True
         self._to_run.discard(part)
         over = not self._to_run
         if over:
@@ -271,50 +364,22 @@ class Unit:
     def newly_trainable(self) -> list[tuple[nn.Parameter, int, int]]:
         """Returns (leaf, segment, index) of leaves that need gradients and were not returned before."""
         handle = self.handle
-        if handle is None or not (handle.follow_requires_grad() or self._generation != handle.generation):
-            return []
+        assert handle is not None
         leaves = [
             (leaf, number, index)
             for number, segment in enumerate(handle.segments)
             for index, leaf in enumerate(segment.leaves)
         ]
         trainable = [found for found in leaves if found[0].requires_grad]
-        self._generation = handle.generation
+        self.hooked_generation = handle.generation
         self.arrivals.expect(found[0] for found in trainable)
-        self._all_train = len(trainable) == len(leaves)
+        self.all_train = len(trainable) == len(leaves)
         self._hooked = {id(found[0]): found[0] for found in leaves if id(found[0]) in self._hooked}
         new = [found for found in trainable if id(found[0]) not in self._hooked]
         self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
         return new
 
     # backward
-
-    def begin_backward(self) -> None:
-        """Prepares for a backward of the tree, which may or may not reach this unit."""
-        self._open_uses = 0
-        self._backward = _Backward.UNREACHED
-        self.needed_to_end = False
-        self.arrivals.begin()
-        if self.handle is not None:
-            self.handle.forget_zeroed()
-
-    def look(self) -> bool:
-        """Begins or goes on with its backward; returns whether the gradients of all leaves have come.
-
-        Each that follows is looked at, for its graph (`create_graph`) or to be moved, or only those after
-        which the schedule may have to act.
-        """
-        self._backward = _Backward.RUNNING
-        every = torch.is_grad_enabled() or self.options.gradients_in_place
-        return self.arrivals.look(every, last=not self._open_uses)
-
-    def enter_derivative(self) -> None:
-        """Notes that its running backward is, in part, that of an earlier one.
-
-        Triggers tell nothing of that part, which may need the leaves until the backward of the tree ends.
-        """
-        self._backward = _Backward.RUNNING
-        self.needed_to_end = True
 
     def gradients_to_come(self) -> bool:
         """Whether the running backward will reach a leaf whose gradient has not arrived."""
@@ -324,48 +389,17 @@ class Unit:
         leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
         return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
-    def open(self, use: Use) -> None:
-        """Begins the backward of one use."""
-        self._backward = _Backward.RUNNING
-        if use.watched:
-            self._open_uses += 1
-
-    def close(self, use: Use) -> bool:
-        """Ends the backward of one use; returns whether no other is open."""
-        use.task = -1
-        self._open_uses -= 1
-        return self._open_uses == 0
-
-    @property
-    def awaits_inputs(self) -> bool:
-        """Whether gradients of watched inputs are still to come."""
-        return self._open_uses > 0
-
-    @property
-    def needed_for_inputs(self) -> bool:
-        """Whether leaves may be needed, for gradients of inputs, after all trainable ones have theirs.
-
-        Frozen ones may: watched inputs tell when they are done; others leave it to the final callback.
-        """
-        return self.needed_to_end or not self._all_train
+    def end_unsharded(self, phase: Phase) -> None:
+        """Reshards where a backward has ended, or shows the sharded parameters at least."""
+        if self.options.reshards_after_backward:
+            self.reshard(phase)
+        elif self.handle is not None and not self.running:
+            self.handle.shown.show_sharded()
 
     @property
     def reached(self) -> bool:
         """Whether the running backward of the tree has reached the unit and not left it."""
-        return self._backward is _Backward.RUNNING
-
-    def end_backward(self) -> bool:
-        """Ends the unit's backward; returns whether there was one."""
-        if self._backward is not _Backward.RUNNING:
-            return False
-        self._backward = _Backward.FINISHED
-        self.arrivals.end()
-        return True
-
-    @property
-    def finished(self) -> bool:
-        """Whether the running backward of the tree has reached the unit and nothing is left to do for it."""
-        return self._backward is _Backward.FINISHED
+        return self.arrivals.progress is Progress.RUNNING
 
 
 class Use:
@@ -394,7 +428,7 @@ class Use:
             handle.note_values()
         if self._values != handle.values:
             return True
-        return bool(self.written) and self.written != handle.written()
+        return bool(self.written) and self.written != [*map(WRITTEN, handle.layouts)]
 
     @property
     def converted(self) -> bool:
@@ -402,19 +436,32 @@ class Use:
         handle = self.unit.handle
         return handle is not None and self._generation != handle.generation
 
-    def open(self, task: int, inputs: list[Node]) -> bool:
-        """Begins its backward in a graph task; returns False if it is open there already."""
-        if self.task == task:
-            return False
+    def open(self, task: int, inputs: list[Node]) -> None:
+        """Begins its backward in a graph task."""
         self.task = task
         self._awaited = _will_run(inputs) if len(inputs) > 1 else len(inputs)
-        self.unit.open(self)
-        return True
+        self.unit.arrivals.open_uses += self.watched > 0
 
     def input_done(self) -> bool:
-        """Notes that an input's gradient is done; returns whether it was the last one."""
+        """Notes that an input's gradient is done; returns whether no use of the unit awaits any more."""
         self._awaited -= 1
-        return self._awaited == 0
+        if self._awaited:
+            return False
+        self.task = -1
+        self.unit.arrivals.open_uses -= 1
+        return self.unit.arrivals.open_uses == 0
+
+
+def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:
+    if state is HandleState.REPLACED:
+        return RuntimeError(
+            f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
+            "backward after that"
+        )
+    return RuntimeError(
+        f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+        "before running forward or backward"
+    )
 
 
 def _will_run(nodes: Iterable[Node]) -> int:
@@ -423,13 +470,6 @@ def _will_run(nodes: Iterable[Node]) -> int:
         return sum(will_execute(node) for node in nodes)
     except RuntimeError:  # leaves captured by torch.autograd.grad: they are not executed
         return 0
-
-
-def iter_units(module: nn.Module) -> Iterator[Unit]:
-    """Yields the units at and below `module`, parents before children, as far as they are asked for."""
-    for _, child in walk(module):
-        if UNIT_ATTR in child.__dict__:
-            yield child.__dict__[UNIT_ATTR]
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:

@@ -13,6 +13,7 @@ __all__ = [
     "Place",
     "children_first",
     "clean_fqn",
+    "joined",
     "named",
     "params",
     "persistent",
@@ -40,12 +41,20 @@ def clean_fqn(name: str) -> str:
 Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
-def walk(module: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, nn.Module]]:
+def joined(prefix: str, name: str) -> str:
+    """Returns the name of what has a name of its own in the module of that prefix."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def walk(
+    module: nn.Module, *, all_names: bool = False, into: Callable[[nn.Module], bool] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     """Yields what `module.named_modules()` does, in its order, at a cost that does not grow with the depth.
 
     Args:
         module: Yielded first, without a name.
         all_names: Yield a module once for every name that it has.
+        into: Whether to yield a module below, and those below that; None for all.
     """
     stack, seen = [("", module)], set[nn.Module]()
     while stack:
@@ -55,10 +64,9 @@ def walk(module: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, n
                 continue
             seen.add(current)
         yield name, current
-        prefix = f"{name}." if name else ""
         for own, child in reversed(current._modules.items()):
-            if child is not None:
-                stack.append((prefix + own, child))
+            if child is not None and (into is None or into(child)):
+                stack.append((joined(name, own), child))
 
 
 def named(
@@ -66,6 +74,7 @@ def named(
     entries: Callable[[nn.Module], Iterable[tuple[str, T]]],
     *,
     all_names: bool = False,
+    into: Callable[[nn.Module], bool] | None = None,
 ) -> Iterator[tuple[str, Place, T]]:
     """Yields (clean name, place, what stands there) for what a module and those below it hold.
 
@@ -73,10 +82,11 @@ def named(
         module: Walked in the order of `named_modules`.
         entries: Gives what one module holds, by name: its `params`, say.
         all_names: Yield it once for every name of the module that holds it.
+        into: Whether to look into a module below; None for all.
     """
-    for prefix, current in walk(module, all_names=all_names):
+    for prefix, current in walk(module, all_names=all_names, into=into):
         for name, value in entries(current):
-            yield clean_fqn(f"{prefix}.{name}" if prefix else name), (current, name), value
+            yield clean_fqn(joined(prefix, name)), (current, name), value
 
 
 def params(module: nn.Module) -> Iterable[tuple[str, nn.Parameter | None]]:

@@ -11,25 +11,25 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._connections import Connections
-from fsdp_wrap._device import Issued, Pending
 from fsdp_wrap._groups import time_limit
 from fsdp_wrap._positions import GroupPositions, positions_of
 
-__all__ = ["Watch", "deaths_told"]
+__all__ = ["InFlight", "InFlightWithoutLimit", "Watch", "deaths_told"]
 
 _FIRST_LOOK = timedelta(seconds=0.25)  # beside such a wait, looking costs nothing
 _LATER_LOOKS = timedelta(seconds=1.0)
 _LAST_LOOK = timedelta(milliseconds=10)  # what rounds to no milliseconds would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
 _PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
+_TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
 _BURIAL = 0.2  # seconds from the end of a killed process's connections to that of its file locks, at most
 
 
@@ -47,24 +47,6 @@ class Watch:
         self._device = device
         self.positions = positions
 
-    def issue(self, start: Callable[[], Issued], limited: bool) -> Pending:
-        """Issues collectives.
-
-        Waiting raises a `RuntimeError` where one fails or does not complete, or a peer has issued another.
-
-        Args:
-            start: Issues them.
-            limited: Whether the `wait_for` of what it returns keeps to its limit.
-
-        Raises:
-            RuntimeError: If one fails.
-        """
-        try:
-            issued = start()
-        except RuntimeError as error:
-            raise self.failure(error) from error
-        return _LimitedWait(issued, self) if limited else _UnlimitedWait(issued, self)
-
     def failure(self, error: RuntimeError) -> RuntimeError:
         """Returns what to raise for a failed collective.
 
@@ -78,8 +60,26 @@ class Watch:
         return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
 
     def _ended(self) -> list[int]:
+        """Returns the ranks of the group that have ended, as the default group counts them."""
         group = self._group()
-        return [] if group is None else Connections(group, self.positions).ended()
+        if group is None:
+            return []
+        members = enumerate(dist.get_process_group_ranks(group))
+        others = [(rank, member) for rank, member in members if rank != dist.get_rank(group)]
+        return [member for rank, member in others if self.has_ended(rank)]
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether another rank of the group has ended, as far as can be known.
+
+        A process that ends closes its connections, also if it has never used this library.
+        """
+        group = self._group()
+        if group is None:
+            return False
+        member = dist.get_global_rank(group, rank)
+        if self.positions.knows(member):
+            return not self.positions.lives(member)
+        return _is_closed(group, rank)
 
     def dead(self) -> list[int]:
         """Returns the ranks of the group that are known to have died."""
@@ -121,33 +121,6 @@ class Watch:
         return time_limit(self._group(), self._device).total_seconds()
 
 
-class ComparingWatch(Watch):
-    """Lets ranks compare something before the first collective, and then looks after them like another one.
-
-    Args:
-        group: The process group.
-        device: Where the buffers live that travel.
-        positions: Where the ranks stand.
-        compare: Called before the first collective; if it raises, again before the next.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        positions: GroupPositions,
-        compare: Callable[[], object],
-    ) -> None:
-        super().__init__(group, device, positions)
-        self._compare: Callable[[], object] | None = compare
-
-    def issue(self, start: Callable[[], Issued], limited: bool) -> Pending:
-        if self._compare is not None:
-            self._compare()
-            self._compare = None
-        return super().issue(start, limited)
-
-
 @contextmanager
 def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Names the ranks that have died, where that is why what is done inside fails.
@@ -169,81 +142,99 @@ def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise watch.failure(error) from error
 
 
-class _Looks:
-    """The looks at the ranks during one wait."""
+class InFlight:
+    """Works of a group's collectives, issued just now.
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._begin = time.monotonic()
+    Args:
+        works: What tells of each when it has ended.
+        watch: Looks at the ranks once a wait takes long.
+    """
+
+    def __init__(self, works: Sequence[Any], watch: Watch) -> None:
+        self._works, self._watch = works, watch
         self._number = watch.positions.issued
+        self._begin = time.monotonic()
         self._warned = False
 
-    @property
-    def waited(self) -> float:
-        """Seconds since the collective was issued."""
-        return time.monotonic() - self._begin
+    def wait(self) -> None:
+        """Waits for all of them.
 
-    def look(self) -> timedelta:
+        Raises:
+            RuntimeError: If one fails or does not complete, or a peer has issued another.
+        """
+        try:
+            for work in self._works:
+                work.wait(_FIRST_LOOK)
+        except RuntimeError:  # one is late, or has failed
+            pass
+        else:
+            return
+        self._wait_longer()
+
+    def _wait_longer(self) -> None:
+        """Waits a short time and looks, in turns."""
+        pause = _FIRST_LOOK
+        while not self._have_ended():
+            pause = max(min(2 * pause, _LATER_LOOKS, self._look()), _LAST_LOOK)
+            with suppress(RuntimeError):
+                for work in self._works:
+                    work.wait(pause)
+
+    def _have_ended(self) -> bool:
+        try:
+            for work in self._works:
+                if not work.is_completed():  # it goes on: only the waiting has ended
+                    return False
+                work.wait()  # tells what ended it: perhaps success, just after the waiting
+        except RuntimeError as error:
+            raise self._watch.failure(error) from error
+        return True
+
+    def _look(self) -> timedelta:
         """Looks at the ranks and warns once; returns the time left.
 
         Raises:
             RuntimeError: If the wait is in vain.
         """
-        waited = self.waited
+        waited = time.monotonic() - self._begin
         left = self._watch.look(self._number, waited)
         self._warned = self._warned or self._watch.warn_if_late(waited)
         return timedelta(seconds=left)
 
-    def all_came(self) -> bool:
-        """Whether all ranks of this host have issued the collective, as far as it has a number.
 
-        Raises:
-            RuntimeError: If one has issued another one.
-        """
-        return self._watch.positions.reached(self._number)
-
-
-class _LimitedWait:
-    """Waits a short time and looks, in turns."""
-
-    def __init__(self, issued: Issued, watch: Watch) -> None:
-        self._issued = issued
-        self._watch = watch
-        self._looks = _Looks(watch)
+class InFlightWithoutLimit(InFlight):
+    """Works that are waited for once all peers have come: nothing could end a wait for one that does not."""
 
     def wait(self) -> None:
-        pause = _FIRST_LOOK
-        while not self._wait_for(pause):
-            pause = max(min(2 * pause, _LATER_LOOKS, self._looks.look()), _LAST_LOOK)
-
-    def _wait_for(self, limit: timedelta) -> bool:
-        try:
-            return self._issued.wait_for(limit)
-        except RuntimeError as error:
-            raise self._watch.failure(error) from error
-
-
-class _UnlimitedWait:
-    """Waits once all peers have come: nothing could end a wait for one that does not come."""
-
-    def __init__(self, issued: Issued, watch: Watch) -> None:
-        self._issued = issued
-        self._watch = watch
-        self._looks = _Looks(watch)
-
-    def wait(self) -> None:
-        if not self._looks.all_came():
+        if not self._watch.positions.reached(self._number):
             self._await_peers()
         try:
-            self._issued.wait()
+            for work in self._works:
+                work.wait()
         except RuntimeError as error:
             raise self._watch.failure(error) from error
 
     def _await_peers(self) -> None:
         begin = time.monotonic()
         next_look = _FIRST_LOOK.total_seconds()
-        while not self._looks.all_came():
+        while not self._watch.positions.reached(self._number):
             waited = time.monotonic() - begin
             if waited > next_look:
-                next_look += min(_LATER_LOOKS, self._looks.look()).total_seconds()
+                next_look += min(_LATER_LOOKS, self._look()).total_seconds()
             time.sleep(min(waited / 8, 0.001))  # late by a small part of what the wait takes anyway
+
+
+def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether the connection to a rank is closed, of which gloo tells when something is sent."""
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none sends from there
+        return False
+    is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+    if not is_gloo:
+        return False
+    try:
+        backend.send([torch.zeros(1, dtype=torch.uint8)], rank, _TAG)
+    except RuntimeError:
+        return True
+    return False

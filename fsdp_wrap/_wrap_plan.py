@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "plan_wrapping", "warn_of_container"]
+from fsdp_wrap._walks import joined
+
+__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "is_container", "plan_wrapping", "warn_of_container"]
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]
@@ -79,7 +81,7 @@ def plan_wrapping(
         ValueError: If a module is already wrapped, or the policy refuses the tree.
         TypeError: If `policy` is no policy, or `wrapper_cls` cannot take a unit's arguments.
     """
-    tree = _Tree(root, ignored_modules, ignored_params)
+    tree = _ModuleTree(root, ignored_modules, ignored_params)
     _refuse_nested_wrapping(tree, wrapper_cls)
     kwargs = dict(wrapper_kwargs or {})
     if isinstance(policy, torch_wrap._Policy):
@@ -98,7 +100,7 @@ def plan_wrapping(
     return WrapPlan(targets, owners, left, tree.places)
 
 
-class _Tree:
+class _ModuleTree:
     """A module tree as planning sees it; modules and parameters may be reachable along several paths.
 
     A module *encloses* a parameter if every path from the root to a use of the parameter passes
@@ -134,7 +136,7 @@ class _Tree:
                 continue
             self.places.setdefault(child, []).append((module, name))
             if child not in self.names:
-                self.names[child] = f"{self.names[module]}.{name}".lstrip(".")
+                self.names[child] = joined(self.names[module], name)
                 self._visit(child)
         self.order.append(module)
 
@@ -173,7 +175,7 @@ def describe(name: str, module: nn.Module) -> str:
     return f"{name!r} ({type(module).__name__})" if name else f"the root module ({type(module).__name__})"
 
 
-def _refuse_nested_wrapping(tree: _Tree, wrapper_cls: Callable[..., nn.Module]) -> None:
+def _refuse_nested_wrapping(tree: _ModuleTree, wrapper_cls: Callable[..., nn.Module]) -> None:
     if not isinstance(wrapper_cls, type):
         return
     for module in tree.names:
@@ -184,7 +186,7 @@ def _refuse_nested_wrapping(tree: _Tree, wrapper_cls: Callable[..., nn.Module]) 
             )
 
 
-def _ask_policy_function(tree: _Tree, policy: Callable[..., bool], kwargs: Kwargs) -> Targets:
+def _ask_policy_function(tree: _ModuleTree, policy: Callable[..., bool], kwargs: Kwargs) -> Targets:
     targets: Targets = {}
     seen = {tree.root}
 
@@ -195,7 +197,7 @@ def _ask_policy_function(tree: _Tree, policy: Callable[..., bool], kwargs: Kwarg
             if child not in seen and child not in tree.ignored:
                 seen.add(child)
                 visit(child)
-        if module is tree.root or _is_container(module):
+        if module is tree.root or is_container(module):
             return
         if policy(module=module, recurse=False, nonwrapped_numel=tree.free_numel(module, targets)):
             targets[module] = dict(kwargs)
@@ -204,13 +206,13 @@ def _ask_policy_function(tree: _Tree, policy: Callable[..., bool], kwargs: Kwarg
     return targets
 
 
-def _ask_policy_object(tree: _Tree, policy: torch_wrap._Policy, kwargs: Kwargs) -> Targets:
+def _ask_policy_object(tree: _ModuleTree, policy: torch_wrap._Policy, kwargs: Kwargs) -> Targets:
     chosen = policy._run_policy(tree.root, tree.ignored, kwargs)
     targets: Targets = {}
     for module in tree.order:
         if module not in chosen or module in tree.ignored or module is tree.root:
             continue
-        if _is_container(module):
+        if is_container(module):
             warnings.warn(
                 f"{tree.describe(module)} has no forward and is not wrapped; "
                 "what no unit in it owns belongs to the unit above",
@@ -222,7 +224,11 @@ def _ask_policy_object(tree: _Tree, policy: torch_wrap._Policy, kwargs: Kwargs) 
 
 
 def _with_those_apart(
-    tree: _Tree, targets: Targets, kwargs: Kwargs, classes: tuple[type[nn.Module], ...], overrides: Kwargs
+    tree: _ModuleTree,
+    targets: Targets,
+    kwargs: Kwargs,
+    classes: tuple[type[nn.Module], ...],
+    overrides: Kwargs,
 ) -> Targets:
     result: Targets = {}
     apart: list[str] = []
@@ -242,7 +248,7 @@ def _with_those_apart(
     return result
 
 
-def _outside_of_scripts(tree: _Tree, targets: Targets) -> Targets:
+def _outside_of_scripts(tree: _ModuleTree, targets: Targets) -> Targets:
     """Leaves out what TorchScript modules hold, which call no wrapper that is put there."""
     inside = {
         module
@@ -252,7 +258,7 @@ def _outside_of_scripts(tree: _Tree, targets: Targets) -> Targets:
     return {module: kwargs for module, kwargs in targets.items() if module not in inside}
 
 
-def _outside_of_compiled(tree: _Tree, targets: Targets) -> Targets:
+def _outside_of_compiled(tree: _ModuleTree, targets: Targets) -> Targets:
     """Takes compiled modules for those of which they were made: they would call no wrapper put there."""
     found: Targets = {}
     for module, kwargs in targets.items():
@@ -262,7 +268,7 @@ def _outside_of_compiled(tree: _Tree, targets: Targets) -> Targets:
     return found
 
 
-def _is_container(module: nn.Module) -> bool:
+def is_container(module: nn.Module) -> bool:
     """Whether the module is a container without a forward: as a unit it would never be unsharded."""
     forward = getattr(module.forward, "__func__", module.forward)
     return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
@@ -270,7 +276,7 @@ def _is_container(module: nn.Module) -> bool:
 
 def warn_of_container(module: nn.Module) -> None:
     """Warns if a module that the user wraps is a container without a forward."""
-    if _is_container(module):
+    if is_container(module):
         warnings.warn(
             f"a {type(module).__name__} has no forward, in which its parameters would be gathered when it is "
             "wrapped; wrap the modules in it, or the one above",
@@ -278,7 +284,7 @@ def warn_of_container(module: nn.Module) -> None:
         )
 
 
-def _check_arguments(tree: _Tree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:
+def _check_arguments(tree: _ModuleTree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:
     """Finds arguments that the wrapper does not know before the first one is constructed."""
     signature = inspect.signature(wrapper_cls)
     for module, kwargs in targets.items():
@@ -289,7 +295,7 @@ def _check_arguments(tree: _Tree, targets: Targets, wrapper_cls: Callable[..., n
 
 
 def _assign_tied_params(
-    tree: _Tree, targets: Targets
+    tree: _ModuleTree, targets: Targets
 ) -> tuple[dict[nn.Parameter, nn.Module], dict[nn.Module, frozenset[nn.Parameter]]]:
     owners = {param: tree.owner(param, targets) for param in tree.chains}
     left: dict[nn.Module, frozenset[nn.Parameter]] = {}

@@ -33,7 +33,7 @@ from fsdp_wrap import (
     wrap,
 )
 from fsdp_wrap._clients import adapt_clients
-from fsdp_wrap._fully_shard_names import adapt_fully_shard
+from fsdp_wrap._fully_shard_state import adapt_fully_shard
 from fsdp_wrap._helpers import HELPERS
 from fsdp_wrap._installation import Installation
 from fsdp_wrap._mesh import HYBRID_STRATEGIES

@@ -23,14 +23,19 @@ __all__ = [
     "is_summoned",
     "original_buffers",
     "refuse_hidden",
+    "refuse_summoned",
     "settle",
-    "settled",
+    "sharded_handles",
     "summon",
     "summon_full_params",
 ]
 
 _EVERYWHERE = Summoning()
-_NOT_NOW = "Cannot manually unshard parameters during forward/backward"  # programs know torch's words
+
+
+def is_summoned(unit: Unit) -> bool:
+    """Whether the unit's full parameters are in the user's hands."""
+    return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
 
 
 @contextmanager
@@ -67,7 +72,8 @@ def summon_full_params(
         ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
     """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
-    require_idle(units, f"{_NOT_NOW}: summon_full_params")
+    # Programs know torch's words.
+    require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
     for unit in units:
         if is_summoned(unit):
             raise NotIdleError(
@@ -85,10 +91,7 @@ def summon_full_params(
 
 @contextmanager
 def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
-    """Shows the full parameters that units use.
-
-    After an exception inside, nothing is written back.
-    """
+    """Shows the full parameters that units use; after an exception inside, nothing is written back."""
     summoned: list[Unit] = []
     kept = False
     try:
@@ -118,9 +121,8 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _agree(units: Sequence[Unit], fine: bool) -> bool:
-    handles = handles_of(units)
-    groups = dict.fromkeys(each for handle in handles for each in (handle.communicator, handle.replicas))
-    for communicator in groups:
+    groups = (each for handle in handles_of(units) for each in (handle.communicator, handle.replicas))
+    for communicator in dict.fromkeys(groups):
         flag = torch.tensor([fine], dtype=torch.int32, device=communicator.device)
         communicator.all_reduce([flag], dist.ReduceOp.MIN).wait()
         fine = bool(flag.item())
@@ -151,7 +153,7 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
     for each in used_by([unit]):
         if not is_summoned(each):
             if each.handle is not None:
-                settled([each])  # summoning would leave no trace of what was replaced
+                sharded_handles([each])  # summoning would leave no trace of what was replaced
                 each.handle.summon(how)
             summoned.append(each)
         elif not how.rank0_only:
@@ -172,13 +174,12 @@ def refuse_hidden(unit: Unit) -> None:
         )
 
 
-def dismiss(units: Iterable[Unit], writeback: bool) -> None:
+def dismiss(units: Sequence[Unit], writeback: bool) -> None:
     """Takes full parameters back, all of them; if one cannot be written back, none is.
 
     Raises:
         ValueError: If a parameter was replaced by one of another shape or dtype.
     """
-    units = list(units)
     kept = False
     try:
         if writeback:
@@ -195,14 +196,21 @@ def _take_edits(units: Iterable[Unit]) -> None:
 
 
 def _release(units: Iterable[Unit], writeback: bool) -> None:
-    for unit in units:
-        if unit.handle is not None:
-            unit.handle.dismiss(writeback)
+    for handle in handles_of(units):
+        handle.dismiss(writeback)
 
 
-def is_summoned(unit: Unit) -> bool:
-    """Whether the unit's full parameters are in the user's hands."""
-    return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
+def refuse_summoned(unit: Unit, doing: str) -> None:
+    """Refuses what needs sharded parameters while the user holds the full ones.
+
+    Raises:
+        RuntimeError: If the unit is summoned.
+    """
+    if is_summoned(unit):
+        raise RuntimeError(
+            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+            f"before {doing}"
+        )
 
 
 def settle(units: Iterable[Unit], doing: str) -> None:
@@ -220,13 +228,13 @@ def settle(units: Iterable[Unit], doing: str) -> None:
             raise NotIdleError(
                 f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"
             )
-    ready = settled(used)
+    ready = {None, *sharded_handles(used)}
     for unit in used:
-        if unit.handle is not None and unit.handle not in ready:
+        if unit.handle not in ready:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
 
 
-def settled(units: Iterable[Unit]) -> list[ParamHandle]:
+def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
     """Reshards what units use, and returns its handles, save those that show something else on purpose.
 
     Raises:

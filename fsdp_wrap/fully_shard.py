@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard
 
 from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._composition import find_replicated
 from fsdp_wrap._compute_device import device_of
 from fsdp_wrap._dtensor_layout import DTensorLayout
 from fsdp_wrap._errors import AlreadyShardedError, NoDimensionError, UnevenCutError, WrongKindError
@@ -25,27 +24,21 @@ from fsdp_wrap._fsdp_module import (
     share_comm_ctx,
 )
 from fsdp_wrap._groups import Ranks, default_mesh, neighbours
-from fsdp_wrap._init import UnitSpec, assemble_unit, refuse_taken
+from fsdp_wrap._init import UnitSpec, assemble_unit
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._materialize import move, own_tensors
 from fsdp_wrap._mesh import ranks_of
-from fsdp_wrap._modules import UNIT_ATTR, Ignored, ParamSlot, collect_slots
-from fsdp_wrap._param_checks import (
-    check_borrowed,
-    check_buffers,
-    check_param,
-    refuse_optimizer_in_backward,
-)
+from fsdp_wrap._modules import UNIT_ATTR, Ignored, ParamSlot, collect_slots, find_replicated
+from fsdp_wrap._param_checks import check_tensors
 from fsdp_wrap._precision import InputCasts, SegmentPolicy
+from fsdp_wrap._registry import REGISTRY
 from fsdp_wrap._unit import UnitOptions
+from fsdp_wrap._wrap_plan import is_container
 from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 
 _Placements = Callable[[nn.Parameter], Shard | None]
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""What never runs by itself. Another module without a forward may get methods that run as one."""
 
 _OWN_DTYPES = MixedPrecisionPolicy()
 _ON_DEVICE = OffloadPolicy()
@@ -105,9 +98,8 @@ def fully_shard(
     owner = module if alone else nn.ModuleList(parts)
     ignored = _ignored(parts, ignored_params)
     slots = collect_slots(owner, ignored)
+    check_tensors(owner, slots, ignored, "apply it to model.parameters() after fully_shard")
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
-    check_borrowed(owner, ignored)
-    check_buffers(owner, ignored)
     policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, mp_policy) for slot in slots}
     options = UnitOptions(
         reshard_after_forward=reshard_after_forward is not False,
@@ -117,7 +109,7 @@ def fully_shard(
     )
     move([named for named in own_tensors(owner, slots, ignored) if not named[1].is_meta], device)
 
-    def make_layout(segment: list[ParamSlot], name: str, allocator: Communicator) -> Layout:
+    def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
         return DTensorLayout(
             segment,
             allocator,
@@ -131,13 +123,14 @@ def fully_shard(
     spec = UnitSpec(
         mesh=ranks,
         device=device,
+        make_layout=make_layout,
         policy_of=policies.__getitem__,
         options=options,
         ignored=ignored,
         parts=() if alone else tuple(parts),
         shared_memory=shared_memory is not False,
     )
-    unit = assemble_unit(owner, slots, spec, make_layout)
+    unit = assemble_unit(owner, slots, spec)
     for part in parts:
         run_as_unit(part, unit)
     return module
@@ -157,7 +150,7 @@ def _outermost(modules: Any) -> list[nn.Module]:
         found = ", ".join(type(module).__name__ for module in modules) or "an empty list"
         raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {found}")
     for module in modules:
-        refuse_taken(module)
+        REGISTRY.refuse_taken(module)
         if UNIT_ATTR in module.__dict__:
             raise AlreadyShardedError(f"fully_shard was applied to this {type(module).__name__} before")
         if isinstance(module, torch.jit.ScriptModule):
@@ -166,7 +159,7 @@ def _outermost(modules: Any) -> list[nn.Module]:
                 "(torch.jit.script, trace or load) must stay; shard the plain module (torch.compile works on "
                 "it), or the module around this one with its parameters, if any, in ignored_params"
             )
-        if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+        if is_container(module):
             raise ValueError(
                 f"fully_shard unshards a module for its forward, and {type(module).__name__} has none; shard "
                 "the modules in it, or pass them as a list"
@@ -184,8 +177,6 @@ def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
 
 def _dim_of(slot: ParamSlot, placement_of: _Placements | None, ranks: int) -> int:
     """Checks one parameter; returns the dimension along which it is cut."""
-    check_param(slot)
-    refuse_optimizer_in_backward(slot, "apply it to model.parameters() after fully_shard")
     shape = slot.param.shape
     if not shape:
         raise ValueError(

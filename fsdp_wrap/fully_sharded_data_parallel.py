@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -18,16 +17,23 @@ from fsdp_wrap._compute_device import resolve_device
 from fsdp_wrap._copies import deepcopy_wrapper
 from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
-from fsdp_wrap._ignoring import resolve_ignored
-from fsdp_wrap._init import FlatSpec, build_unit, check_module, refuse_taken
+from fsdp_wrap._init import UnitSpec, build_unit, check_module
 from fsdp_wrap._materialize import MaterializationError, Values
-from fsdp_wrap._mesh import ShardMesh, resolve_mesh
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
-from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
+from fsdp_wrap._precision import FullPrecision, SegmentPolicy
+from fsdp_wrap._refusals import converted
+from fsdp_wrap._registry import REGISTRY
 from fsdp_wrap._schedule import require_idle, schedule_of
-from fsdp_wrap._settings import Settings, ShowsSettings
+from fsdp_wrap._settings import (
+    Settings,
+    ShowsSettings,
+    flat_layouts,
+    resolve_ignored,
+    resolve_options,
+    unit_options,
+)
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
-from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
+from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap._wrap_plan import warn_of_container
 from fsdp_wrap.api import (
     BackwardPrefetch,
@@ -45,8 +51,6 @@ from fsdp_wrap.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    check_flag,
-    check_kind,
 )
 from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.comm_hooks import register_comm_hook
@@ -87,7 +91,8 @@ def clean_names() -> Iterator[None]:
         _clean_names.reset(token)
 
 
-_RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+_IN_BACKWARD = "wrap with use_orig_params=True, which keeps the Parameter objects, or step after backward"
+"""What to do about optimizers in backward, which would train nothing."""
 
 
 class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
@@ -164,12 +169,11 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         super().__init__()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         policy = MixedPrecision() if mixed_precision is None else mixed_precision
         options: dict[str, Any] = {
             "process_group": process_group,
             "device_mesh": device_mesh,
-            "sharding_strategy": strategy,
+            "sharding_strategy": sharding_strategy or ShardingStrategy.FULL_SHARD,
             "cpu_offload": cpu_offload,
             "backward_prefetch": backward_prefetch,
             "mixed_precision": mixed_precision,
@@ -180,26 +184,24 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             "use_orig_params": use_orig_params,
             "shared_memory": shared_memory,
         }
-        mesh = _resolve_options(**options)
+        mesh = resolve_options(**options)
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
+        tensors = check_module(module, ignored, values, mesh, None if use_orig_params else _IN_BACKWARD)
         wanted = SegmentPolicy.of(policy)
-        tensors = check_module(module, ignored, values, mesh, use_orig_params)
-        spec = FlatSpec(
+        spec = UnitSpec(
             mesh=mesh,
             device=resolve_device(tensors, device_id, mesh.groups),
-            use_orig_params=use_orig_params,
-            offload=cpu_offload is not None and cpu_offload.offload_params,
+            make_layout=flat_layouts(module, mesh, **options),
             policy_of=lambda _: wanted,
             buffer_dtype=policy.buffer_dtype,
-            values=values,
-            options=_unit_options(module, policy, **options),
+            options=unit_options(module, policy, **options),
             ignored=ignored,
             shared_memory=shared_memory is not False,
         )
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": spec.device})
         self._settings = Settings.of(mesh, spec.device, options)
-        self._adopt(module, build_unit(module, spec))
+        self._adopt(module, build_unit(module, spec, values))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
@@ -262,10 +264,14 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
-        return self._run_as_forward(self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
+        # As `_run_as_forward`, without the cost of its call in every step.
+        if self._loading is not None:  # of a plain module above, which failed half-way
+            self._finish_load(keep=False)
+        return run_forward(self._unit, self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
     def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._drop_stale_load()
+        if self._loading is not None:  # of a plain module above, which failed half-way
+            self._finish_load(keep=False)
         return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
@@ -449,7 +455,7 @@ def _check_wrappable(module: Any) -> None:
         raise ValueError(
             f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel"
         )
-    refuse_taken(module)
+    REGISTRY.refuse_taken(module)
     warn_of_container(module)
 
 
@@ -482,71 +488,21 @@ def _wrap_below(
     )
     for child, kwargs in plan.targets.items():
         try:
-            _resolve_options(**kwargs)
+            resolve_options(**kwargs)
         except (TypeError, ValueError) as error:
             raise type(error)(f"for '{names[child]}': {error}") from None
     plan.apply(make_unit)
 
 
-def _resolve_options(
-    *,
-    sharding_strategy: Any,
-    process_group: Any = None,
-    device_mesh: Any = None,
-    cpu_offload: Any = None,
-    backward_prefetch: Any = None,
-    mixed_precision: Any = None,
-    param_init_fn: Any = None,
-    shared_memory: Any = None,
-    **others: Any,
-) -> ShardMesh:
-    """Checks what does not depend on the module, and finds the ranks."""
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {param_init_fn!r}")
-    check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
-    check_kind("cpu_offload", cpu_offload, CPUOffload)
-    check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
-    check_kind("mixed_precision", mixed_precision, MixedPrecision)
-    check_flag("shared_memory", shared_memory)
-    if mixed_precision is not None:
-        mixed_precision.check()
-    return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
-
-
-def _unit_options(
-    module: nn.Module,
-    policy: MixedPrecision,
-    *,
-    sharding_strategy: ShardingStrategy,
-    backward_prefetch: BackwardPrefetch | None,
-    forward_prefetch: bool,
-    **others: Any,
-) -> UnitOptions:
-    return UnitOptions(
-        reshard_after_forward=sharding_strategy in _RESHARD_AFTER_FORWARD,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=bool(forward_prefetch),
-        casts=InputCasts.of(policy, module),
-        full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
-    )
-
-
 def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Refuses a conversion that would part the shards from their device, or come while they are in use."""
-    for segment in unit.handle.segments if unit.handle is not None else ():
-        shard = segment.layout.flat_param
-        before = torch.empty(0, dtype=shard.dtype, device=shard.device)
-        after = fn(before)
-        if after.device != before.device:
-            raise ValueError(
-                f"the sharded parameters of {unit.name} cannot go from {before.device} to {after.device}; "
-                "move the module before wrapping it, or pass device_id"
+    for segment, after in converted(unit, fn, "move the module before wrapping it, or pass device_id"):
+        before = segment.layout.flat_param.dtype
+        if after == before:
+            continue
+        schedule_of(unit).require_idle("a conversion to another dtype")
+        if is_summoned(unit) or segment.gradients.accumulated:
+            state = "shown in full" if is_summoned(unit) else "waiting for gradients left by no_sync"
+            raise RuntimeError(
+                f"the parameters of {unit.name} cannot go from {before} to {after} while they are {state}"
             )
-        if after.dtype != before.dtype:
-            schedule_of(unit).require_idle("a conversion to another dtype")
-            if is_summoned(unit) or segment.gradients.accumulated:
-                state = "shown in full" if is_summoned(unit) else "waiting for gradients left by no_sync"
-                raise RuntimeError(
-                    f"the parameters of {unit.name} cannot go from {before.dtype} to {after.dtype} while "
-                    f"they are {state}"
-                )

@@ -7,8 +7,8 @@ modules, and with it the users' hooks, finds what it is to contain: full copies,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._load_targets import copies_values
-from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, own_modules
-from fsdp_wrap._originals import owned_names, owned_places
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn, own_modules
+from fsdp_wrap._originals import owned_names, owned_places, piece_of
 from fsdp_wrap._streaming import stream
 from fsdp_wrap._taking import Taking
-from fsdp_wrap._unit import Unit, iter_units
+from fsdp_wrap._unit import Unit
 from fsdp_wrap._walks import walk
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -48,7 +48,15 @@ from fsdp_wrap.api import (
     StateDictType,
     check_kind,
 )
-from fsdp_wrap.full_params import dismiss, is_summoned, original_buffers, refuse_hidden, settled, summon
+from fsdp_wrap.full_params import (
+    dismiss,
+    is_summoned,
+    original_buffers,
+    refuse_hidden,
+    refuse_summoned,
+    sharded_handles,
+    summon,
+)
 
 __all__ = [
     "FullLoad",
@@ -111,7 +119,8 @@ def resolve_settings(
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
     rank0_only = getattr(config, "rank0_only", False)
-    return not rank0_only or is_first_rank(unit.handle for unit in iter_units(module) if unit.handle)
+    units = (each.__dict__[UNIT_ATTR] for _, each in walk(module) if UNIT_ATTR in each.__dict__)
+    return not rank0_only or is_first_rank(unit.handle for unit in units if unit.handle)  # asks the first one
 
 
 def take_state_dict(
@@ -135,86 +144,69 @@ def take_state_dict(
     """
     module = _wrapped(unit)
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
-    if kind is not StateDictType.FULL_STATE_DICT and is_summoned(unit):
-        raise RuntimeError(
-            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-            f"before taking a state dict of type {kind.name}"
-        )
+    if kind is not StateDictType.FULL_STATE_DICT:
+        refuse_summoned(unit, f"taking a state dict of type {kind.name}")
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
             call.note_aliased(unit, offload)
         with _replaced(unit, settings, wanted, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, destination, prefix, offload)
+        _make_local(unit, call, destination, prefix, offload)
     return destination
 
 
 @contextmanager
 def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: bool) -> Iterator[None]:
-    replaced: list[ParamHandle] = []
-    offload = settings.state_dict_config.offload_to_cpu
-    try:
+    kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
+    with ExitStack() as stack:
         for handle in _replaceable(unit):
-            if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-                shown = _full_params(handle, offload, wanted)
+            if kind is StateDictType.FULL_STATE_DICT:
+                _show(handle, _full_copies(handle, offload, wanted))
             else:
                 # Copies, as torch's: who keeps them keeps the values of now. Variables are the memory itself.
-                local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT  # of which copies follow
-                copied = not (offload or keep_vars or local)
-                shown = [_saved_params(handle, each.layout, offload, copied) for each in handle.segments]
-            handle.replace(shown)
-            replaced.append(handle)
+                local = kind is StateDictType.LOCAL_STATE_DICT  # of which copies follow
+                _show(handle, _saved_pieces(handle, offload, offload or not (keep_vars or local)))
+            stack.callback(handle.end_replacement)
         yield
-    finally:
-        for handle in replaced:
-            handle.end_replacement()
 
 
 def _replaceable(unit: Unit) -> list[ParamHandle]:
     """Returns the handles, sharded, of what a unit uses, save those that show something else already."""
     for each in used_by([unit]):
         refuse_hidden(each)
-    return settled([unit])
+    return sharded_handles([unit])
 
 
-def _full_params(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[nn.Parameter]]:
-    """Returns full copies of a unit's parameters, by segment."""
-    segments = handle.segments
-    values = [value for segment in segments for value in full_values(handle, segment)]
+def _show(handle: ParamHandle, values: Iterable[Iterable[torch.Tensor]]) -> None:
+    """Shows other values, given by segment, in the place of sharded parameters."""
+    handle.replace(
+        [
+            [
+                nn.Parameter(value, requires_grad=source.requires_grad)
+                for value, source in zip(of_segment, segment.layout.sources)
+            ]
+            for of_segment, segment in zip(values, handle.segments)
+        ]
+    )
+
+
+def _full_copies(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[torch.Tensor]]:
+    values = [value for segment in handle.segments for value in full_values(handle, segment)]
     # All at once, and small ones together: the caller keeps everything anyway.
     copies = stream(values, 2 * sum(value.nbytes for value in values), wanted=wanted, to_host=offload)
-    return [
-        [
-            nn.Parameter(next(copies)[1], requires_grad=source.requires_grad)
-            for source in segment.layout.sources
-        ]
-        for segment in segments
-    ]
+    return [[next(copies)[1] for _ in segment.layout.sources] for segment in handle.segments]
 
 
-def _saved_params(handle: ParamHandle, layout: Layout, offload: bool, copied: bool) -> list[nn.Parameter]:
-    pieces = [interval.data for interval in layout.intervals()]
-    if offload or copied:
-        pieces = [offloaded(piece, offload) for piece in pieces]
-    return _interval_params(handle, layout, pieces)
+def _saved_pieces(handle: ParamHandle, offload: bool, copied: bool) -> Iterator[list[IntervalTensor]]:
+    for layout in (segment.layout for segment in handle.segments):
+        held = [interval.data for interval in layout.intervals()]
+        yield _pieces(handle, layout, [offloaded(each, offload) for each in held] if copied else held)
 
 
-def _interval_params(
-    handle: ParamHandle, layout: Layout, pieces: Sequence[torch.Tensor]
-) -> list[nn.Parameter]:
-    return [
-        nn.Parameter(
-            IntervalTensor(
-                interval.shape,
-                interval.start,
-                value.reshape(-1),
-                spread=Spread(handle.held_by, interval.at, layout.shard_numel),
-            ),
-            requires_grad=interval.source.requires_grad,
-        )
-        for interval, value in zip(layout.intervals(), pieces)
-    ]
+def _pieces(handle: ParamHandle, layout: Layout, held: Iterable[torch.Tensor]) -> list[IntervalTensor]:
+    intervals = layout.intervals()
+    return [piece_of(handle, layout, each, data.reshape(-1)) for each, data in zip(intervals, held)]
 
 
 def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
@@ -224,9 +216,10 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(unit: Unit, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
-    for name, _ in owned_names(unit.module, [unit]):
-        state_dict.pop(prefix + name, None)
+def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
+    for place in owned_places([unit]):
+        for name in call.names.get(place, ()):
+            state_dict.pop(name, None)
     for handle in handles_of([unit]):
         for segment in handle.segments:
             shard = _shard_copy(segment.layout, offload)
@@ -270,12 +263,8 @@ class ShardedLoad:
         self._staged: list[tuple[ParamHandle, list[torch.Tensor]]] = []
         for handle in _replaceable(unit):
             shards = [_shard_copy(segment.layout) for segment in handle.segments]
-            handle.replace(
-                [
-                    _interval_params(handle, segment.layout, segment.layout.pieces(shard))
-                    for segment, shard in zip(handle.segments, shards)
-                ]
-            )
+            layouts = (segment.layout for segment in handle.segments)
+            _show(handle, (_pieces(handle, each, each.pieces(shard)) for each, shard in zip(layouts, shards)))
             self._staged.append((handle, shards))
         unit.buffers.hold_original()
 
@@ -304,11 +293,7 @@ def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | Sha
     if kind is StateDictType.FULL_STATE_DICT:
         plain = not in_full and not is_summoned(unit) and all(map(copies_values, _shown_in(unit)))
         return ShardedLoad(unit) if plain else FullLoad(unit)
-    if is_summoned(unit):
-        raise RuntimeError(
-            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-            f"before loading a state dict of type {kind.name}"
-        )
+    refuse_summoned(unit, f"loading a state dict of type {kind.name}")
     return ShardedLoad(unit)
 
 
@@ -334,7 +319,7 @@ def expand_local(
         What is wrong with shards that do not fit; those stay.
     """
     problems: list[str] = []
-    pieces: dict[Layout, list[nn.Parameter]] = {}
+    pieces: dict[Layout, list[IntervalTensor]] = {}
     for fqn, unit in units.items():
         for handle, layout in ((h, segment.layout) for h in handles_of([unit]) for segment in h.segments):
             key = f"{prefix}{fqn}.{layout.name}" if fqn else prefix + layout.name
@@ -345,10 +330,10 @@ def expand_local(
                 problems.append(problem)
                 continue
             del state_dict[key]
-            pieces[layout] = _interval_params(handle, layout, layout.pieces(shard))
+            pieces[layout] = _pieces(handle, layout, layout.pieces(shard))
     for name, own in owned_names(module, units.values()) if pieces else ():
         if own.segment.layout in pieces:
-            state_dict[prefix + name] = pieces[own.segment.layout][own.index].detach()
+            state_dict[prefix + name] = pieces[own.segment.layout][own.index]
     return problems
 
 
@@ -371,9 +356,13 @@ def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tup
 
 def unshard_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replaces, in place, torch's own kinds of sharded tensors by full ones, where a unit's modules load."""
-    for name, _ in owned_names(unit.module, [unit]):
+    for name, _ in owned_names(_wrapped(unit), [unit], into=_is_no_unit):
         if is_sharded(state_dict.get(prefix + name)):
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
+
+
+def _is_no_unit(module: nn.Module) -> bool:
+    return UNIT_ATTR not in module.__dict__
 
 
 # names

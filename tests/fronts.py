@@ -22,6 +22,8 @@ from fsdp_wrap.wrap import plan_wrapping
 
 FRONTS = ["flat", "orig", "composable"]
 each_front = pytest.mark.parametrize("front", FRONTS)
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+"""Both forms of the wrapper."""
 
 FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
@@ -108,3 +110,19 @@ def clip(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> tor
     if isinstance(model, FSDP):
         return model.clip_grad_norm_(max_norm, norm_type)
     return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm, float(norm_type)))
+
+
+SIDE = 150
+ONE = SIDE * SIDE * 4
+"""Bytes of one of the matrices of `squares`."""
+
+
+def squares(front: str, per_unit: int = 2, units: int = 4) -> nn.Module:
+    """Units of some square matrices each."""
+
+    def unit() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(per_unit)))
+
+    net = nn.Sequential(*(unit() for _ in range(units)))
+    own = set(net.children())
+    return shard(front, net, lambda module, recurse, nonwrapped_numel: recurse or module in own)

@@ -25,41 +25,15 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _saving, _storage
 from fsdp_wrap.checkpoint._manifest import Manifest
-from fsdp_wrap.wrap import ModuleWrapPolicy
-from test_dcp import Block, net, train, trained
-from test_optim_state_dict import assert_same, by_name
-from test_state_dict import Tied, adamw, assert_close, assert_equal
-
-
-class Counter:
-    """A data position: it is told apart from a value by its methods."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-def per_block(module: nn.Module, **options: Any) -> FSDP:
-    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+from optim_states import assert_same, by_name
+from resuming import Counter, net, other, per_block_of, train, trained
+from state_nets import Tied, adamw, assert_close, assert_equal
 
 
 def stepped(model: nn.Module, rank: int, world_size: int, steps: int = 2) -> torch.optim.Optimizer:
     optimizer = adamw(model)
     train(model, optimizer, rank, world_size, range(steps))
     return optimizer
-
-
-def other(module: nn.Module) -> nn.Module:
-    """The same kind of module with other values."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(1)
-    return module
 
 
 def draws() -> tuple[Any, ...]:
@@ -75,7 +49,7 @@ def names(folder: Path) -> list[str]:
 
 @ranks(3)
 def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_size, tmp_path):
-    model = per_block(net(), use_orig_params=rank >= 0)
+    model = per_block_of(net(), use_orig_params=rank >= 0)
     optimizer = stepped(model, rank, world_size)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     torch.manual_seed(rank), random.seed(rank), numpy.random.seed(rank)
@@ -86,7 +60,7 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
     scheduler.step()
     train(model, optimizer, rank, world_size, range(2, 4))
 
-    again = per_block(other(net()), use_orig_params=True)
+    again = per_block_of(other(net()), use_orig_params=True)
     fresh = adamw(again)
     resumed = {"schedule": torch.optim.lr_scheduler.StepLR(fresh, 5), "data": Counter(0)}
     found = checkpoint.load(tmp_path, again, fresh, resumed)
@@ -108,10 +82,10 @@ def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path
         return FSDP(net(), process_group=pair)
 
     def pieces() -> nn.Module:
-        return per_block(net(), use_orig_params=True)
+        return per_block_of(net(), use_orig_params=True)
 
     def replicated() -> nn.Module:
-        return per_block(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
 
     def theirs() -> nn.Module:
         model = net()
@@ -153,7 +127,7 @@ def test_with_another_number_of_ranks_extras_are_the_first_ranks(rank, world_siz
 
 @ranks(2)
 def test_plain_readers_need_nothing_of_ours(rank, world_size, tmp_path):
-    model = per_block(net())
+    model = per_block_of(net())
     optimizer = stepped(model, rank, world_size)
     folder = checkpoint.save(tmp_path, model, optimizer, {"epoch": 1})
     plain, reference = trained(2)
@@ -175,7 +149,7 @@ def test_plain_readers_need_nothing_of_ours(rank, world_size, tmp_path):
 
 @ranks(2)
 def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_path, monkeypatch):
-    model = per_block(net())
+    model = per_block_of(net())
     kept = checkpoint.save(tmp_path, model, step=1)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(TypeError, match=r"^rank 1: extra\['bad'\] \(function\) cannot be pickled"):
@@ -248,7 +222,7 @@ def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
 
 @ranks(2)
 def test_a_save_in_the_background_keeps_what_was(rank, world_size, tmp_path):
-    model = per_block(net())
+    model = per_block_of(net())
     optimizer = stepped(model, rank, world_size)
     expected, expected_optim = copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
     extra = {"position": torch.zeros(3), "list": [1]}
@@ -275,7 +249,7 @@ def test_a_save_in_the_background_keeps_what_was(rank, world_size, tmp_path):
 
 @ranks(2)
 def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_size, tmp_path):
-    model = per_block(net())
+    model = per_block_of(net())
     checkpoint.save(tmp_path, model)
     bigger = net()
     bigger.head = nn.Linear(6, 5).double()
@@ -316,7 +290,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_si
 
 @ranks(3)
 def test_damage_is_told_alike_on_all_ranks_before_anything_changes(rank, world_size, tmp_path):
-    model = per_block(net())
+    model = per_block_of(net())
     optimizer = stepped(model, rank, world_size)
     for _ in range(2):
         folder = checkpoint.save(tmp_path, model, optimizer)
@@ -413,7 +387,7 @@ def command(capsys: Any, *arguments: object) -> tuple[int, str, str]:
 
 @ranks(2)
 def save_pieces(rank, world_size, path):
-    model = per_block(net())
+    model = per_block_of(net())
     optimizer = stepped(model, rank, world_size)
     for _ in range(2):
         checkpoint.save(path, model, optimizer, {"epoch": 1})

@@ -20,9 +20,8 @@ from torch import nn
 from bed import Outcome, ranks, run_isolated
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint
-from test_checkpoint import Counter, other, per_block
-from test_dcp import Block, net, train
-from test_state_dict import adamw, assert_equal
+from resuming import Block, Counter, net, other, per_block_of, train
+from state_nets import adamw, assert_equal
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +49,7 @@ def run(
     Returns what it ends with, and how many seconds the steps took.
     """
     torch.manual_seed(1)
-    model = per_block(Noisy().double(), use_orig_params=True)
+    model = per_block_of(Noisy().double(), use_orig_params=True)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     data = Counter(0)
@@ -123,7 +122,7 @@ def test_killed_runs_resume_to_the_same_end(tmp_path, how):
 
 def interrupted(rank: int, world_size: int, folder: Path, handled: bool) -> str:
     """The second rank gets SIGTERM while its background save writes; returns what the save says."""
-    model = per_block(net(), use_orig_params=True)
+    model = per_block_of(net(), use_orig_params=True)
     checkpoint.save(folder, model)
     writes, goes_on, sync = threading.Event(), threading.Event(), os.fsync
 
@@ -167,7 +166,7 @@ def test_a_signal_in_a_background_save_leaves_whole_steps(tmp_path, handled):
 
 @ranks(2)
 def save_two_steps(rank, world_size, path):
-    model = per_block(net(), use_orig_params=True)
+    model = per_block_of(net(), use_orig_params=True)
     optimizer = adamw(model)
     for step in range(2):
         train(model, optimizer, rank, world_size, range(step, step + 1))

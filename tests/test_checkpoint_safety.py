@@ -307,6 +307,7 @@ def save_and_die(rank: int, world_size: int, path: Path, how: str, victim: int) 
     return str(failed.value)
 
 
+@pytest.mark.each_value
 @each_save
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_is_named_and_leaves_nothing(tmp_path, how, victim):
@@ -381,6 +382,23 @@ def test_a_link_in_the_place_of_a_step_is_looked_at_before_anything_is_written(t
     checkpoint.save(runs, model, step=2)
     assert names(runs) == ["step_00000001", "step_00000002"] and (elsewhere / "manifest.json").is_file()
     assert not (runs / "step_00000001").is_symlink()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@ranks(2)
+@each_front
+def test_one_parameter_has_one_state(rank, world_size, front, tmp_path):
+    model = shard(front, layers())
+    first, *others = model.parameters()
+    one, other = (torch.optim.SGD([first, *more], lr=0.1) for more in (others, []))
+    for call in (checkpoint.save, checkpoint.load):
+        if call is checkpoint.load:
+            checkpoint.save(tmp_path, model, one)
+        with pytest.raises(ValueError, match=r"is in two optimizers \(SGD and SGD\).*one optimizer"):
+            call(tmp_path, model, [one, other])
+        with pytest.raises(ValueError, match="occurs twice .*pass it once"):
+            call(tmp_path, model, torch.optim.SGD([first, first], lr=0.1))
+    assert names(tmp_path) == ["step_00000001"]
 
 
 # foreign folders

@@ -15,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import bed
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from models import Block, Transformer, tokens, train
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,6 +136,7 @@ def _breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
+@pytest.mark.each_value
 @each_form
 @each_way_of_tiers
 @ranks(2)

@@ -27,6 +27,7 @@ from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, gather_objects, loss_of, tokens
+from partly_used import Partly, Wide, assert_small_gradients_count
 
 LEVELS = {"int8": 127, "int4": 7}
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -414,9 +415,7 @@ def test_wrong_calls_are_refused(rank, world_size):
         compress(model, gathers="int8", reductions=8)
     with pytest.raises(ValueError, match="needs a sharded module, and Net contains none"):
         compress(Net(), gathers="int8")
-    with pytest.raises(
-        ValueError, match=r"same arguments: rank 0 chose .*'int8'.*; rank 1 chose .*'bf16'"
-    ):
+    with pytest.raises(ValueError, match=r"same arguments: rank 0 chose .*'int8'.*; rank 1 chose .*'bf16'"):
         compress(model, gathers=["int8", "bf16"][rank])
     handle = model.module.first.register_forward_hook(lambda *_: compress(model, gathers="int8"))
     with pytest.raises(RuntimeError, match=r"compress\(\) must not run inside the forward of the root"):
@@ -436,3 +435,20 @@ def test_wrong_calls_are_refused(rank, world_size):
     assert set(traffic) == {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"}
     shards = -(-(64 * 48 + 48 + 48 * 70 + 70) // 2)
     assert traffic["all_gather_into_tensor"].bytes == 2 * nbytes(shards, 132)
+
+
+@ranks(2)
+def test_collectives_of_the_users_are_refused_beside_it(rank, world_size):
+    model = fully_shard(nn.Linear(64, 64))
+    compress(model, gathers="int8")
+    with pytest.raises(RuntimeError, match="compress"):
+        model.set_custom_all_gather(None)
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+@ranks(2)
+def test_reductions_that_round(rank, world_size, front, codec):
+    _, model = twins(front, lambda: Wide(Partly()))
+    compress(model, reductions=codec)
+    assert_small_gradients_count(front, model, rank)

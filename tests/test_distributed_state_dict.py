@@ -16,12 +16,13 @@ from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu as of
 from torch.distributed.checkpoint import state_dict as theirs
 
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, fully_shard
 from fsdp_wrap import distributed_state_dict as ours
 from fsdp_wrap.distributed_state_dict import StateDictOptions
-from test_optim_state_dict import assert_same, grouped
-from test_state_dict import (
+from optim_states import assert_same, grouped
+from state_nets import (
     WIDTH,
     Buffered,
     Net,
@@ -31,7 +32,6 @@ from test_state_dict import (
     assert_equal,
     below_plain,
     changed,
-    each_form,
     per_block,
     train_side_by_side,
     wrapped_and_plain,

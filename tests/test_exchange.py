@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import distributed_state_dict as our_functions
-from test_dcp import Block, Net, net, per_block_of, train, trained
-from test_state_dict import adamw, each_form
+from resuming import Block, Net, net, per_block_of, train, trained
+from state_nets import adamw
 
 
 def plain() -> nn.Module:

@@ -29,14 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks, run_isolated
 from bed.references import count_collectives
-from fronts import each_front, shard
+from fronts import each_form, each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, _positions, _watch, record_events
-from fsdp_wrap._device import lane_of
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_size = pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
 
 DIFFERS = "^Forward order differs across ranks"
@@ -370,6 +368,7 @@ def train_variously(make):
         models[0].clip_grad_norm_(1.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["none", "reentrant", "not"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @ranks(2)
@@ -541,12 +540,15 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def wait_for(self, limit: timedelta) -> bool:
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, limit: timedelta) -> None:
         milliseconds = int(limit.total_seconds() * 1000)  # as c10d rounds; none would be no limit
         assert milliseconds > 0 and self.now < 10_000
         self.limits.append(milliseconds / 1000)
         self.now += self.limits[-1]
-        return False
+        raise RuntimeError("Operation timed out!")
 
 
 class Nobody:
@@ -576,8 +578,7 @@ class Nobody:
 def test_looks_during_a_wait(limit, warns_at, ends_at):
     clock, nobody = Clock(), Nobody(limit)
     with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
-        watch = _watch.Watch(nobody, torch.device("cpu"), nobody)
-        pending = watch.issue(lambda: clock, limited=True)
+        pending = _watch.InFlight([clock], _watch.Watch(nobody, torch.device("cpu"), nobody))
         with pytest.raises(RuntimeError, match="the table") as caught:
             pending.wait()
     assert max(clock.limits) <= 1.0
@@ -663,6 +664,7 @@ def reports_of(folder, world_size, end, strategy="FULL_SHARD", way="plain"):
     return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["plain", "exchange"])
 @pytest.mark.parametrize(("phase", "unit"), [("forward", "b"), ("backward", "c"), ("backward", "a")])
 def test_killed_rank(phase, unit, way, tmp_path):
@@ -681,6 +683,7 @@ def test_killed_rank_before_its_peers_have_looked(tmp_path):
     assert "rank 1 (dead): in or after unit 'a' (forward of iteration 1)" in report["error"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["plain", "exchange"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_stopped_rank(phase, way, tmp_path):
@@ -784,10 +787,12 @@ class Late:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("connection closed by peer")], ids=["done", "failed"])
-def test_a_work_that_ends_just_after_the_wait_for_it(error):
-    pending = lane_of(torch.device("cpu"), "gather").issue(lambda async_op: [Late(error)])
+@ranks(1)
+def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size, error):
+    positions = _positions.positions_of(dist.group.WORLD)
+    pending = _watch.InFlight([Late(error)], _watch.Watch(dist.group.WORLD, torch.device("cpu"), positions))
     if error is None:
-        assert pending.wait_for(timedelta(seconds=1))
+        pending.wait()
     else:
         with pytest.raises(RuntimeError, match="closed by peer"):
-            pending.wait_for(timedelta(seconds=1))
+            pending.wait()

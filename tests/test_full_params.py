@@ -18,12 +18,12 @@ from torch.nn.utils import parametrizations
 
 from bed import ranks
 from bed.memory import live_bytes
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 class Block(nn.Module):
@@ -415,6 +415,7 @@ def test_every_combination_of_options(rank, world_size, wrap, use_orig_params, s
     twins.check()
 
 
+@pytest.mark.each_value
 @each_form
 @pytest.mark.parametrize("options", [{}, {"with_grads": True}], ids=["params", "grads"])
 @ranks(2)

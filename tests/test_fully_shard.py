@@ -6,35 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from fsdp_wrap import fully_shard
+from composable import assert_same, shard_blocks
 from models import Transformer, train
-
-
-def shard_blocks(model: nn.Module, **kwargs):
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True) -> None:
-    """Parameters and gradients, gathered by DTensor, equal those of a plain model."""
-    wanted_of = dict(reference.named_parameters())
-    for name, param in model.named_parameters():
-        expected = wanted_of.pop(name.replace("_checkpoint_wrapped_module.", ""))
-        pairs = [(param.detach().full_tensor(), expected.detach())]
-        assert (param.grad is None) == (expected.grad is None), name
-        if param.grad is not None:
-            pairs.append((param.grad.full_tensor(), expected.grad))
-        for found, wanted in pairs:
-            if exact:
-                assert torch.equal(found, wanted), name
-            else:
-                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10, msg=name)
-    assert not wanted_of
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])

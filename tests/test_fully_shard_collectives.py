@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed import multi_threaded_pg
 
+from bed.threads import threads_as_ranks
 from fsdp_wrap._collectives import SoloCommunicator
 from fsdp_wrap._device import Finished
 from fsdp_wrap._dtensor_layout import DTensorLayout
@@ -47,41 +45,6 @@ class ThreadCommunicator(SoloCommunicator):
         for shard, source in zip(shards, full):
             reduce_scatter_single(shard, source, group=self._group)
         return Finished()
-
-
-@contextmanager
-def threads_as_ranks(world_size: int = RANKS) -> Iterator[Callable[[Callable[[int], Any]], None]]:
-    """Gives a function that runs its argument on every rank, each a thread with process groups of its own."""
-    multi_threaded_pg._install_threaded_pg()
-    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
-    isolate(True)
-    store = dist.HashStore()
-
-    def run(body: Callable[[int], Any]) -> None:
-        errors: list[BaseException] = []
-
-        def thread(rank: int) -> None:
-            try:
-                dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
-                body(rank)
-            except BaseException as error:
-                multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
-                errors.append(error)
-
-        started = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
-        for each in started:
-            each.start()
-        for each in started:
-            each.join()
-        if errors:
-            raise errors[0]
-
-    try:
-        yield run
-    finally:
-        multi_threaded_pg.ProcessLocalGroup.reset()
-        isolate(False)
-        multi_threaded_pg._uninstall_threaded_pg()
 
 
 @functools.cache
@@ -166,5 +129,5 @@ def test_gathers_and_reductions_of_odd_shapes_at_128_ranks():
         reduce(handle, extremes)  # neither overflow nor underflow
         check_reduced(module, rank, extremes, rtol=0, atol=0)
 
-    with threads_as_ranks() as run:
+    with threads_as_ranks(RANKS) as run:
         run(body)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from bed import ranks
+from bed.threads import threads_as_ranks
 from fsdp_wrap import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -21,9 +22,7 @@ from fsdp_wrap import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_wrap.comm_hooks import compress
 from models import Transformer, loss_of, tokens
-from test_fully_shard_collectives import threads_as_ranks
 
 
 class Comm:
@@ -92,9 +91,6 @@ def test_collectives_of_the_users(rank, world_size, low):
         model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(AssertionError, match="set_custom_all_gather"):
         model.set_symm_mem_for_comm()
-    compress(usual, gathers="int8")
-    with pytest.raises(RuntimeError, match="compress"):
-        usual.set_custom_all_gather(gather)
 
 
 @ranks(4)

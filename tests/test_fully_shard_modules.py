@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
+from composable import assert_same, shard_blocks, trace
 from fsdp_wrap import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -27,8 +28,6 @@ from fsdp_wrap import (
 )
 from fsdp_wrap.clip_grad import GradientNorms
 from models import Transformer, loss_of, tokens, train
-from test_fully_shard import assert_same, shard_blocks
-from test_fully_shard_order import trace
 
 
 def refused(error: type[Exception], match: str, module: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from fsdp_wrap import Event, FSDPModule, fully_shard, record_events
+from composable import assert_same, shard_blocks, trace
+from fsdp_wrap import FSDPModule, fully_shard, record_events
 from models import Transformer, loss_of, tokens
-from test_fully_shard import assert_same, shard_blocks
 
 N = 3
 
@@ -111,12 +111,6 @@ def test_counts_and_gradients_with_neighbours_and_replicas(rank, world_size):
     hybrid.set_requires_all_reduce(True)
     assert counts(loss_of(hybrid, tokens(rank, 1)).backward) == (N, N + 1, N + 1)
     assert_same(hybrid, ddp.module, exact=False)
-
-
-def trace(events: Iterable[Event]) -> list[str]:
-    """Events in short: u(nshard), r(eshard) or p(ost-backward), and the last part of the unit's name."""
-    known = [event for event in events if event.kind.value != "reduce"]
-    return [f"{event.kind.value[0]} {event.unit.rpartition('.')[2] or 'root'}" for event in known]
 
 
 def transformer(checkpointing: str, reshard: bool | None) -> FSDPModule:

@@ -17,13 +17,12 @@ from torch.amp import GradScaler
 import fronts
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 SCALING = {"init_scale": 2.0**10, "growth_interval": 2}
 OVERFLOWS = (1, 4)

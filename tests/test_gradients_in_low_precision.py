@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, comm_hooks
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from models import WRAPPINGS, Transformer, full_grads, loss_of, tokens, twins
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 POLICIES = {
     "bf16": MixedPrecision(BRAIN),
     "bf16, reduced in fp32": MixedPrecision(BRAIN, reduce_dtype=SINGLE),

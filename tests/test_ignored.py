@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, full_grads, gather_objects, loss_of, tokens, twins
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 def _ignored(kind: str, model: Transformer) -> dict:

@@ -17,12 +17,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from bed import ranks
 from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import CPUOffload, ShardingStrategy, _materialize
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 from models import gather_objects, twins
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 class Scale(nn.Module):
@@ -571,6 +570,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @each_form
 @pytest.mark.parametrize("way", list(WAYS))
 @ranks(4)
@@ -603,6 +603,7 @@ class Reading(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
+@pytest.mark.each_value
 @each_form
 @pytest.mark.parametrize("lazily", ["mapped file", "mapping that reads"])
 @ranks(4)

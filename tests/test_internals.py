@@ -22,11 +22,11 @@ from torch.distributed.fsdp._common_utils import _get_module_fsdp_state as impor
 
 import fsdp_wrap
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, compat
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 
 WIDTH = 6
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 HELPERS = [
     (_common_utils, "_get_module_fsdp_state"),
     (_runtime_utils, "_lazy_init"),

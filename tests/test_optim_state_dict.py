@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,24 +14,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from bed import ranks
 from bed.memory import Peak, live_bytes
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import (
     FullOptimStateDictConfig,
     IntervalTensor,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from test_state_dict import (
+from optim_states import assert_same, by_name, grouped, resume
+from state_nets import (
+    FULL,
+    SHARDED,
     Net,
     Tied,
     adamw,
     assert_close,
     below_plain,
     by_hand,
-    each_form,
     new_batches,
     per_block,
     train_side_by_side,
@@ -40,7 +41,6 @@ from test_state_dict import (
     wrapped_and_plain,
 )
 
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
 
 
@@ -58,37 +58,6 @@ def nadam(module: nn.Module) -> torch.optim.Optimizer:
 
 def adagrad(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(module.parameters(), lr=1e-2)
-
-
-def by_name(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """A plain optimizer's state dict with names in place of numbers."""
-    names = {id(param): name for name, param in module.named_parameters()}
-    numbered = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
-    state = copy.deepcopy(optimizer.state_dict())
-    groups = [{**group, "params": [numbered[n] for n in group["params"]]} for group in state["param_groups"]]
-    return {"state": {numbered[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], check_dtype: bool = True) -> None:
-    assert sorted(found["state"]) == sorted(expected["state"])
-    for name, entry in expected["state"].items():
-        assert list(found["state"][name]) == list(entry), name
-        for key, value in entry.items():
-            other = found["state"][name][key]
-            if not isinstance(value, torch.Tensor):
-                assert other == value, (name, key)
-                continue
-            other = other.full_tensor() if isinstance(other, IntervalTensor) else other
-            assert other.shape == value.shape, (name, key)
-            torch.testing.assert_close(other, value, rtol=0, atol=1e-12, check_dtype=check_dtype)
-    assert len(found["param_groups"]) == len(expected["param_groups"])
-    for group, other in zip(found["param_groups"], expected["param_groups"]):
-        assert sorted(group["params"]) == sorted(other["params"])
-        assert {**group, "params": 0} == {**other, "params": 0}
-
-
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> None:
-    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
 
 
 # Full.
@@ -243,13 +212,6 @@ def test_parameters_that_no_instance_wraps(rank, world_size, use_orig_params):
 
 
 # Groups, frozen and unused parameters.
-
-
-def grouped(module: nn.Module, split: Callable[[str], bool]) -> torch.optim.Optimizer:
-    named = list(module.named_parameters())
-    first = [param for name, param in named if split(name)]
-    rest = [param for name, param in named if not split(name)]
-    return torch.optim.AdamW([{"params": rest, "lr": 1e-3}, {"params": first, "weight_decay": 0.5}], lr=1e-2)
 
 
 @pytest.mark.parametrize("wrap", [whole, per_block])

@@ -10,18 +10,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from fronts import each_front, full_grads, full_state, shard, twins
+from fronts import each_form, each_front, full_grads, full_state, shard, twins
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import always_wrap_policy
 from models import WRAPPINGS, Transformer, gather_objects, loss_of, named_state, tokens, train
 
 STEPS = 10
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_wrapping = pytest.mark.parametrize(
     ("front", "wrapping"),
-    [(front, wrapping) for front in ("flat", "orig") for wrapping in WRAPPINGS]
-    + [("composable", "size")],
+    [(front, wrapping) for front in ("flat", "orig") for wrapping in WRAPPINGS] + [("composable", "size")],
 )
 
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, ShardingStrategy
 from fsdp_wrap._held_by import Intervals
 from fsdp_wrap._interval_tensor import passes_for_dtensor
-from test_state_dict import Block, Net, each_form, per_block, whole
-from test_state_dict_types import LOCAL, SHARDED, load, take
+from state_nets import LOCAL, SHARDED, Block, Net, load, per_block, take, whole
 
 
 @pytest.mark.parametrize(

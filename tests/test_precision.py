@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import (
     CPUOffload,
     MixedPrecision,
@@ -34,8 +35,6 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import full_grads
 from scenario import pairwise
-
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -196,9 +195,7 @@ def test_which_inputs_are_cast(rank, world_size, cast_nested, cast_root):
             self.seen.append([each.dtype for each in values])
             return self.inner(x.float(), torch.ones(1, dtype=FP64), 3, mask=torch.ones(4, dtype=torch.bool))
 
-    policy = MixedPrecision(
-        BF16, cast_forward_inputs=cast_nested, cast_root_forward_inputs=cast_root
-    )
+    policy = MixedPrecision(BF16, cast_forward_inputs=cast_nested, cast_root_forward_inputs=cast_root)
     outer = Outer()
     inner = outer.inner
     model = FSDP(outer, auto_wrap_policy=ModuleWrapPolicy({Spy}), mixed_precision=policy)

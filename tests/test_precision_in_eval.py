@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 LOW = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 

@@ -20,6 +20,7 @@ from torch import nn
 from bed import ranks
 from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
+from fronts import ONE, each_form, squares
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._safetensors import (
     export_safetensors,
@@ -27,7 +28,7 @@ from fsdp_wrap._safetensors import (
     read_safetensors,
     write_safetensors,
 )
-from test_state_dict import (
+from state_nets import (
     WIDTH,
     Buffered,
     Doubling,
@@ -40,12 +41,10 @@ from test_state_dict import (
     below_plain,
     by_hand,
     changed,
-    each_form,
     per_block,
     whole,
     wrapped_and_plain,
 )
-from test_streaming import ONE, squares
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -147,7 +146,7 @@ def test_tensors_of_all_kinds_without_ranks(dtype, tmp_path):
 @ranks(2)
 def test_neither_export_nor_import_holds_much(rank, world_size, use_orig_params, tmp_path):
     with only_new_objects():
-        model = squares(use_orig_params)
+        model = squares("orig" if use_orig_params else "flat")
         for budget, most in ((3 * ONE + 1, 3), (1, 2)):
             before = live_bytes()
             with Peak(before + 1.02 * most * ONE) as peak:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import (
     BackwardPrefetch,
     Event,
@@ -38,7 +39,6 @@ from models import (
     twins,
 )
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_checkpoint = pytest.mark.parametrize("kind", ["none", "reentrant", "early_stop", "no_early_stop"])
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -28,12 +30,14 @@ from fsdp_wrap import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
-    StateDictType,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._interval_tensor import boxes_of
-from test_state_dict import (
+from state_nets import (
+    FULL,
+    LOCAL,
     MODELS,
+    SHARDED,
     WIDTH,
     Block,
     Buffered,
@@ -46,19 +50,15 @@ from test_state_dict import (
     below_plain,
     by_hand,
     changed,
-    each_form,
+    load,
     new_batches,
     per_block,
+    take,
     train_side_by_side,
     whole,
     wrapped_and_plain,
 )
 
-FULL, LOCAL, SHARDED = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-)
 each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand, below_plain])
 
 
@@ -68,16 +68,6 @@ def full(state: dict[str, Any]) -> dict[str, Any]:
         name: value.full_tensor() if isinstance(value, IntervalTensor) else value
         for name, value in state.items()
     }
-
-
-def take(model: nn.Module, kind: StateDictType, config: Any = None) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, kind, config):
-        return model.state_dict()
-
-
-def load(model: nn.Module, kind: StateDictType, state: dict[str, Any], **options: Any) -> Any:
-    with FSDP.state_dict_type(model, kind):
-        return model.load_state_dict(state, **options)
 
 
 # Settings.
@@ -289,6 +279,18 @@ def test_pieces_are_loaded_without_communication(rank, world_size, kind, name, w
     with count_collectives() as counts:
         assert str(load(model, kind, state)) == "<All keys matched successfully>"
     assert counts == {}
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_pieces_of_this_rank_are_copied_straight_into_the_shards(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    state = take(model, SHARDED)
+    model.load_state_dict(changed(plain.state_dict()))
+    with mock.patch.object(FSDP, "_load_from_state_dict") as walked:
+        load(model, SHARDED, state)
+    assert not walked.called
     assert_equal(model.state_dict(), plain.state_dict())
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import CustomPolicy
@@ -27,10 +28,10 @@ from models import (
     named_state,
     tokens,
     train,
+    transformer_twins,
     twins,
 )
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 each_hybrid = pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 
 
@@ -98,14 +99,7 @@ _HYBRID_GROUPS = {"shard0": [0, 1], "shard1": [2, 3], "replicate0": [0, 2], "rep
 @each_form
 @ranks(4)
 def test_hybrid_equals_ddp(rank, world_size, use_orig_params, strategy, form):
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        **_hybrid_arguments(form),
-    )
+    plain, model = transformer_twins(use_orig_params, strategy, **_hybrid_arguments(form))
     ddp = DDP(plain)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (ddp, model)]
     for module, optimizer in zip((ddp, model), optimizers):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bed import ranks
 from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
-from fronts import each_front, shard
+from fronts import ONE, SIDE, each_form, each_front, shard, squares
 from fsdp_wrap import (
     CPUOffload,
     MixedPrecision,
@@ -29,8 +29,8 @@ from fsdp_wrap import (
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
-from test_optim_state_dict import by_name
-from test_state_dict import (
+from optim_states import by_name
+from state_nets import (
     WIDTH,
     Block,
     Buffered,
@@ -43,7 +43,6 @@ from test_state_dict import (
     assert_equal,
     below_plain,
     by_hand,
-    each_form,
     new_batches,
     per_block,
     train_side_by_side,
@@ -216,20 +215,6 @@ def test_optimizer_state_comes_value_by_value(rank, world_size, use_orig_params)
 
 
 # Memory and prefetch.
-
-SIDE = 150
-ONE = SIDE * SIDE * 4
-
-
-def squares(front: str, per_unit: int = 2, units: int = 4) -> nn.Module:
-    """Units of some square matrices each."""
-
-    def unit() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(per_unit)))
-
-    net = nn.Sequential(*(unit() for _ in range(units)))
-    own = set(net.children())
-    return shard(front, net, lambda module, recurse, nonwrapped_numel: recurse or module in own)
 
 
 @each_front

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from bed import ranks
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, ShardingStrategy, register_fsdp_forward_method
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

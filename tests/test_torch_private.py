@@ -10,14 +10,14 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-PACKAGE = Path(__file__).parents[1] / "fsdp_wrap"
+from bed.paths import PACKAGE
+
 PRIVATE = PACKAGE / "_torch_private.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -176,6 +176,7 @@ def test_nothing_is_listed_without_need():
         strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         used.update(value for value in strings if isinstance(value, str) and value.isidentifier())
         used.update(part for path in imports(tree) for part in path.split("."))
+        used.update(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     assert LISTED - used == set()
 
 

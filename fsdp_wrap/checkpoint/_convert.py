@@ -12,11 +12,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_wrap._safetensors import write_safetensors
-from fsdp_wrap._torch_private import load_state_dict
+from fsdp_wrap._torch_private import load_state_dict, unflatten_state_dict
 from fsdp_wrap.checkpoint._folders import find
-from fsdp_wrap.checkpoint._loading import nested, refuse_damaged
+from fsdp_wrap.checkpoint._loading import refuse_damaged
 from fsdp_wrap.checkpoint._manifest import read_metadata
-from fsdp_wrap.checkpoint._step import Save
+from fsdp_wrap.checkpoint._saving import Save
 from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, write_file
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
 
@@ -43,7 +43,10 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
         RuntimeError: If an entry, such as a module's extra state, is no plain value.
         ValueError: If there is no such step, or `out` exists.
     """
-    _refuse_existing(out)
+    if out.exists():
+        raise ValueError(f"{out} exists already: name another file")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent}")
     folder = find(dir, step)
     refuse_damaged(folder)
     metadata = read_metadata(folder)
@@ -53,7 +56,7 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
         if path[0] in ("model", "optim")
         for value in [_read(folder, metadata, key)]
     }
-    write_file(nested(flat, metadata), out)
+    write_file(unflatten_state_dict(flat, metadata.planner_data), out)
     return folder
 
 
@@ -128,10 +131,3 @@ def _read(folder: Path, metadata: Metadata, key: str) -> Any:
     with errors_of_all_ranks(_ALONE, f"reading {key} in {folder}"):
         load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=ValuesPlanner(trusted=False))
     return state[key]
-
-
-def _refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise ValueError(f"{path} exists already: name another file")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}")

@@ -1,6 +1,7 @@
 """Which tests need no processes: those that lead to no function that starts one."""
 
 import contextlib
+import functools
 import inspect
 import multiprocessing
 import subprocess
@@ -24,7 +25,7 @@ def is_pure(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function):
         return False
     fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
-    return not any(_starts(function, set()) for function in (item.obj, *fixtures))
+    return not any(_leads_to_a_start(function) for function in (item.obj, *fixtures))
 
 
 @contextlib.contextmanager
@@ -36,6 +37,11 @@ def no_processes() -> Iterator[None]:
         mock.patch.object(Crew, "run", side_effect=refusal),
     ):
         yield
+
+
+@functools.cache
+def _leads_to_a_start(function: Any) -> bool:
+    return _starts(function, set())
 
 
 def _starts(found: Any, seen: set[int]) -> bool:

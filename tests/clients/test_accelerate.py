@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch import client_rank, needs
+from fronts import each_form
+from launch import client_rank, load_over_zeros, needs
 from models import Transformer, loss_of, tokens
 
 pytestmark = needs("accelerate")
@@ -60,9 +61,6 @@ def _step(accelerator, model, optimizer, batch):
     return accelerator.gather(loss.detach()).tolist()
 
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @each_form
 def test_training_equals_accelerates_ddp(run, use_orig_params, accumulation):
@@ -109,8 +107,5 @@ def _load_and_train(rank, world_size, port, options, folder):
 
         accelerator = Accelerator(fsdp_plugin=_plugin(**options))
         model, optimizer, batches = _prepare(accelerator)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        accelerator.load_state(folder)
+        load_over_zeros(accelerator, model, folder)
         return [_step(accelerator, model, optimizer, batch) for batch in list(batches)[STEPS // 2 :]]

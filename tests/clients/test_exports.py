@@ -9,27 +9,12 @@ import torch
 
 from fsdp_wrap._safetensors import export_safetensors, import_safetensors
 from launch import client_rank, needs
-from test_transformers import LENGTH, VOCABULARY, _llama, _t5
+from tiny_models import LENGTH, bert, llama, t5
 
 pytestmark = needs("transformers")
 
 
-def _bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-    )
-    return BertForMaskedLM(config)  # its head is tied to the embedding, weight and bias
-
-
-MODELS = {"llama": (_llama, "LlamaDecoderLayer"), "t5": (_t5, "T5Block"), "bert": (_bert, "BertLayer")}
+MODELS = {"llama": (llama, "LlamaDecoderLayer"), "t5": (t5, "T5Block"), "bert": (bert, "BertLayer")}
 
 
 def _output(model):

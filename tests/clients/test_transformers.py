@@ -13,51 +13,14 @@ import torch
 
 from fsdp_wrap import FSDPModule, register_fsdp_forward_method
 from launch import client_rank, needs
+from tiny_models import LENGTH, VOCABULARY, llama, t5
 
 pytestmark = needs("transformers", "accelerate")
 
-VOCABULARY, LENGTH, STEPS = 64, 12, 6
+STEPS = 6
 
 
-def _llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)  # its embedding is tied to encoder, decoder and head
-
-
-MODELS = {"llama": (_llama, ["LlamaDecoderLayer"]), "t5": (_t5, ["T5Block"])}
+MODELS = {"llama": (llama, ["LlamaDecoderLayer"]), "t5": (t5, ["T5Block"])}
 
 
 def _examples():
@@ -159,7 +122,7 @@ def test_trainer_of_adapters_saves_and_resumes_them(run, tmp_path, front, state_
     found, by_ddp = (load_file(tmp_path / name / file) for name in ("whole", "ddp"))
     assert len(found) == 2 * 3 * 2
     assert found.keys() == by_ddp.keys()
-    loaded = PeftModel.from_pretrained(_llama(), tmp_path / "whole" / "final").eval()
+    loaded = PeftModel.from_pretrained(llama(), tmp_path / "whole" / "final").eval()
     assert _evaluate(loaded) == pytest.approx(whole[0][1], abs=1e-5)
 
 
@@ -226,7 +189,7 @@ def _predict(rank, world_size, port, wrapped, front, folder):
         generation = {"predict_with_generate": True, "generation_max_length": 10}
         arguments = _arguments(folder, wrapped, ["T5Block"], front, **generation)
         data = _examples()
-        trainer = Seq2SeqTrainer(model=_t5(), args=arguments, train_dataset=data)
+        trainer = Seq2SeqTrainer(model=t5(), args=arguments, train_dataset=data)
         trainer.train()
         return trainer.predict(data[:8]).predictions.tolist()
 

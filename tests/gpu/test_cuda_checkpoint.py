@@ -12,7 +12,7 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import checkpoint
 from models import Transformer, loss_of, tokens
 from on_cuda import SIZES, needs_cuda
-from test_optim_state_dict import assert_same
+from optim_states import assert_same
 
 pytestmark = needs_cuda
 

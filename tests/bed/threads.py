@@ -1,0 +1,45 @@
+"""Ranks that are threads of this process."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
+
+
+@contextmanager
+def threads_as_ranks(world_size: int) -> Iterator[Callable[[Callable[[int], Any]], None]]:
+    """Gives a function that runs its argument on every rank, each a thread with process groups of its own."""
+    multi_threaded_pg._install_threaded_pg()
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate(True)
+    store = dist.HashStore()
+
+    def run(body: Callable[[int], Any]) -> None:
+        errors: list[BaseException] = []
+
+        def thread(rank: int) -> None:
+            try:
+                dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+                body(rank)
+            except BaseException as error:
+                multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+                errors.append(error)
+
+        started = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
+        for each in started:
+            each.start()
+        for each in started:
+            each.join()
+        if errors:
+            raise errors[0]
+
+    try:
+        yield run
+    finally:
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        isolate(False)
+        multi_threaded_pg._uninstall_threaded_pg()

@@ -1,0 +1,39 @@
+"""What tests of `fully_shard` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from fsdp_wrap import Event, fully_shard
+
+
+def shard_blocks(model: nn.Module, **kwargs):
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True) -> None:
+    """Parameters and gradients, gathered by DTensor, equal those of a plain model."""
+    wanted_of = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        expected = wanted_of.pop(name.replace("_checkpoint_wrapped_module.", ""))
+        pairs = [(param.detach().full_tensor(), expected.detach())]
+        assert (param.grad is None) == (expected.grad is None), name
+        if param.grad is not None:
+            pairs.append((param.grad.full_tensor(), expected.grad))
+        for found, wanted in pairs:
+            if exact:
+                assert torch.equal(found, wanted), name
+            else:
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10, msg=name)
+    assert not wanted_of
+
+
+def trace(events: Iterable[Event]) -> list[str]:
+    """Events in short: u(nshard), r(eshard) or p(ost-backward), and the last part of the unit's name."""
+    known = [event for event in events if event.kind.value != "reduce"]
+    return [f"{event.kind.value[0]} {event.unit.rpartition('.')[2] or 'root'}" for event in known]

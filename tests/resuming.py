@@ -1,0 +1,80 @@
+"""What is saved and goes on elsewhere: a model that every wrapper takes, trained on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import nets
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from nets import WIDTH
+from state_nets import adamw
+
+ROWS = 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.rand(1, 2, 3))
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x * self.scale.view(-1))))
+
+
+class Net(nets.Net):
+    """Without scalars, which torch's own wrappers refuse."""
+
+    block = Block
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int, steps: range) -> None:
+    """Each rank takes its rows of a batch, of which there are equally many for 1, 2, 3 and 4 ranks."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(batch[rank * ROWS // size : (rank + 1) * ROWS // size]).square().mean().backward()
+        optimizer.step()
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A plain model that saw whole batches."""
+    plain = net()
+    optimizer = adamw(plain)
+    train(plain, optimizer, 0, 1, range(steps))
+    return plain, optimizer
+
+
+def per_block_of(module: nn.Module, **options: Any) -> FSDP:
+    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+class Counter:
+    """A data position: it is told apart from a value by its methods."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def other(module: nn.Module) -> nn.Module:
+    """The same kind of module with other values."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+    return module

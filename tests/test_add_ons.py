@@ -1,0 +1,129 @@
+"""Each add-on can be deleted, with its files and their tests, and the rest works as before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+class AddOn(NamedTuple):
+    """What is deleted, and by what users see that it is gone.
+
+    Attributes:
+        files: In the package; folders end with a slash.
+        tests: In the folder of tests, as patterns.
+        missed: What raises an error that names the add-on; nothing where nobody would notice.
+        error: Its type and a part of its text.
+    """
+
+    files: list[str]
+    tests: list[str]
+    missed: str = ""
+    error: str = ""
+
+
+ADD_ONS = {
+    "shared memory": AddOn(
+        [
+            "_mapped_file.py",
+            "_shared_memory.py",
+            "_signals.py",
+            "_channel.py",
+            "_rendezvous.py",
+            "_shared_collective.py",
+            "_lending.py",
+            "_host_communicator.py",
+            "_two_level.py",
+            "_automatic.py",
+        ],
+        ["test_shared_memory.py", "test_two_hosts.py", "shared_memory_faults.py"],
+    ),
+    "compression": AddOn(
+        ["_quantize.py", "_compression.py"],
+        ["test_compression.py"],
+        "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
+        "MissingAddOn: compress() needs the add-on for compression",
+    ),
+    "checkpoint folders": AddOn(
+        ["checkpoint/", "_safetensors.py"],
+        [
+            "test_checkpoint*.py",
+            "test_safetensors.py",
+            "test_fully_shard_checkpoints.py",
+            "test_examples.py",
+            "test_lost_ranks.py",
+            "test_soak.py",
+            "clients/test_exports.py",
+            "gpu/test_cuda_checkpoint.py",
+        ],
+        "import fsdp_wrap.checkpoint",
+        "ModuleNotFoundError: No module named 'fsdp_wrap.checkpoint'",
+    ),
+    "compat": AddOn(
+        [
+            "compat.py",
+            "_installation.py",
+            "_clients.py",
+            "_internals.py",
+            "_helpers.py",
+            "_fully_shard_state.py",
+        ],
+        ["test_compat*.py", "test_internals.py", "test_attributes.py", "clients/"],
+        "import fsdp_wrap.compat",
+        "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",
+    ),
+}
+"""The one list of what belongs to which add-on."""
+
+CHOSEN = {
+    "test_parity": "by_hand",
+    "test_fully_shard_comms": "collectives_of_the_users",
+    "test_comm_hooks": "differ_and_dtypes",
+    "test_distributed_state_dict": "several_optimizers",
+}
+"""What of the other tests runs, by file; all of them are imported."""
+
+OF_THE_WHOLE = ["test_add_ons.py", "test_architecture.py", "test_torch_private.py", "test_api_table.py"]
+"""What looks at all files and names of the package, those of add-ons too."""
+
+
+def without(add_on: AddOn, root: Path) -> None:
+    """Copies package and tests into a folder, and deletes an add-on."""
+    for name in ("fsdp_wrap", "tests", "benchmarks", "examples"):
+        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", root)
+    for folder, patterns in (("fsdp_wrap", add_on.files), ("tests", [*add_on.tests, *OF_THE_WHOLE])):
+        for pattern in patterns:
+            found = [*(root / folder).glob(pattern.rstrip("/"))]
+            assert found, f"{pattern} is not in {folder}"
+            for path in found:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ADD_ONS)
+def test_each_can_be_deleted(name, tmp_path):
+    add_on = ADD_ONS[name]
+    without(add_on, tmp_path)
+    chosen = " or ".join(f"({file} and {name})" for file, name in CHOSEN.items())
+    ran = python(tmp_path, "-m", "pytest", "-q", "-x", "-k", chosen, "tests")
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    if add_on.missed:
+        told = python(tmp_path, "-c", f"import fsdp_wrap, fsdp_wrap.comm_hooks, torch; {add_on.missed}")
+        assert add_on.error in told.stderr, told.stderr
