@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,12 +57,8 @@ def load_optim_state_dict(
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
     first = FirstRank(handles_of(units_in(model).values())) if from_first_rank else None
-    given = _Given(names, state_dict, first)
-    counted = given.counted()
-    pieces = {
-        name: {key: _cut(names.by_name[name], key, value, counted) for key, value in given.entry(name)}
-        for name in given.state
-    }
+    given = _given(names, state_dict, first)
+    pieces = _pieces(names, given, state_dict, first)
     if optim is None:
         groups = given_groups(model, names, optim_input)
     else:
@@ -95,91 +91,73 @@ class _Tensor:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
 class _Given:
-    """The state dict to load, on every rank alike, wherever it came from.
+    """What a state dict to load has, in a few bytes.
 
     Attributes:
-        state: By name of parameter; tensors with dimensions, and pieces, are only described.
+        states: By name of parameter; tensors with dimensions, and pieces, are only described.
         others: What belongs to no parameter.
         groups: The parameter groups; None where the state dict has none.
     """
 
-    def __init__(
-        self, names: Originals, state_dict: Mapping[str, Any] | None, first: FirstRank | None
-    ) -> None:
-        self._names, self._first = names, first
-        self._values: Mapping[Any, State] = {}
-        described: Any = None
-        if first is None or first.is_here:
-            try:
-                self._values, described = _described(names, state_dict)
-            except (TypeError, ValueError) as error:
-                described = error
-        if first is not None:
-            described = first.object(described)  # an error as well: no rank waits for tensors in vain
-        if isinstance(described, Exception):
-            raise described
-        self.state: dict[str, State]
-        self.others: State
-        self.groups: list[dict[str, Any]] | None
-        self.state, self.others, self.groups = described
+    states: dict[str, State]
+    others: State
+    groups: list[dict[str, Any]] | None
 
     def known(self, params: Mapping[Any, list[Original]]) -> dict[Any, list[Original]]:
         """Returns those parameters of which the state dict says anything, or that a unit owns."""
-        told = {*self.state, *(name for group in self.groups or () for name in group.get("params", ()))}
+        told = {*self.states, *_declared(self.groups)}
         return {
             key: originals
             for key, originals in params.items()
             if any(each.handle is not None or each.fqn in told for each in originals)
         }
 
-    def counted(self) -> frozenset[str]:
-        """Returns the kinds of state that have no dimensions though their parameters have."""
-        found = {
-            key
-            for name, entry in self.state.items()
-            if self._names.by_name[name].shape
-            for key, value in entry.items()
-            if not isinstance(value, _Tensor)
-        }
-        return _NEVER_ELEMENTWISE | found
 
-    def entry(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Yields one parameter's (key, value) pairs; every rank must take all, since tensors may travel."""
-        for key, value in self.state[name].items():
-            if not isinstance(value, _Tensor):
-                yield key, value
-            elif self._first is None:
-                yield key, self._values[name][key]
-            else:
-                own = self._values[name][key] if self._first.is_here else None
-                yield key, self._first.tensor(own, value.shape, value.dtype)
+def _given(names: Originals, state_dict: Any, first: FirstRank | None) -> _Given:
+    """Returns what the state dict has, on every rank alike, wherever it is."""
+    given: Any = None
+    if first is None or first.is_here:
+        try:
+            given = _described(names, state_dict)
+        except (TypeError, ValueError) as error:
+            given = error
+    if first is not None:
+        given = first.object(given)  # an error as well: no rank waits for tensors in vain
+    if isinstance(given, Exception):
+        raise given
+    assert isinstance(given, _Given)
+    return given
 
 
-def _described(names: Originals, state_dict: Any) -> tuple[Mapping[Any, State], Any]:
-    """Returns the states, and (described states, other states, groups), or refuses what is no state dict."""
+def _described(names: Originals, state_dict: Any) -> _Given:
+    """Describes a state dict, or refuses what is none."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         found = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise TypeError(f"an optimizer state dict has the entries 'state' and 'param_groups'; found {found}")
-    values, groups = state_dict["state"], state_dict.get("param_groups")
-    declared = [name for group in groups or () for name in group.get("params", ())]
-    if any(isinstance(name, int) for name in (*declared, *values)):
+    states, groups = state_dict["state"], state_dict.get("param_groups")
+    if any(isinstance(name, int) for name in (*_declared(groups), *states)):
         raise ValueError(
             "the optimizer state dict goes by parameter ids, which do not say which parameters they mean: "
             "rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, ...) names them"
         )
-    unknown = [str(name) for name in declared if name not in names.by_name]
+    unknown = [str(name) for name in _declared(groups) if name not in names.by_name]
     if unknown:
         raise ValueError(
             f"the optimizer state dict is of parameters that the model does not have: {', '.join(unknown)}"
         )
-    state = {
-        name: {key: _description(value) for key, value in values[name].items()}
-        for name in values
+    described = {
+        name: {key: _description(value) for key, value in entry.items()}
+        for name, entry in states.items()
         if name in names.by_name
     }
-    others = {name: value for name, value in values.items() if name not in names.by_name}
-    return values, (state, others, None if groups is None else [dict(group) for group in groups])
+    others = {name: value for name, value in states.items() if name not in names.by_name}
+    return _Given(described, others, None if groups is None else [dict(group) for group in groups])
+
+
+def _declared(groups: Iterable[Mapping[str, Any]] | None) -> list[Any]:
+    return [name for group in groups or () for name in group.get("params", ())]
 
 
 def _description(value: Any) -> Any:
@@ -188,7 +166,27 @@ def _description(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _cut(original: Original, key: str, value: Any, counted: frozenset[str]) -> Any:
+def _pieces(
+    names: Originals, given: _Given, state_dict: Mapping[str, Any] | None, first: FirstRank | None
+) -> dict[str, State]:
+    """Returns what this rank holds of all states; tensors of the first rank travel one by one."""
+    counted = set(_NEVER_ELEMENTWISE)  # and what has no dimensions though its parameter has
+    for name, entry in given.states.items():
+        if names.by_name[name].shape:
+            counted.update(key for key, value in entry.items() if not isinstance(value, _Tensor))
+    values = state_dict["state"] if state_dict and (first is None or first.is_here) else None
+    pieces: dict[str, State] = {}
+    for name, entry in given.states.items():
+        pieces[name] = {}
+        for key, value in entry.items():
+            if isinstance(value, _Tensor):
+                own = values[name][key] if values else None
+                value = own if first is None else first.tensor(own, value.shape, value.dtype)
+            pieces[name][key] = _cut(names.by_name[name], key, value, counted)
+    return pieces
+
+
+def _cut(original: Original, key: str, value: Any, counted: Collection[str]) -> Any:
     """Returns this rank's piece of a value, or the value where it is not elementwise."""
     interval, value = original.interval, unsharded(value)
     if isinstance(value, IntervalTensor):

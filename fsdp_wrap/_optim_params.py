@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._modules import clean_fqn
 from fsdp_wrap._originals import Original, Originals
 from fsdp_wrap._schedule import require_idle
 from fsdp_wrap._unit import units_in
+from fsdp_wrap._walks import clean_fqn
 
 __all__ = [
     "Group",
@@ -24,9 +24,9 @@ __all__ = [
     "groups_of",
     "options_of",
     "originals_of",
-    "params_by_key",
     "refuse_shared",
     "same_values",
+    "saved_options",
 ]
 
 
@@ -59,24 +59,42 @@ class Group:
         Raises:
             ValueError: If there are several, with other options each, or none and the options are not known.
         """
-        by_name = {name: options_of(group) for group in groups for name in group.get("params", ())}
-        known = [(name, by_name[name]) for name in self.names if name in by_name]
-        options = known[0][1] if known else self.options
+        options = saved_options(self.names, self.options, groups)
         if options is None:
             raise ValueError(
                 "the optimizer state dict has no group with any of "
                 f"{', '.join(map(repr, self.names)) or 'nothing'}, "
                 "which are one in optim_input, so the group's options are not known: pass optim instead"
             )
-        saved = {key: value for key, value in options.items() if key != "param_names"}
-        for name, other in known[1:]:
-            if not _same_options(options, other):
-                raise ValueError(
-                    f"parameters '{known[0][0]}' and '{name}' are in one group of the optimizer, but were "
-                    f"saved in groups with other options: {saved} and {other}; make groups as they were"
-                )
-        kept = {key: value for key, value in (self.options or {}).items() if key == "param_names"}
-        return {**copy.deepcopy(saved), **kept, "params": [*self.params]}
+        return {**options, "params": [*self.params]}
+
+
+def saved_options(
+    names: Iterable[str], own: dict[str, Any] | None, groups: Iterable[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Returns the options with which the parameters of one group were saved.
+
+    Args:
+        names: Of the parameters.
+        own: The group's options now, which stay where none of them was saved.
+        groups: The saved groups.
+
+    Raises:
+        ValueError: If they were saved in groups with other options each.
+    """
+    by_name = {name: options_of(group) for group in groups for name in group.get("params", ())}
+    known = [(name, _without_names(by_name[name])) for name in names if name in by_name]
+    if not known:
+        return copy.deepcopy(own)
+    (first, saved), *others = known
+    for name, other in others:
+        if saved.keys() != other.keys() or not all(same_values(saved[key], other[key]) for key in saved):
+            raise ValueError(
+                f"parameters '{first}' and '{name}' are in one group of the optimizer, but were saved in "
+                f"groups with other options: {saved} and {other}; make groups as they were"
+            )
+    kept = {key: value for key, value in (own or {}).items() if key == "param_names"}
+    return {**copy.deepcopy(saved), **kept}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,9 +102,8 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    keys = (one.keys() | other.keys()) - {"param_names"}
-    return all(key in one and key in other and same_values(one[key], other[key]) for key in keys)
+def _without_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "param_names"}
 
 
 def same_values(one: Any, other: Any) -> bool:
@@ -134,21 +151,11 @@ def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mappin
         ValueError: If the optimizer has parameters that are not the model's.
     """
     saved = state_dict if "param_groups" in state_dict else optim.state_dict()
-    return [
-        Group(
-            {key: names.of(param) for key, param in zip(_in_order(names, keys, params), params)},
-            options_of(group),
-        )
-        for group, (keys, params) in zip(saved["param_groups"], params_by_key(optim, saved))
-    ]
-
-
-def params_by_key(
-    optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> Iterator[tuple[list[Any], list[nn.Parameter]]]:
-    """Yields, for each group, its parameters' keys in the optimizer's state dict, and the parameters."""
-    for saved, group in zip(state_dict["param_groups"], optim.param_groups):
-        yield saved["params"], group["params"]
+    groups = []
+    for group, now in zip(saved["param_groups"], optim.param_groups):
+        keys = _in_order(names, group["params"], now["params"])
+        groups.append(Group(dict(zip(keys, map(names.of, now["params"]))), options_of(group)))
+    return groups
 
 
 def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tensor]) -> Sequence[Any]:

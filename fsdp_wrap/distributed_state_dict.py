@@ -271,7 +271,7 @@ def _frozen_names(model: nn.Module) -> set[str]:
         if not original.source.requires_grad
         for place in original.places
     }
-    return {fqn for fqn, place, _ in named(model, params, all_names=True) if place in frozen}
+    return {name for name, place, _ in named(model, params, all_names=True) if place in frozen}
 
 
 def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:

@@ -163,7 +163,7 @@ class _FullState:
 
     def values(self, *, budget: int, wanted: bool, to_host: bool) -> Generator[tuple[str, str, Any]]:
         """Yields (name, key, value) of all; collective."""
-        every = [(fqn, key, value) for fqn, entry in self.known.items() for key, value in entry.items()]
+        every = [(fqn, key, entry[key]) for fqn, entry in self.known.items() for key in sorted(entry)]
         cut = [value for _, _, value in every if isinstance(value, FullValue)]
         gathered = stream(cut, budget, wanted=wanted, to_host=to_host)
         try:
@@ -183,12 +183,13 @@ def _pieces(
 ) -> tuple[dict[str, State], State]:
     """Returns this rank's state by name, and what belongs to no parameter."""
     params = {key: originals for group in groups for key, originals in group.params.items()}
-    pieces: dict[str, State] = {}
-    for key, originals in params.items():
-        for original in originals if states.get(key) else ():
-            if not original.left_out:
-                entry = states[key].items()
-                pieces[original.fqn] = {name: _piece(original, name, value) for name, value in entry}
+    pieces = {
+        original.fqn: {name: _piece(original, name, value) for name, value in states[key].items()}
+        for key, originals in params.items()
+        if states.get(key)
+        for original in originals
+        if not original.left_out
+    }
     ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
     return ordered, {key: value for key, value in states.items() if key not in params}
 
