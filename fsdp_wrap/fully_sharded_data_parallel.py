@@ -172,9 +172,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         options: dict[str, Any] = {
             "process_group": process_group,
             "device_mesh": device_mesh,
-            "sharding_strategy": ShardingStrategy.FULL_SHARD
-            if sharding_strategy is None
-            else sharding_strategy,
+            "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "backward_prefetch": backward_prefetch,
             "mixed_precision": mixed_precision,
