@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from fsdp_wrap._collectives import Communicator, GroupCommunicator
 from fsdp_wrap._communicators import between_any, shared_memory_between
-from fsdp_wrap._connections import Connections
 from fsdp_wrap._groups import neighbours
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
@@ -86,7 +85,7 @@ class AutomaticCommunicator(GroupCommunicator):
 
     def _tell_all(self, value: Any) -> list[Any]:
         ranks = Ranks(self._group, self.rank, self.size)
-        exchange = Exchange(ranks, value, Connections(ranks.group, self._watch.positions).has_ended)
+        exchange = Exchange(ranks, value, self._watch.has_ended)
         self._issue(self._gather_lane, lambda *_: [exchange]).wait()
         return exchange.values()
 
@@ -97,16 +96,16 @@ class AutomaticCommunicator(GroupCommunicator):
 
 
 def _as_chosen(name: str) -> Any:
-    """Returns a method of what is chosen when it is looked up first, which an instance keeps then."""
-    return functools.cached_property(lambda automatic: getattr(automatic._best, name))
+    """Returns a method of what is chosen when it is looked up first, which an instance keeps from then on."""
+    method = functools.cached_property(lambda automatic: getattr(automatic._best, name))
+    method.__set_name__(AutomaticCommunicator, name)
+    return method
 
 
 for _name in (
     *("gather_into", "all_gather", "all_gather_parts", "reduce_scatter", "all_reduce", "broadcast", "gather"),
     *("scatter", "all_gather_object", "broadcast_object", "all_to_all"),
 ):
-    _method = _as_chosen(_name)
-    _method.__set_name__(AutomaticCommunicator, _name)
-    setattr(AutomaticCommunicator, _name, _method)
+    setattr(AutomaticCommunicator, _name, _as_chosen(_name))
 
 _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._device import Finished, Lane, Pending, lane_of
-from fsdp_wrap._exchange import exchange_gather, exchange_reduce
 from fsdp_wrap._groups import is_destroyed
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._objects import (
@@ -31,12 +30,21 @@ from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._watch import InFlight, InFlightWithoutLimit, Watch
 
 __all__ = [
+    "SUM",
+    "Fill",
+    "FillPart",
+    "Op",
+    "Tensors",
     "Communicator",
-    "ExchangeCommunicator",
     "GroupCommunicator",
     "SoloCommunicator",
 ]
 
+Tensors = list[torch.Tensor]
+Fill = Callable[[], object]
+FillPart = Callable[[torch.Tensor], object]
+Op = dist.ReduceOp.RedOpType
+SUM = dist.ReduceOp.SUM
 Start = Callable[[dist.ProcessGroup, bool], list[Any]]
 """Issues collectives of a group, asynchronously or not; returns the works if so."""
 
@@ -113,7 +121,7 @@ class Communicator(ABC):
         length = full.numel() // self.size
         return full[self.rank * length : (self.rank + 1) * length]  # which costs less than narrow()
 
-    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
+    def gather_into(self, buffers: list[Buffer], fill: Fill) -> Pending:
         """Allocates buffers and fills them from all ranks, after `fill` has written this rank's own parts."""
         full = []
         for buffer in buffers:
@@ -122,26 +130,22 @@ class Communicator(ABC):
         return self.all_gather(full, fill)
 
     @abstractmethod
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         """Fills each of `full` from all ranks, after `fill` has written this rank's own parts."""
 
     @abstractmethod
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         """Fills a 1-D tensor by consecutive parts of these lengths, one per rank; `fill` writes its own."""
 
     @abstractmethod
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled.
 
         What is summed may be of a narrower dtype; the sum is in that of the shards.
         """
 
     @abstractmethod
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         """Reduces each tensor in place."""
 
     @abstractmethod
@@ -175,25 +179,21 @@ class SoloCommunicator(Communicator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device)
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         def start(async_op: bool) -> None:
             fill()
 
         return lane_of(self.device, "gather").issue(start)
 
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         return self.all_gather([full], lambda: fill(full))
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         for shard, source in zip(shards, full):
             shard.copy_(source)
         return Finished()
 
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         return Finished()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -282,16 +282,10 @@ class GroupCommunicator(Communicator):
             raise self._watch.failure(error) from error
         return in_flight(works, self._watch)
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         return self._issue(self._gather_lane, partial(self._gather, full, fill))
 
-    def _gather(
-        self,
-        full: list[torch.Tensor],
-        fill: Callable[[], object],
-        group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> list[Any]:
+    def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         fill()
         works = []
         for each in full:
@@ -300,9 +294,7 @@ class GroupCommunicator(Communicator):
             works.append(all_gather_single(each, own, group, async_op))
         return works
 
-    def all_gather_parts(
-        self, full: torch.Tensor, lengths: Sequence[int], fill: Callable[[torch.Tensor], object]
-    ) -> Pending:
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         parts = torch.split(full, list(lengths))
 
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
@@ -315,16 +307,10 @@ class GroupCommunicator(Communicator):
 
         return self._issue(self._gather_lane, start)
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         return self._issue(self._reduce_lane, partial(self._reduce, shards, full), self._reduction_in_flight)
 
-    def _reduce(
-        self,
-        shards: list[torch.Tensor],
-        full: list[torch.Tensor],
-        group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> list[Any]:
+    def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         works = []
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
@@ -332,9 +318,7 @@ class GroupCommunicator(Communicator):
             works.append(reduce_scatter_single(shard, summed, group, async_op))
         return works
 
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
             return [dist.all_reduce(each, op=op, group=group, async_op=async_op) for each in tensors]
 
@@ -375,58 +359,3 @@ class GroupCommunicator(Communicator):
             return [dist.all_to_all_single(received, sent, group=group, async_op=async_op)]
 
         return self._issue(self._reduce_lane, start)
-
-
-class ExchangeCommunicator(GroupCommunicator):
-    """Messages between every two ranks where tensors are large enough, else the group's own collectives.
-
-    Args:
-        ranks: The group, over gloo.
-        device: The CPU.
-        least: From how many bytes on a full tensor is exchanged, the same on all ranks; infinite for never.
-    """
-
-    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
-        super().__init__(ranks, device)
-        self._least = least
-
-    def _gather(
-        self,
-        full: list[torch.Tensor],
-        fill: Callable[[], object],
-        group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> list[Any]:
-        works = super()._gather([each for each in full if each.nbytes < self._least], fill, group, async_op)
-        for each in full:
-            if each.nbytes >= self._least:
-                parts = self._by_rank(as_transport(each))
-                works.append(exchange_gather(group, self.rank, parts, self._lives))
-        return works
-
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        if any(each.nbytes < self._least for each in full):
-            return super().reduce_scatter(shards, full)
-        return self._issue(self._reduce_lane, partial(self._reduce, shards, full))
-
-    def _reduce(
-        self,
-        shards: list[torch.Tensor],
-        full: list[torch.Tensor],
-        group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> list[Any]:
-        works = []
-        for shard, each in zip(shards, full):
-            if each.nbytes < self._least:
-                works += super()._reduce([shard], [each], group, async_op)
-            else:
-                works.append(exchange_reduce(group, self.rank, shard, self._by_rank(each), self._lives))
-        return works
-
-    def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
-        return dict(enumerate(full.chunk(self.size)))
-
-    def _lives(self, rank: int) -> bool:
-        assert self.positions is not None
-        return self.positions.lives(dist.get_global_rank(self._group, rank))

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._absent_communicator import AbsentCommunicator
 from fsdp_wrap._add_ons import Seam
-from fsdp_wrap._collectives import Communicator, ExchangeCommunicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._collectives import Communicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._exchange import ExchangeCommunicator
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._positions import positions_of
 from fsdp_wrap._version import __version__
@@ -107,3 +108,35 @@ def _setting(name: str, *known: str) -> str | None:
     if value not in (None, *known):
         raise ValueError(f'{name} must be "{known[0]}" or "{known[1]}" or not be set, not {value!r}')
     return value
+
+
+class AbsentCommunicator(Communicator):
+    """Allocates what would travel, and refuses to communicate.
+
+    So a module can be wrapped as one rank of many would wrap it, without the others.
+
+    Args:
+        ranks: This rank's place, as told by what stands in for a process group.
+        device: Where the buffers live.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks.rank, ranks.size, device)
+        self._group = ranks.group
+
+    def _identity(self) -> object:
+        return self.device, id(self._group)
+
+    @property
+    def members(self) -> frozenset[int]:
+        return frozenset(range(self.size))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this module was wrapped as rank {self.rank} of {self.size} with a "
+            f"{type(self._group).__name__} as process_group, which tells a rank and a size and carries "
+            "nothing: to run it, or to gather its parameters, wrap it with a torch.distributed.ProcessGroup"
+        )
+
+    all_gather = all_gather_parts = reduce_scatter = all_reduce = _refuse
+    broadcast = gather = scatter = all_gather_object = broadcast_object = all_to_all = _refuse

@@ -70,11 +70,6 @@ class Cut(Extent):
         """Returns the shape of a rank's rows."""
         return self._shape_of(self.rows(rank))
 
-    def held(self, part: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the view of a rank's part in which its rows are."""
-        shape = self.held_shape(rank)
-        return part[self.offset : self.offset + shape.numel()].view(shape)
-
     def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
         """Views of all ranks' parts (ranks x shard): (ranks, rows, other dimensions) and (rows, others)."""
         found = []
@@ -82,7 +77,9 @@ class Cut(Extent):
             chunks = parts[: self.whole, self.offset : self.end]
             found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
         if self.rest:
-            found.append(self.held(parts[self.whole], self.whole).movedim(self.dim, 0))
+            shape = self._shape_of(self.rest)
+            chunk = parts[self.whole, self.offset : self.offset + shape.numel()]
+            found.append(chunk.view(shape).movedim(self.dim, 0))
         return found
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -52,20 +52,7 @@ class Work(ABC):
                 self._ended, self._error = True, error
                 raise
             if not self._ended and limit is not None:
-                raise RuntimeError("it has not ended yet")
-
-
-class Lane(ABC):
-    """One queue of communication that runs beside the computation."""
-
-    @abstractmethod
-    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Pending:
-        """Runs `start` after all that the computation has issued so far.
-
-        Args:
-            start: Issues copies and collectives; gets whether to ask the process group for
-                asynchronous works, and returns those.
-        """
+                raise RuntimeError("the bytes are on their way still")
 
 
 class Finished:
@@ -88,10 +75,16 @@ class Then:
             action()
 
 
-class HostLane(Lane):
-    """The CPU's: works of the process group take the place of streams."""
+class Lane:
+    """One queue of communication that runs beside the computation: on the CPU, the process group's own."""
 
     def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Pending:
+        """Runs `start` after all that the computation has issued so far.
+
+        Args:
+            start: Issues copies and collectives; gets whether to ask the process group for
+                asynchronous works, and returns those.
+        """
         works = start(True)
         return Then(works) if works else Finished()
 
@@ -128,4 +121,4 @@ class StreamLane(Lane):
 @lru_cache
 def lane_of(device: torch.device, purpose: str) -> Lane:
     """Returns the one lane of this process for a device and a purpose, such as "gather"."""
-    return HostLane() if device.type == "cpu" else StreamLane(device)
+    return Lane() if device.type == "cpu" else StreamLane(device)

@@ -167,20 +167,14 @@ class DTensorLayout(Layout):
         return self.extents[index].split(tensor)
 
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        # Tensors of the wanted shapes, as above.
-        folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
         boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            if len(folds) == len(tensors):
-                views = [*map(torch.Tensor.view_as, tensors, folds)]
-            else:
-                views = [view for cut, tensor in zip(self.extents, tensors) for view in cut.split(tensor)]
-            foreach_copy_(boxes, views)
+            foreach_copy_(boxes, [box for cut, each in zip(self.extents, tensors) for box in cut.split(each)])
             if gaps:
                 foreach_zero_(gaps)
 
-        if len(folds) == len(self.extents) and all(cut.whole == self._ranks for cut in self.extents):
+        if all(cut.folded is not None and cut.whole == self._ranks for cut in self.extents):
             return self._row_packer(travelling.view(self._ranks, -1), pack)
         return pack
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._device import Work
+from fsdp_wrap._collectives import Fill, GroupCommunicator, Tensors
+from fsdp_wrap._device import Pending, Work
+from fsdp_wrap._mesh import Ranks
+from fsdp_wrap._objects import as_transport
 
-__all__ = ["Messages", "exchange_gather", "exchange_reduce"]
+__all__ = ["ExchangeCommunicator", "Messages", "exchange_gather", "exchange_reduce"]
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
 
@@ -148,3 +152,46 @@ class Messages(Work):
         if dead and peer == self._suspect:
             raise RuntimeError("a rank died before all of its messages had come")
         self._suspect = peer if dead else None
+
+
+class ExchangeCommunicator(GroupCommunicator):
+    """Messages between every two ranks where tensors are large enough, else the group's own collectives.
+
+    Args:
+        ranks: The group, over gloo.
+        device: The CPU.
+        least: From how many bytes on a full tensor is exchanged, the same on all ranks; infinite for never.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
+        super().__init__(ranks, device)
+        self._least = least
+
+    def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        works = super()._gather([each for each in full if each.nbytes < self._least], fill, group, async_op)
+        for each in full:
+            if each.nbytes >= self._least:
+                parts = self._by_rank(as_transport(each))
+                works.append(exchange_gather(group, self.rank, parts, self._lives))
+        return works
+
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
+        if any(each.nbytes < self._least for each in full):
+            return super().reduce_scatter(shards, full)
+        return self._issue(self._reduce_lane, partial(self._reduce, shards, full))
+
+    def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        works = []
+        for shard, each in zip(shards, full):
+            if each.nbytes < self._least:
+                works += super()._reduce([shard], [each], group, async_op)
+            else:
+                works.append(exchange_reduce(group, self.rank, shard, self._by_rank(each), self._lives))
+        return works
+
+    def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
+        return dict(enumerate(full.chunk(self.size)))
+
+    def _lives(self, rank: int) -> bool:
+        assert self.positions is not None
+        return self.positions.lives(dist.get_global_rank(self._group, rank))

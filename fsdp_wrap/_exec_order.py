@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Generic, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from fsdp_wrap._collectives import Communicator
 from fsdp_wrap._events import Phase
 from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._positions import Note
@@ -135,31 +133,18 @@ def _in_detail() -> bool:
 
 
 _EXCHANGE = Note("compares the forward order")
-_LONGEST_NAME = 500  # bytes
 
 
 def _compare_across_ranks(name: str, handle: ParamHandle, iteration: int) -> None:
-    running = {f"{dist.get_rank()} {name}"}
+    running = {dist.get_rank(): name}
     for communicator in (handle.communicator, handle.replicas):
         if communicator.positions is not None:
             communicator.positions.issue(_EXCHANGE, Phase.FORWARD, iteration)
-            running = _exchange(running, communicator)
-    units = dict(sorted((int(rank), unit) for rank, _, unit in (line.partition(" ") for line in running)))
-    if len(set(units.values())) > 1:
+            for told in communicator.all_gather_object(running):
+                running.update(told)
+    if len(set(running.values())) > 1:
         raise RuntimeError(
             "Forward order differs across ranks: "
-            + ", ".join(f"rank {rank} runs {unit}" for rank, unit in units.items())
+            + ", ".join(f"rank {rank} runs {unit}" for rank, unit in sorted(running.items()))
             + ". All ranks must run the same units in the same order"
         )
-
-
-def _exchange(lines: set[str], communicator: Communicator) -> set[str]:
-    """Returns the lines of all ranks, which must have equally many."""
-    length = _LONGEST_NAME * len(lines)
-    text = "\n".join(sorted(lines)).encode()[:length].ljust(length)
-    buffer = communicator.empty(length * communicator.size, torch.uint8)
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    communicator.all_gather([buffer], lambda: communicator.own_part(buffer).copy_(own)).wait()
-    parts = bytes(buffer.cpu().tolist())
-    texts = [parts[start : start + length] for start in range(0, len(parts), length)]
-    return {line.strip() for text in texts for line in text.decode(errors="replace").splitlines()}

@@ -1,19 +1,27 @@
-"""`run_forward`: one forward call of a unit, with those that lend it parameters."""
+"""`run_forward`: one forward call of a unit, with those that lend it parameters.
+
+What a transform of `torch.func` calls computes with tensors of its own kind, and neither may buffers be
+written to nor hooks be registered there. So the runtime does its part outside of all transforms, and the
+modules compute with copies of the full parameters: graphs that need them later need no gather. Gradients
+reach the leaves through the copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._handle import ParamHandle
 from fsdp_wrap._precision import cast_floating, floating_dtype
+from fsdp_wrap._refusals import refuse_edits
 from fsdp_wrap._schedule import Schedule, schedule_of
-from fsdp_wrap._torch_private import current_transform
-from fsdp_wrap._transforms import Transformed
-from fsdp_wrap._tree import map_tensors
-from fsdp_wrap._unit import Unit, Use
+from fsdp_wrap._torch_private import current_transform, outside_transforms
+from fsdp_wrap._tree import iter_tensors, map_tensors
+from fsdp_wrap._unit import Copies, Unit, Use, graph_task
 
 __all__ = ["prepared_inputs", "run_forward"]
 
@@ -44,7 +52,7 @@ def run_forward(
     if unit.casts or own.device.type != "cpu":
         returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
-        output = _run_transformed(Transformed([*unit.lenders, unit], part), call, args, kwargs)
+        output = _Transformed([*unit.lenders, unit], part).run(call, args, kwargs)
         return output if returned is None else cast_floating(output, returned)
     uses: list[tuple[Schedule, Use]] = []
     try:
@@ -60,23 +68,15 @@ def run_forward(
         if returned is not None:
             output = cast_floating(output, returned)
         for (schedule, use), nodes in zip(uses, inputs):
-            output = schedule.post_forward(use, output, nodes)
+            handle = use.unit.handle
+            if handle is not None:
+                refuse_edits(use.unit, handle)
+                output, tensors = _without_parameters(handle, output)
+                schedule.post_forward(use, tensors, nodes)
         return output
     finally:
         for schedule, use in uses:
             schedule.exit_forward(use)
-
-
-def _run_transformed(
-    transformed: Transformed, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    try:
-        transformed.enter()
-        output = call(*args, **kwargs)
-        transformed.require_unchanged()
-        return output
-    finally:
-        transformed.exit()
 
 
 def _prepared(
@@ -106,3 +106,102 @@ def _shown_in_full(unit: Unit) -> bool:
     """Whether the user holds the full parameters that the unit computes with."""
     handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
     return bool(handles) and all(handle.shows_full for handle in handles)
+
+
+def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Puts copies in the place of a unit's parameters, and of views of them, in what its forward returned.
+
+    The caller gets copies, since a unit's full parameters are freed. Gradients pass through the copies. What
+    was one tensor stays one; an edit of it stays with the copy.
+
+    Returns:
+        The output, and the tensors in it.
+    """
+    tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
+    for tensor in tensors:
+        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
+            output = _copied(handle, output)
+            return output, list(iter_tensors(output))
+    return output, tensors
+
+
+def _copied(handle: ParamHandle, output: Any) -> Any:
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or not handle.owns_memory_of(tensor):
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    return map_tensors(copy, output)
+
+
+class _Transformed:
+    """One forward call of units inside a transform of `torch.func`.
+
+    Args:
+        units: Those that run.
+        part: The module whose forward it is, where a unit has several.
+    """
+
+    def __init__(self, units: Sequence[Unit], part: nn.Module | None) -> None:
+        self._units, self._part = units, part
+        self._uses: list[tuple[Schedule, Use]] = []
+        self._shown: list[tuple[Unit, Copies, Copies | None]] = []
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the call.
+
+        Raises:
+            RuntimeError: If a unit's parameters are in the user's hands, or the call has written to one.
+        """
+        try:
+            self._enter()
+            output = call(*args, **kwargs)
+            self._require_unchanged()
+            return output
+        finally:
+            self._exit()
+
+    def _enter(self) -> None:
+        """Unshards, and lets the modules compute with copies."""
+        with outside_transforms():
+            for unit in self._units:
+                schedule = schedule_of(unit)
+                self._uses.append((schedule, schedule.pre_forward(unit, self._part)))
+                if unit.handle is not None:
+                    copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.handle.segments]
+                    self._shown.append((unit, copies, unit.show_copies(copies)))
+
+    def _require_unchanged(self) -> None:
+        """Refuses a forward that has written to the copies, which are lost."""
+        for unit, copies, _ in self._shown:
+            assert unit.handle is not None
+            for segment, of_segment in zip(unit.handle.segments, copies):
+                for fqn, copy in zip(segment.layout.fqns, of_segment):
+                    if copy._version:
+                        raise RuntimeError(
+                            f"the forward of {unit.name} wrote to the parameter '{unit.name_of(fqn)}' in "
+                            f"place on rank {dist.get_rank()}, which is lost: inside a transform of "
+                            "torch.func it computes with a copy; edit parameters between steps (inside "
+                            "summon_full_params, or each shard by itself)"
+                        )
+
+    def _exit(self) -> None:
+        """Ends the call, whether it returned or raised, and reshards."""
+        with outside_transforms():
+            for unit, _, before in reversed(self._shown):
+                unit.show_copies(before)
+            for schedule, use in self._uses:
+                schedule.exit_forward(use)
+                if graph_task() == -1:  # or the backward that recomputes will reshard
+                    schedule.reshard(use.unit)
+
+
+def _copy_leaf(leaf: nn.Parameter) -> torch.Tensor:
+    copy = leaf.clone()
+    copy.__dict__.update(leaf.__dict__)
+    copy._is_param = True  # modules may ask whether it is a parameter
+    return copy

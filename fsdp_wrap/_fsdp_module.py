@@ -14,11 +14,10 @@ from fsdp_wrap._errors import NotPicklableError
 from fsdp_wrap._forward import run_forward
 from fsdp_wrap._handle import HandleState
 from fsdp_wrap._modules import UNIT_ATTR
-from fsdp_wrap._refusals import converted
+from fsdp_wrap._refusals import converted, refuse_replaced
 from fsdp_wrap._schedule import Schedule, schedule_of
 from fsdp_wrap._unit import Unit, units_in
 from fsdp_wrap.forward_methods import register_forward_method
-from fsdp_wrap.full_params import sharded_handles
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit", "share_comm_ctx"]
 
@@ -345,9 +344,12 @@ class FSDPModule(nn.Module):
             ValueError: If that is no `DTensor` that fits.
         """
         self.reshard()
-        handle = _unit_of(self).handle
-        if handle is not None and not handle.without_values:  # else it may be loaded in part, by `assign`
-            sharded_handles([_unit_of(self)])
+        unit = _unit_of(self)
+        handle = unit.handle
+        if handle is not None and handle.state is HandleState.SHARDED and not handle.without_values:
+            handle.follow_replaced()
+            for segment in handle.segments:
+                refuse_replaced(unit, segment.layout)
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

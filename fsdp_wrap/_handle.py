@@ -70,6 +70,7 @@ class ParamHandle:
         trainable: Whether any parameter of the unit needs a gradient now.
         reduction: What was issued and not finished.
         has_own_reduction: Whether `reduce_by` was called.
+        keeps_gradients: Whether a backward since the last reduction has left any (`no_sync`).
         in_full: Whether it computes in the master dtype, whatever its policies say.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
         resident: Whether leaves alias the shards.
@@ -107,6 +108,7 @@ class ParamHandle:
         self._lasting_since = -1
         self.reduction: Reduction | None = None
         self.has_own_reduction = False
+        self.keeps_gradients = False
         self._reduce_scatter: ReduceScatter | None = None
         self._summing = replicas
         self._summoned: list[SummonedSegment] = []
@@ -201,8 +203,9 @@ class ParamHandle:
             versions = [*map(_VERSION, self.layouts)]
             if versions != self._versions:
                 self._change_values(versions)
-            gathered = [*map(_GATHERED, self.segments)]
-            self._gathering = self.transport.gather_into(gathered, self._write_shards)
+            segments = self.segments
+            fill = segments[0].write_shard if len(segments) == 1 else self._write_shards
+            self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
 
     def note_values(self) -> None:
@@ -224,7 +227,7 @@ class ParamHandle:
 
     def _write_shards(self) -> None:
         for segment in self.segments:
-            segment.layout.write_shard(segment.own_data)
+            segment.write_shard()
 
     def wait(self) -> None:
         """Waits for the gather in flight: makes the leaves usable by what the caller does next."""
@@ -425,16 +428,18 @@ class ParamHandle:
         """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
+            self.keeps_gradients = False
             reduction.finish()
 
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""
         for segment in self.segments:
             segment.gradients.keep_accumulated()
+            self.keeps_gradients = self.keeps_gradients or segment.gradients.kept
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since."""
-        for segment in self.segments:
+        for segment in self.segments if self.keeps_gradients else ():
             if segment.gradients.kept:
                 segment.gradients.forget_zeroed()
 

@@ -1,9 +1,9 @@
-"""`HeldBy`: the ranks that hold tensors between them, as a mesh, and how they cut what they hold."""
+"""`HeldBy`: the ranks that hold tensors between them; `Spread`: how they cut one; `Box`: parts of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_wrap._boxes import Box, boxes_of
 from fsdp_wrap._compute_device import device_type_for
 from fsdp_wrap._groups import default_group, group_of, mesh_over
 from fsdp_wrap._mesh import ShardMesh
 
-__all__ = ["HeldBy", "Intervals", "Spread"]
+__all__ = ["Box", "HeldBy", "Intervals", "Spread", "boxes_of"]
 
 
 class Intervals(Placement):
@@ -33,27 +32,62 @@ class Intervals(Placement):
         return "Intervals()"
 
 
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor that is contiguous in it.
+
+    Attributes:
+        offsets: Index of its first element.
+        sizes: Its shape.
+        first: Index of its first element in the flattened tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return torch.Size(self.sizes).numel()
+
+
+def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cuts the interval [start, stop) of a flattened tensor into at most 2 x dimensions - 1 boxes, in order.
+
+    An empty interval has none, save that of a tensor without elements: that has one, of the whole shape.
+    """
+    if torch.Size(shape).numel() == 0 or (not shape and start < stop):
+        yield Box((0,) * len(shape), shape, 0)
+        return
+    rows = [torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape))]
+    while start < stop:
+        dim = next(dim for dim, row in enumerate(rows) if start % row == 0 and start + row <= stop)
+        offsets = tuple(start // row % size for row, size in zip(rows, shape))
+        count = min(shape[dim] - offsets[dim], (stop - start) // rows[dim])
+        yield Box(offsets, (*(1,) * dim, count, *shape[dim + 1 :]), start)
+        start += count * rows[dim]
+
+
+@dataclass(frozen=True)
 class HeldBy:
     """The ranks that hold tensors between them. Refers to no process group, which may so be destroyed.
 
-    Args:
+    Attributes:
         ranks: As the default group counts them, in order.
         device_type: Of the devices on which they compute.
         names: Of the mesh's dimension, if it has one.
         replicated: Whether each of them holds everything.
+        given: The mesh that the user gave them by.
+        reference: Gives their process group while that lives, if it was known.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        device_type: str,
-        names: tuple[str, ...] | None = None,
-        replicated: bool = False,
-    ) -> None:
-        self.ranks, self.replicated = tuple(ranks), replicated
-        self._device_type, self._names = device_type, names
-        self._given: DeviceMesh | None = None
-        self._reference: Any = lambda: None
+    ranks: tuple[int, ...]
+    device_type: str
+    names: tuple[str, ...] | None = None
+    replicated: bool = False
+    given: DeviceMesh | None = field(default=None, compare=False)
+    reference: Callable[[], Any] = field(default=lambda: None, compare=False)
 
     @classmethod
     def of(cls, mesh: ShardMesh, device: torch.device) -> HeldBy:
@@ -61,15 +95,20 @@ class HeldBy:
         ranks = mesh.shard or mesh.replicate
         assert ranks is not None
         names = None if mesh.given is None else mesh.given.mesh_dim_names
-        self = cls(ranks.members, device.type, names and names[-1:], replicated=mesh.shard is None)
-        self._given, self._reference = mesh.given, ranks.reference
-        return self
+        return cls(
+            tuple(ranks.members),
+            device.type,
+            names and names[-1:],
+            replicated=mesh.shard is None,
+            given=mesh.given,
+            reference=ranks.reference,
+        )
 
     @classmethod
     def everyone(cls) -> HeldBy:
         """Returns all ranks."""
         group = default_group("a piece of a sharded state dict")
-        return cls(range(dist.get_world_size(group)), device_type_for(group))
+        return cls(tuple(range(dist.get_world_size(group))), device_type_for(group))
 
     @property
     def size(self) -> int:
@@ -83,17 +122,17 @@ class HeldBy:
         Raises:
             RuntimeError: If there is none any more, or none in this process.
         """
-        return group_of(self.ranks, self._reference())
+        return group_of(self.ranks, self.reference())
 
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh that the user gave, or one of one dimension."""
-        return self._given or mesh_over(self.group, self._device_type, self._names)
+        return self.given or mesh_over(self.group, self.device_type, self.names)
 
     @property
     def described(self) -> tuple[Any, ...]:
         """The arguments that make the like of it in another process."""
-        return self.ranks, self._device_type, self._names, self.replicated
+        return self.ranks, self.device_type, self.names, self.replicated
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_wrap._channel import Channel, Kind
-from fsdp_wrap._collectives import GroupCommunicator
+from fsdp_wrap._collectives import SUM, Fill, GroupCommunicator, Op, Tensors
 from fsdp_wrap._device import Pending, Work
-from fsdp_wrap._dispatch_modes import stand_in_for_modes
 from fsdp_wrap._lending import CommonGather, Lending
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._resizable import Buffer
 from fsdp_wrap._shared_collective import Part, Room, SharedCollective
 from fsdp_wrap._shared_memory import Lease, SharedBuffer
+from fsdp_wrap._torch_private import FakeProcessGroup, HashStore, current_dispatch_mode
 from fsdp_wrap._watch import InFlight
 
 __all__ = ["HostCommunicator"]
@@ -60,7 +60,7 @@ class HostCommunicator(GroupCommunicator):
     def way(self) -> str:
         return "shared memory"
 
-    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
+    def gather_into(self, buffers: list[Buffer], fill: Fill) -> Pending:
         common = [buffer for buffer in buffers if isinstance(buffer, SharedBuffer)]
         if len(common) < len(buffers) or not self._lending.possible:
             return super().gather_into(buffers, fill)
@@ -81,7 +81,7 @@ class HostCommunicator(GroupCommunicator):
             buffer.hold(self._lending.shared(lease, buffer.nbytes))
         return lease
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         self._tell_of_gathers(full)
         fill()
         return self._post_each(Kind.ALL_GATHER, map(self._gathering, full))
@@ -96,7 +96,7 @@ class HostCommunicator(GroupCommunicator):
         own = parts.pop(self.rank)
         return Part(own, parts, own.nbytes)
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         if (listening := self._listening()) is not None:
             for shard, source in zip(shards, full):
                 listening._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
@@ -113,9 +113,7 @@ class HostCommunicator(GroupCommunicator):
             in_place=True,
         )
 
-    def all_reduce(
-        self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         if op not in _REDUCTIONS:
             return super().all_reduce(tensors, op)
         if (listening := self._listening()) is not None:
@@ -200,7 +198,21 @@ class HostCommunicator(GroupCommunicator):
         return self._issue(self._gather_lane, lambda *_: [start() for start in starts])
 
     def _listening(self) -> dist.ProcessGroup | None:
-        return stand_in_for_modes(self.rank, self.size)
+        """Returns what to call in the group's place, and may spoil what it is given; None if nobody listens.
+
+        `CommDebugMode` and the like count c10d's operators, which no collective here calls.
+        """
+        return _make_stand_in(self.rank, self.size) if current_dispatch_mode() is not None else None
+
+
+@cache
+def _make_stand_in(rank: int, size: int) -> dist.ProcessGroup:
+    """Makes a group that carries nothing."""
+    group = dist.ProcessGroup(HashStore(), rank, size)
+    backend = FakeProcessGroup._create_internal(rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
 
 
 def _by_rank(full: torch.Tensor, size: int) -> Parts:

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_wrap._boxes import Box, boxes_of
-from fsdp_wrap._held_by import HeldBy, Intervals, Spread
+from fsdp_wrap._held_by import Box, HeldBy, Intervals, Spread, boxes_of
 from fsdp_wrap._torch_private import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -219,9 +218,7 @@ class IntervalTensor(torch.Tensor):
             for offsets, box in self.boxes().items()
         ]
 
-    @property
-    def _local_shards(self) -> list[ShardOfTensor]:
-        return self.local_shards()
+    _local_shards = property(local_shards)
 
     def local_tensor(self) -> torch.Tensor:
         """Returns what this rank holds: a box, if it is one, else 1-D."""
@@ -275,10 +272,8 @@ class IntervalTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _aten.copy_.default:
-            return _copy(args[0], args[1])
-        if func is _aten.new_empty.default:
-            return _new_empty(args[0], torch.Size(args[1]), dict(kwargs or {}))
+        if func in _OTHERWISE:
+            return _OTHERWISE[func](*args, **kwargs or {})
         if func not in _ON_PIECES and torch.Tag.pointwise not in func.tags:
             raise TypeError(
                 f"{func} needs elements that other ranks hold: a value of a sharded state dict takes "
@@ -341,17 +336,10 @@ def _rebuild(
 torch.serialization.add_safe_globals([IntervalTensor, _rebuild])
 
 
-def _new_empty(like: IntervalTensor, size: torch.Size, kwargs: dict[str, Any]) -> torch.Tensor:
-    if size != like.shape:
-        return like.piece.new_empty(size, **kwargs)
-    return like.with_piece(like.piece.new_empty(like.piece.shape, **kwargs))
-
-
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("memory_format", None)  # pieces are 1-D
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    whole = [leaf for leaf in leaves if isinstance(leaf, IntervalTensor)]
-    first = whole[0]
+    first = next(leaf for leaf in leaves if isinstance(leaf, IntervalTensor))
     for leaf in leaves:
         if isinstance(leaf, IntervalTensor):
             _refuse_other(first, leaf)
@@ -362,9 +350,7 @@ def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*piece_args, **piece_kwargs)
     if not isinstance(result, torch.Tensor) or func in _LOOKS:
         return result
-    if result is first.piece:  # in place
-        return first
-    return first.with_piece(result)
+    return first if result is first.piece else first.with_piece(result)  # the former: in place
 
 
 def _refuse_other(one: IntervalTensor, other: IntervalTensor) -> None:
@@ -376,7 +362,13 @@ def _refuse_other(one: IntervalTensor, other: IntervalTensor) -> None:
         )
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _new_empty(like: IntervalTensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    if torch.Size(size) != like.shape:
+        return like.piece.new_empty(size, **kwargs)
+    return like.with_piece(like.piece.new_empty(like.piece.shape, **kwargs))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if isinstance(target, IntervalTensor) and isinstance(source, IntervalTensor):
         _refuse_other(target, source)
         target.piece.copy_(source.piece)
@@ -392,6 +384,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
             )
         target.copy_(source.piece.view(source.shape))
     return target
+
+
+_OTHERWISE: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.copy_.default: _copy,
+    _aten.new_empty.default: _new_empty,
+}
 
 
 def assemble(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from fsdp_wrap._gradient_hooks import HOOKS_OF, run_gradient_hooks
 from fsdp_wrap._gradient_mark import GradientMarks, held_by_this_rank
 from fsdp_wrap._modules import Display, ParamPlaces, ParamSlot, Place
 from fsdp_wrap._shown import Cover, Shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # in `typing` from Python 3.11 on
 
 __all__ = ["Extent", "Interval", "Layout", "Stretches", "round_up"]
 
@@ -473,7 +470,7 @@ class Layout(ABC):
             ValueError: If it does not have the shape of the shard, or not one dtype.
         """
 
-    def copied(self, memo: dict[int, Any]) -> Self:
+    def copied(self, memo: dict[int, Any]) -> Layout:
         """Returns a layout with sharded parameters of its own, of the same values, for the same modules.
 
         Args:

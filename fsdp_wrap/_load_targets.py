@@ -78,12 +78,12 @@ class _Target:
     def stop(self) -> int:
         return self.start + self.data.numel()
 
-    def is_held_by(self, piece: IntervalTensor) -> bool:
+    def matches(self, piece: IntervalTensor) -> bool:
         return (piece.start, piece.stop) == (self.start, self.stop)
 
     def takes(self, value: Any, pieces: bool) -> bool:
         if pieces and isinstance(value, IntervalTensor):
-            return value.shape == self.shape and self.is_held_by(value) and not self.data.is_meta
+            return value.shape == self.shape and self.matches(value) and not self.data.is_meta
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
         has_values = (plain and not value.is_meta) or _reads_when_asked(value)
         return has_values and value.shape == self.shape and not self.data.is_meta
@@ -108,7 +108,7 @@ class _Target:
                 f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
                 f"the shape in current model is {self.shape}."
             )
-        elif isinstance(value, IntervalTensor) and not self.is_held_by(value):
+        elif isinstance(value, IntervalTensor) and not self.matches(value):
             yield (
                 f"elements {value.start} to {value.stop} of {key} were saved by this rank, which "
                 f"now holds {self.start} to {self.stop}; load through torch.distributed.checkpoint, "
@@ -154,11 +154,9 @@ class Targets:
 
     def other_names(self, given: Iterable[str]) -> tuple[list[str], list[str]]:
         """Returns the names that are missing among the given ones, and those that are unexpected."""
-        given = dict.fromkeys(given)
-        known = (key for key in given if not key.startswith(self._own_way))
-        return [key for key in self._by_name if key not in given], [
-            key for key in known if key not in self._by_name
-        ]
+        given, known = dict.fromkeys(given), self._by_name
+        missing = [key for key in known if key not in given]
+        return missing, [key for key in given if key not in known and not key.startswith(self._own_way)]
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool = True, pieces: bool = False) -> bool:
         """Loads full tensors, on every rank the same, without communication.

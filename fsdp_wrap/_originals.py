@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -222,9 +222,11 @@ def owned_places(units: Iterable[Unit]) -> dict[Place, Owned]:
     }
 
 
-def owned_names(module: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[str, Owned]]:
-    """Yields every clean name, below a module, of the parameters that units use."""
+def owned_names(
+    module: nn.Module, units: Iterable[Unit], into: Callable[[nn.Module], bool] | None = None
+) -> Iterator[tuple[str, Owned]]:
+    """Yields every clean name, below a module, of the parameters that units use; `into` as for `walk`."""
     owned = owned_places(units)
-    for fqn, place, _ in named(module, params, all_names=True):
+    for fqn, place, _ in named(module, params, all_names=True, into=into):
         if place in owned:
             yield fqn, owned[place]

@@ -342,11 +342,12 @@ class GroupPositions:
         _write(self._memory, self._entries + row * _ENTRY.size, number, note.text, iteration, phase.index)
         words, first = self._words, row * self._size
         own = first + self._rank
-        known = {0, words[own]}  # who has not come as far has nothing there, or the ring's last round
+        before = words[own]
         words[own] = word = (number & _LOW) << 32 | note.digest
-        known.add(word)
-        if not known.issuperset(words[first + self._begin : first + self._end]):
-            self.compare(number)
+        if len(self._there) > 1:
+            # Who has not come as far has nothing there, or the ring's last round.
+            if not {word, before, 0}.issuperset(words[first + self._begin : first + self._end]):
+                self.compare(number)
         return self, number, word
 
     def compare(self, number: int, all_came: bool = False) -> None:
@@ -538,9 +539,10 @@ def _check_alike(issued: list[_Issued], waits: bool) -> None:
         RuntimeError: If a peer has issued another one.
     """
     for group, number, word in issued:
-        first = (_FIRST + number % _RING) * group._size
-        if not {word}.issuperset(group._words[first + group._begin : first + group._end]):
-            group.compare(number, waits)
+        if len(group._there) > 1:
+            first = (_FIRST + number % _RING) * group._size
+            if not {word}.issuperset(group._words[first + group._begin : first + group._end]):
+                group.compare(number, waits)
     issued.clear()
 
 

@@ -47,10 +47,13 @@ class Buffer:
         if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
 
-    def free(self) -> None:
-        """Gives the memory back."""
+    def free(self) -> bool:
+        """Gives the memory back; returns False where it cannot go, as `resizable` tells."""
+        if not self._storage.resizable():
+            return False
         if self._storage.nbytes():
             self._storage.resize_(0)
+        return True
 
     def keep_alone(self) -> None:
         """Makes sure that what is written here nobody else can see before it is posted anew."""
@@ -72,5 +75,5 @@ class ResidentBuffer(Buffer):
     def resizable(self) -> bool:
         return True
 
-    def free(self) -> None:
-        return None
+    def free(self) -> bool:
+        return True

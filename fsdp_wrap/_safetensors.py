@@ -26,8 +26,7 @@ from fsdp_wrap._precision import is_castable
 from fsdp_wrap._torch_private import IncompatibleKeys
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.api import StateDictType
-from fsdp_wrap.full_params import settle
-from fsdp_wrap.full_stream import FullParams, param_aliases
+from fsdp_wrap.full_stream import FullParams, param_aliases, settled_units
 
 __all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
 
@@ -277,7 +276,7 @@ def import_safetensors(
         RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
             shapes or dtypes do not fit. Nothing is loaded then.
     """
-    settle(units_in(module).values(), "import_safetensors()")
+    settled_units(module, "import_safetensors()")
     targets = Targets(module)
     given = read_safetensors(directory)
     for names in ((first, *others) for first, others in param_aliases(module).items()):

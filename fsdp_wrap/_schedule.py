@@ -30,11 +30,9 @@ from fsdp_wrap._handle import WRITTEN, HandleState, ParamHandle
 from fsdp_wrap._refusals import (
     ParametrizationGuard,
     refuse_changes,
-    refuse_edits,
     refuse_graph,
     refuse_outdated,
 )
-from fsdp_wrap._returned import without_parameters
 from fsdp_wrap._same_model import SameModel, communicators_of
 from fsdp_wrap._torch_private import execution_engine
 from fsdp_wrap._tree import map_tensors
@@ -143,33 +141,24 @@ class Schedule:
             use.watched = len(nodes)
         return args, kwargs, nodes
 
-    def post_forward(self, use: Use, output: Any, inputs: list[Node]) -> Any:
+    def post_forward(self, use: Use, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
         """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
 
         Args:
-            use: The forward call.
-            output: What the module returned.
+            use: The forward call, of a unit with parameters.
+            tensors: Those in what the module returned.
             inputs: The nodes from `watch_inputs`. Only the outputs' hooks keep them: a reference from
                 `use`, which the nodes' own hooks hold, would be a cycle that is never collected.
-
-        Returns:
-            The output, with copies in the place of parameters.
-
-        Raises:
-            RuntimeError: If the forward has written to a parameter.
         """
         unit, handle = use.unit, use.unit.handle
-        if handle is None:
-            return output
-        refuse_edits(unit, handle)
-        output, tensors = without_parameters(handle, output)
+        assert handle is not None
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         if with_grad:
             use.written = [*map(WRITTEN, handle.layouts)]
         for tensor in with_grad:
             tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
         if graph_task() != -1:
-            return output  # the backward that recomputes will reshard
+            return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
         over = unit.running == 1 and (not unit.parts or unit.ran(use.part))
@@ -177,7 +166,6 @@ class Schedule:
             unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None)
         elif over:
             handle.shown.show_kept()
-        return output
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -379,7 +367,10 @@ class Schedule:
         unit.arrivals.end()
         if observers:
             emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
-        unit.end_unsharded(Phase.BACKWARD)
+        if unit.options.reshards_after_backward:
+            unit.reshard(Phase.BACKWARD)
+        else:
+            unit.end_unsharded(Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(unit)
@@ -393,7 +384,7 @@ class Schedule:
         self._order_check.begin_backward()
         for unit in self._units:
             unit.arrivals.begin()
-            if unit.handle is not None:
+            if unit.handle is not None and unit.handle.keeps_gradients:
                 unit.handle.forget_zeroed()
         execution_engine.queue_callback(self._end_backward)
 

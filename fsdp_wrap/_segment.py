@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from sys import getrefcount
 
@@ -36,6 +37,7 @@ class Segment:
 
     Attributes:
         trainable: Whether any leaf needs a gradient now.
+        write_shard: Copies this rank's shard to where it travels from.
         versions: Of the leaves, when they were filled or freed last, or `edited` was called; the runtime's
             writes do not move them.
     """
@@ -149,8 +151,7 @@ class Segment:
         set_version_counters(self._counted, self._freed)
         if self._keeps_memory or self.gradients.buffer is self.full:
             return
-        if self.full.resizable:
-            self.full.free()
+        if self.full.free():
             return
         self.full = self._communicator.buffer(self.layout.full_numel, self.dtypes.param)
         if self.layout.in_place:
@@ -185,7 +186,7 @@ class Segment:
         self._keeps_memory = keep
 
     def _alias_full(self) -> None:
-        self.own_data = self._communicator.own_part(self.gathered.data)
+        self.write_shard = partial(self.layout.write_shard, self._communicator.own_part(self.gathered.data))
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):

@@ -338,12 +338,12 @@ class SharedBuffer(Buffer):
         if self._without is None:
             self._without = memory
 
-    def free(self) -> None:
+    def free(self) -> bool:
         if self._without is None:
-            super().free()
-            return
+            return super().free()
         self._storage._swap_data_ptr_(self._without)  # type: ignore[attr-defined]
         self._without = None
+        return True
 
     def keep_alone(self) -> None:
         if self._without is not None and self._memory.find(self.tensor) is None:

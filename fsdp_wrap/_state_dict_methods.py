@@ -146,9 +146,8 @@ class StateDictMethods(nn.Module):
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
                 drop_stale_loads(self)
-                sharded_handles(
-                    units_in(self).values()
-                )  # refuses what was replaced, before any rank communicates
+                # Refuses what was replaced, before anything is communicated.
+                sharded_handles(units_in(self).values())
             for pre_hook in self._state_dict_pre_hooks.values():
                 pre_hook(self, prefix, keep_vars)
             drops = not wanted and (outermost or call.wanted)

@@ -48,9 +48,9 @@ class SummonedSegment:
         self, layout: Layout, communicator: Communicator, replicas: Communicator, how: Summoning
     ) -> None:
         self._layout = layout
-        self._transport = _Transport(layout, communicator, replicas, how)
-        self._full = self._transport.collect(layout.write_shard)
-        self._grads = _SummonedGrads(layout, self._transport) if how.with_grads else None
+        self._carrier = _Carrier(layout, communicator, replicas, how)
+        self._full = self._carrier.collect(layout.write_shard)
+        self._grads = _SummonedGrads(layout, self._carrier) if how.with_grads else None
         self._params: list[nn.Parameter] = []
         self._edited: list[torch.Tensor | None] = []
         if self._full is not None:
@@ -98,7 +98,7 @@ class SummonedSegment:
         """Takes this rank's part of the noted edits into the shard; the modules show the shards again."""
         if self._full is not None:
             _fill(self._layout.views(self._full), self._edited)
-        self._layout.read_shard(self._transport.distribute(self._full))
+        self._layout.read_shard(self._carrier.distribute(self._full))
         if self._grads is not None:
             self._grads.write_back()
 
@@ -131,7 +131,7 @@ def _is(view: torch.Tensor, value: torch.Tensor) -> bool:
     return value.data_ptr() == view.data_ptr() and value.stride() == view.stride()
 
 
-class _Transport:
+class _Carrier:
     """Brings the shards of one segment together where they are shown, and back."""
 
     def __init__(
@@ -201,10 +201,10 @@ class _Transport:
 class _SummonedGrads:
     """The full gradients that stand beside summoned parameters; None for a parameter that no rank used."""
 
-    def __init__(self, layout: Layout, transport: _Transport) -> None:
-        self._layout, self._transport = layout, transport
-        self._present = transport.any_rank([source.grad is not None for source in layout.sources])
-        self._full = transport.collect(layout.write_gradient) if any(self._present) else None
+    def __init__(self, layout: Layout, carrier: _Carrier) -> None:
+        self._layout, self._carrier = layout, carrier
+        self._present = carrier.any_rank([source.grad is not None for source in layout.sources])
+        self._full = carrier.collect(layout.write_gradient) if any(self._present) else None
         self._edited: list[torch.Tensor | None] = []
 
     def show(self) -> None:
@@ -228,6 +228,6 @@ class _SummonedGrads:
         """Takes this rank's part of the noted gradients."""
         if self._full is not None:
             _fill(self._layout.views(self._full), self._edited)
-        present = self._transport.of_first_rank(self._present)
-        own = self._transport.distribute(self._full) if any(present) else None
+        present = self._carrier.of_first_rank(self._present)
+        own = self._carrier.distribute(self._full) if any(present) else None
         self._layout.read_gradient(own, present)

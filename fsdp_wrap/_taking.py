@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsdp_wrap._full_values import offloaded
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR
 from fsdp_wrap._originals import owned_places
 from fsdp_wrap._unit import Unit
-from fsdp_wrap._walks import walk
+from fsdp_wrap._walks import Place, named, params, walk
 
 __all__ = ["Taking", "taking"]
 
@@ -48,6 +49,14 @@ class Taking:
         """
         tensors = _tensors(_modules(unit)) if to_host else _taken_tensors(unit)
         self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
+
+    @cached_property
+    def names(self) -> dict[Place, list[str]]:
+        """The names in the result of what every place shows."""
+        found: dict[Place, list[str]] = {}
+        for fqn, place, _ in named(self._module, params, all_names=True):
+            found.setdefault(place, []).append(self._prefix + fqn)
+        return found
 
     def separate(self) -> None:
         """Replaces what was added and shares memory with the model by copies."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._collectives import ExchangeCommunicator
+from fsdp_wrap._collectives import Fill, Tensors
 from fsdp_wrap._device import Pending
-from fsdp_wrap._exchange import Messages, exchange_gather, exchange_reduce
+from fsdp_wrap._exchange import ExchangeCommunicator, Messages, exchange_gather, exchange_reduce
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._objects import as_transport
@@ -50,7 +50,7 @@ class TwoLevelCommunicator(ExchangeCommunicator):
     def way(self) -> str:
         return f"{self._gathers.way} within hosts, messages between them"
 
-    def all_gather(self, full: list[torch.Tensor], fill: Callable[[], object]) -> Pending:
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         blocks = [self._blocks(as_transport(tensor)) for tensor in full]
 
         def start(group: dist.ProcessGroup, _: bool) -> list[Messages]:
@@ -61,11 +61,11 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         every = [block for of_hosts in blocks for block in of_hosts]
         return self._steps.add(between, lambda: self._gathers.all_gather(every, _nothing))
 
-    def _gather_between(self, of_hosts: list[torch.Tensor], group: dist.ProcessGroup) -> Messages:
+    def _gather_between(self, of_hosts: Tensors, group: dist.ProcessGroup) -> Messages:
         parts = map(self._gathers.own_part, of_hosts)
         return exchange_gather(group, self.rank, dict(zip(self._counterparts, parts)), self._lives)
 
-    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         sums = [[torch.empty_like(shard) for _ in self._counterparts] for shard in shards]
 
         def start(group: dist.ProcessGroup, _: bool) -> list[Messages]:
@@ -77,9 +77,7 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         )
         return self._steps.add(within, lambda: self._issue(self._reduce_lane, start))
 
-    def _reduce_between(
-        self, shard: torch.Tensor, of_hosts: list[torch.Tensor], group: dist.ProcessGroup
-    ) -> Messages:
+    def _reduce_between(self, shard: torch.Tensor, of_hosts: Tensors, group: dist.ProcessGroup) -> Messages:
         parts = dict(zip(self._counterparts, of_hosts))
         return exchange_reduce(group, self.rank, shard, parts, self._lives)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ __all__ = [
     "UnitOptions",
     "Use",
     "graph_task",
-    "iter_units",
     "units_in",
 ]
 
@@ -471,13 +470,6 @@ def _will_run(nodes: Iterable[Node]) -> int:
         return sum(will_execute(node) for node in nodes)
     except RuntimeError:  # leaves captured by torch.autograd.grad: they are not executed
         return 0
-
-
-def iter_units(module: nn.Module) -> Iterator[Unit]:
-    """Yields the units at and below `module`, parents before children, as far as they are asked for."""
-    for _, child in walk(module):
-        if UNIT_ATTR in child.__dict__:
-            yield child.__dict__[UNIT_ATTR]
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:

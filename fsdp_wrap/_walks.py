@@ -74,6 +74,7 @@ def named(
     entries: Callable[[nn.Module], Iterable[tuple[str, T]]],
     *,
     all_names: bool = False,
+    into: Callable[[nn.Module], bool] | None = None,
 ) -> Iterator[tuple[str, Place, T]]:
     """Yields (clean name, place, what stands there) for what a module and those below it hold.
 
@@ -81,8 +82,9 @@ def named(
         module: Walked in the order of `named_modules`.
         entries: Gives what one module holds, by name: its `params`, say.
         all_names: Yield it once for every name of the module that holds it.
+        into: Whether to look into a module below; None for all.
     """
-    for prefix, current in walk(module, all_names=all_names):
+    for prefix, current in walk(module, all_names=all_names, into=into):
         for name, value in entries(current):
             yield clean_fqn(joined(prefix, name)), (current, name), value
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._connections import Connections
 from fsdp_wrap._groups import time_limit
 from fsdp_wrap._positions import GroupPositions, positions_of
 
@@ -30,6 +29,7 @@ _LATER_LOOKS = timedelta(seconds=1.0)
 _LAST_LOOK = timedelta(milliseconds=10)  # what rounds to no milliseconds would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
 _PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
+_TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
 _BURIAL = 0.2  # seconds from the end of a killed process's connections to that of its file locks, at most
 
 
@@ -60,8 +60,26 @@ class Watch:
         return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
 
     def _ended(self) -> list[int]:
+        """Returns the ranks of the group that have ended, as the default group counts them."""
         group = self._group()
-        return [] if group is None else Connections(group, self.positions).ended()
+        if group is None:
+            return []
+        members = enumerate(dist.get_process_group_ranks(group))
+        others = [(rank, member) for rank, member in members if rank != dist.get_rank(group)]
+        return [member for rank, member in others if self.has_ended(rank)]
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether another rank of the group has ended, as far as can be known.
+
+        A process that ends closes its connections, also if it has never used this library.
+        """
+        group = self._group()
+        if group is None:
+            return False
+        member = dist.get_global_rank(group, rank)
+        if self.positions.knows(member):
+            return not self.positions.lives(member)
+        return _is_closed(group, rank)
 
     def dead(self) -> list[int]:
         """Returns the ranks of the group that are known to have died."""
@@ -204,3 +222,19 @@ class InFlightWithoutLimit(InFlight):
             if waited > next_look:
                 next_look += min(_LATER_LOOKS, self._look()).total_seconds()
             time.sleep(min(waited / 8, 0.001))  # late by a small part of what the wait takes anyway
+
+
+def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether the connection to a rank is closed, of which gloo tells when something is sent."""
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none sends from there
+        return False
+    is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+    if not is_gloo:
+        return False
+    try:
+        backend.send([torch.zeros(1, dtype=torch.uint8)], rank, _TAG)
+    except RuntimeError:
+        return True
+    return False

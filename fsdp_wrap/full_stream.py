@@ -19,7 +19,7 @@ from fsdp_wrap._walks import named, params, persistent, saved_tensors
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.full_params import original_buffers, settle
 
-__all__ = ["FullParams", "iter_full_params", "param_aliases"]
+__all__ = ["FullParams", "iter_full_params", "param_aliases", "settled_units"]
 
 
 def iter_full_params(
@@ -100,11 +100,8 @@ class FullParams:
             raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type, not {dtype}")
-        units = list(units_in(module).values())
-        self._handles = handles_of(units)
-        settle(units, doing)
-        names = Originals(module)
-        _refuse_foreign(module, names, doing)
+        units = settled_units(module, doing)
+        self._handles, names = handles_of(units), Originals(module)
         self._values = [_cast(value, dtype) for value in _params(names)]
         self._budget = 2 * names.largest_unit_nbytes()
         self._values += _buffers(module, units) if buffers else []
@@ -122,21 +119,25 @@ class FullParams:
         return stream(self._values, budget or self._budget, wanted=wanted, to_host=offload_to_cpu)
 
 
-def _refuse_foreign(module: nn.Module, names: Originals, doing: str) -> None:
-    """Refuses a part of a unit, which shows only what this rank holds.
+def settled_units(module: nn.Module, doing: str) -> list[Unit]:
+    """Returns the units of a module, resharded to read what they hold.
 
     Raises:
-        ValueError: Naming a parameter that a unit around `module` owns.
+        RuntimeError: If they are in use.
+        ValueError: If `module` is a part of a unit, and so shows only what this rank holds.
     """
-    known = {place for original in names.by_name.values() if original.handle for place in original.places}
+    units = list(units_in(module).values())
+    settle(units, doing)
+    owned = owned_places(units)
     for fqn, (child, name), param in named(module, params):
         hidden = isinstance(child.__dict__.get(name), torch.Tensor)
         foreign = hidden if param is None else is_owned(param) and not isinstance(param, FlatParameter)
-        if foreign and (child, name) not in known:
+        if foreign and (child, name) not in owned:
             raise ValueError(
                 f"{doing} needs whole units, but '{fqn}' belongs to a unit around this module: pass the "
                 "wrapped module itself"
             )
+    return units
 
 
 def _params(names: Originals) -> Iterator[FullValue]:

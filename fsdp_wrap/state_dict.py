@@ -29,11 +29,11 @@ from fsdp_wrap._held_by import Spread
 from fsdp_wrap._interval_tensor import IntervalTensor
 from fsdp_wrap._layout import Layout
 from fsdp_wrap._load_targets import copies_values
-from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, own_modules
+from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, clean_fqn, own_modules
 from fsdp_wrap._originals import owned_names, owned_places, piece_of
 from fsdp_wrap._streaming import stream
 from fsdp_wrap._taking import Taking
-from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._unit import Unit
 from fsdp_wrap._walks import walk
 from fsdp_wrap.api import (
     FullOptimStateDictConfig,
@@ -119,7 +119,8 @@ def resolve_settings(
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
     rank0_only = getattr(config, "rank0_only", False)
-    return not rank0_only or is_first_rank(handles_of(units_in(module).values()))
+    units = (each.__dict__[UNIT_ATTR] for _, each in walk(module) if UNIT_ATTR in each.__dict__)
+    return not rank0_only or is_first_rank(unit.handle for unit in units if unit.handle)  # asks the first one
 
 
 def take_state_dict(
@@ -151,7 +152,7 @@ def take_state_dict(
         with _replaced(unit, settings, wanted, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, destination, prefix, offload)
+        _make_local(unit, call, destination, prefix, offload)
     return destination
 
 
@@ -215,9 +216,10 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(unit: Unit, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
-    for name, _ in owned_names(unit.module, [unit]):
-        state_dict.pop(prefix + name, None)
+def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
+    for place in owned_places([unit]):
+        for name in call.names.get(place, ()):
+            state_dict.pop(name, None)
     for handle in handles_of([unit]):
         for segment in handle.segments:
             shard = _shard_copy(segment.layout, offload)
@@ -354,9 +356,13 @@ def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tup
 
 def unshard_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replaces, in place, torch's own kinds of sharded tensors by full ones, where a unit's modules load."""
-    for name, _ in owned_names(unit.module, [unit]):
+    for name, _ in owned_names(_wrapped(unit), [unit], into=_is_no_unit):
         if is_sharded(state_dict.get(prefix + name)):
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
+
+
+def _is_no_unit(module: nn.Module) -> bool:
+    return UNIT_ATTR not in module.__dict__
 
 
 # names

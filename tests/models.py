@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy, NameWrapPolicy, size_based_auto_wrap_policy
 
 VOCABULARY, WIDTH, LENGTH = 50, 32, 7
@@ -92,6 +93,20 @@ def twins(
     torch.manual_seed(0)
     plain = make().to(dtype)
     return plain, FSDP(copy.deepcopy(plain), **kwargs)
+
+
+def transformer_twins(
+    use_orig_params: bool, strategy: str = "FULL_SHARD", **options: Any
+) -> tuple[nn.Module, FSDP]:
+    """A plain transformer in float64, and one with the same parameters and a unit for each block."""
+    return twins(
+        Transformer,
+        torch.float64,
+        auto_wrap_policy=WRAPPINGS["block"](),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+        **options,
+    )
 
 
 def full_grads(model: FSDP) -> dict[str, torch.Tensor]:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import nets
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from state_nets import WIDTH, adamw
+from nets import WIDTH
+from state_nets import adamw
 
 ROWS = 12
 
@@ -24,20 +26,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x * self.scale.view(-1))))
 
 
-class Net(nn.Module):
+class Net(nets.Net):
     """Without scalars, which torch's own wrappers refuse."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    block = Block
 
 
 def net() -> nn.Module:

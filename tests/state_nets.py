@@ -13,8 +13,7 @@ from torch import nn
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType
 from fsdp_wrap.wrap import ModuleWrapPolicy
-
-WIDTH = 6
+from nets import WIDTH
 
 
 class Block(nn.Module):

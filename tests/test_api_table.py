@@ -6,13 +6,14 @@ import dataclasses
 import importlib.util
 import sys
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "api_table.py"
+from bed.paths import ROOT
+
+SCRIPT = ROOT / "docs" / "api_table.py"
 
 
 def load_script() -> Any:

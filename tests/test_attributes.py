@@ -17,17 +17,7 @@ from fronts import each_form, each_front, full_grads, twins
 from fsdp_wrap import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
+from nets import WIDTH, Block
 
 
 class Net(nn.Sequential):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from bed import Outcome, RankFailure, ranks, run_isolated, run_ranks
 from bed.memory import live_bytes
+from bed.paths import TESTS
 from bed.references import Traffic, count_collectives
 
 FORBIDDEN_TO_TRAVEL = "cannot be pickled, so it cannot reach the ranks"
@@ -265,7 +266,11 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a hung rank may outlive its parent")
 def test_no_rank_survives_its_parent(tmp_path):
     script = "import bed, sys, test_bed; bed.run_ranks(2, test_bed.announce_and_hang, sys.argv[1])"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # killed, it leaves its files
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(TESTS),
+        "TMPDIR": str(tmp_path),
+    }  # killed, it leaves its files
     command = [sys.executable, "-c", script, str(tmp_path)]
     parent = subprocess.Popen(command, cwd=Path(__file__).parent, env=environment)
     wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, seconds=40)
@@ -306,9 +311,9 @@ def pid_of(rank, world_size):
 @pytest.mark.slow
 def test_report_of_pytest(tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
-    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", "test_sample.py"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
     assert "2 failed, 2 passed" in shown
     assert "test_limit[1-2ranks]" in shown

@@ -11,13 +11,14 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks are not installed
+from bed.paths import ROOT
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks import gpu
 from benchmarks.__main__ import questions, run

@@ -307,6 +307,7 @@ def save_and_die(rank: int, world_size: int, path: Path, how: str, victim: int) 
     return str(failed.value)
 
 
+@pytest.mark.each_value
 @each_save
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_is_named_and_leaves_nothing(tmp_path, how, victim):

@@ -20,7 +20,16 @@ from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
+from models import (
+    WRAPPINGS,
+    Transformer,
+    full_grads,
+    gather_objects,
+    loss_of,
+    tokens,
+    transformer_twins,
+    twins,
+)
 
 NORM_TYPES = (0.5, 1.0, 2, 3.5, float("inf"), "inf")
 
@@ -55,14 +64,7 @@ def calls(traffic) -> dict[str, int]:
 @each_form
 @ranks(1, 3)
 def test_every_norm_type_equals_plain(rank, world_size, use_orig_params, strategy, offload):
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        cpu_offload=CPUOffload(offload),
-    )
+    plain, model = transformer_twins(use_orig_params, strategy, cpu_offload=CPUOffload(offload))
     backward(model, rank)
     backward_of_all(plain, world_size)
     assert_grads_equal(model, plain)

@@ -21,7 +21,17 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, comm_hooks
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState
 from fsdp_wrap.wrap import CustomPolicy
-from models import WRAPPINGS, Block, Transformer, full_grads, loss_of, named_state, tokens, twins
+from models import (
+    WRAPPINGS,
+    Block,
+    Transformer,
+    full_grads,
+    loss_of,
+    named_state,
+    tokens,
+    transformer_twins,
+    twins,
+)
 
 each_library = pytest.mark.parametrize("library", ["ours", "torch's"])
 MODULES = {"ours": comm_hooks, "torch's": torch_hooks}
@@ -48,13 +58,7 @@ def assert_averaged(model: FSDP, plain: nn.Module, batches: list[torch.Tensor], 
 @each_form
 @ranks(2, 3)
 def test_default_hooks_average(rank, world_size, use_orig_params, library, strategy):
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-    )
+    plain, model = transformer_twins(use_orig_params, strategy)
     hooks = MODULES[library]
     hook = hooks.allreduce_hook if strategy == "NO_SHARD" else hooks.reduce_scatter_hook
     model.register_comm_hook(hooks.DefaultState(dist.group.WORLD), hook)
@@ -74,14 +78,7 @@ def test_default_hooks_average(rank, world_size, use_orig_params, library, strat
 def test_hybrid_strategies_average_over_all_ranks(rank, world_size, use_orig_params, library, strategy):
     """The hook over the shard group, the runtime over the replicas."""
     mesh = hybrid_mesh()
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        device_mesh=mesh,
-    )
+    plain, model = transformer_twins(use_orig_params, strategy, device_mesh=mesh)
     hooks = MODULES[library]
     state = hooks.DefaultState(mesh.get_group("shard"))
     model.register_comm_hook(state, hooks.reduce_scatter_hook)
@@ -182,13 +179,7 @@ def summing(state: list, grad: torch.Tensor, output: torch.Tensor | None = None)
 @each_form
 @ranks(1, 2)
 def test_nothing_divides_beside_the_hook(rank, world_size, use_orig_params, strategy):
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-    )
+    plain, model = transformer_twins(use_orig_params, strategy)
     seen: list = []
     model.register_comm_hook(seen, summing)
     loss_of(model, tokens(rank, 0)).backward()
@@ -381,13 +372,7 @@ def test_ready_made_hooks_need_the_ranks_of_every_unit(rank, world_size, library
 @each_form
 @ranks(2)
 def test_training_goes_on_after_a_hook_that_failed(rank, world_size, use_orig_params, strategy):
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-    )
+    plain, model = transformer_twins(use_orig_params, strategy)
     trouble = ["raises", "shrinks"]
 
     def hook(state, grad, output=None):

@@ -178,7 +178,10 @@ SCRIPT = """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
     import helper  # next to the script
 
-    dist.init_process_group("gloo")
+    if not dist.is_torchelastic_launched():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
     model = FSDP(helper.model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     model(torch.ones(2, 8)).sum().backward()
     norm = model.clip_grad_norm_(1.0).item()
@@ -188,13 +191,14 @@ SCRIPT = """
 """
 
 
-def test_a_script_from_the_command_line(tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_script_from_the_command_line(tmp_path, ranks):
     (tmp_path / "helper.py").write_text("import torch\n\ndef model():\n    return torch.nn.Linear(8, 8)\n")
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"] if ranks == 2 else []
     done = subprocess.run(
-        [*launch, "-m", "fsdp_wrap.compat", str(script), "--cpu", "x"],
+        [sys.executable, *launcher, "-m", "fsdp_wrap.compat", str(script), "--cpu", "x"],
         env={**os.environ, "PYTHONPATH": str(Path(fsdp_wrap.__file__).parents[1])},
         capture_output=True,
         text=True,

@@ -136,6 +136,7 @@ def _breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
+@pytest.mark.each_value
 @each_form
 @each_way_of_tiers
 @ranks(2)

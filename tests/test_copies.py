@@ -134,6 +134,7 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
 # Copies.
 
 
+@pytest.mark.each_value
 @each_wrapping
 @pytest.mark.parametrize(("front", "strategy"), [*OF_WRAPPERS, ("composable", "FULL_SHARD")])
 @pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
@@ -353,6 +354,7 @@ class Normed(Net):
         return self.norm(super().forward(tokens).flatten(0, 1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", list(AVERAGES))
 @pytest.mark.parametrize(("front", "strategy"), [*OF_WRAPPERS, ("composable", "offloaded")])
 @ranks(2)

@@ -13,26 +13,7 @@ from bed import ranks
 from fronts import FULL, KEPT, each_front, full_grads, inner, shard
 from fsdp_wrap import fully_shard
 from fsdp_wrap.wrap import ModuleWrapPolicy
-
-WIDTH = 4
-
-
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), Middle(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(self.middle(self.first(x)))
+from nets import WIDTH, Around, Middle
 
 
 def layer_of(model: Any, part: str) -> nn.Linear:
@@ -40,9 +21,9 @@ def layer_of(model: Any, part: str) -> nn.Linear:
     return net.last if part == "root" else inner(net.middle).linear
 
 
-def twins(front: str, **options: Any) -> tuple[Net, nn.Module]:
+def twins(front: str, **options: Any) -> tuple[Around, nn.Module]:
     torch.manual_seed(0)
-    plain = Net().double()
+    plain = Around().double()
     return plain, shard(front, copy.deepcopy(plain), ModuleWrapPolicy({Middle}), **options)
 
 
@@ -84,7 +65,7 @@ def test_of_a_parameter_taken_in_the_forward(rank, world_size, front, part, stra
 @ranks(2)
 def test_of_a_parameter_shown_by_unshard(rank, world_size, part, reshard):
     torch.manual_seed(0)
-    plain = Net().double()
+    plain = Around().double()
     model = copy.deepcopy(plain)
     fully_shard(model.middle, reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)

@@ -20,31 +20,7 @@ from fronts import each_form
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy, NameWrapPolicy
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+from nets import WIDTH, Block, Net
 
 
 def make_net(cls: type[nn.Module] = Net) -> nn.Module:
@@ -481,13 +457,29 @@ WRONG_TYPES: dict[str, list[Callable[[nn.Module], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("argument", list(WRONG_TYPES))
+IGNORED: dict[str, list[Callable[[nn.Module], Any]]] = {
+    "ignored_modules": [lambda net: ["head"], lambda net: [net.head.weight]],
+    "ignored_states": [lambda net: net.head.weight.shape, lambda net: ["head.weight"]],
+}
+WRONG = [
+    *((argument, makes, TypeError, (argument,)) for argument, makes in WRONG_TYPES.items()),
+    *(
+        (argument, makes, ValueError, (argument, "objects only, found"))
+        for argument, makes in IGNORED.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(WRONG)), ids=[f"{argument}-{error.__name__}" for argument, _, error, _ in WRONG]
+)
 @ranks(2)
-def test_argument_of_a_wrong_type(rank, world_size, argument):
+def test_wrong_argument(rank, world_size, number):
+    argument, makes, error, told = WRONG[number]
     net = make_net()
     plain = copy.deepcopy(net)
-    for make in WRONG_TYPES[argument]:
-        with refused(net, TypeError, argument):
+    for make in makes:
+        with refused(net, error, *told):
             per_block(net, **{argument: make(net)})
     assert_trains_like(plain, FSDP(net))
 
@@ -508,23 +500,6 @@ def test_two_ways_of_ignoring(rank, world_size):
     with refused(net, ValueError, "ignored_modules", "ignored_states", "exclude each other"):
         FSDP(net, ignored_modules=[net.head], ignored_states=[net.stem.weight])
     plain = copy.deepcopy(net)
-    assert_trains_like(plain, FSDP(net))
-
-
-IGNORED: dict[str, list[Callable[[nn.Module], Any]]] = {
-    "ignored_modules": [lambda net: ["head"], lambda net: [net.head.weight]],
-    "ignored_states": [lambda net: net.head.weight.shape, lambda net: ["head.weight"]],
-}
-
-
-@pytest.mark.parametrize("argument", list(IGNORED))
-@ranks(2)
-def test_ignoring_what_is_neither_module_nor_parameter(rank, world_size, argument):
-    net = make_net()
-    plain = copy.deepcopy(net)
-    for make in IGNORED[argument]:
-        with refused(net, ValueError, argument, "objects only, found"):
-            per_block(net, **{argument: make(net)})
     assert_trains_like(plain, FSDP(net))
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
+from bed.paths import ROOT
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4".split()
 LIMIT = 120.0
@@ -128,6 +128,7 @@ def test_default_corpus_trains_and_reports_one_line_of_json():
     assert "12/12" in result.err
 
 
+@pytest.mark.slow
 def test_minimal_example_trains_and_saves(tmp_path):
     with Torchrun("minimal.py", cwd=tmp_path) as run:
         result = run.result()

@@ -368,6 +368,7 @@ def train_variously(make):
         models[0].clip_grad_norm_(1.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["none", "reentrant", "not"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @ranks(2)
@@ -663,6 +664,7 @@ def reports_of(folder, world_size, end, strategy="FULL_SHARD", way="plain"):
     return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["plain", "exchange"])
 @pytest.mark.parametrize(("phase", "unit"), [("forward", "b"), ("backward", "c"), ("backward", "a")])
 def test_killed_rank(phase, unit, way, tmp_path):
@@ -681,6 +683,7 @@ def test_killed_rank_before_its_peers_have_looked(tmp_path):
     assert "rank 1 (dead): in or after unit 'a' (forward of iteration 1)" in report["error"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["plain", "exchange"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_stopped_rank(phase, way, tmp_path):

@@ -415,6 +415,7 @@ def test_every_combination_of_options(rank, world_size, wrap, use_orig_params, s
     twins.check()
 
 
+@pytest.mark.each_value
 @each_form
 @pytest.mark.parametrize("options", [{}, {"with_grads": True}], ids=["params", "grads"])
 @ranks(2)

@@ -169,6 +169,7 @@ def end_early(rank: int, world_size: int, folder: str, front: str, shared: str, 
 MORE_BY_GLOO = [pytest.param(front, "0", marks=pytest.mark.slow) for front in ("orig", "composable")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 @pytest.mark.parametrize(
     ("front", "shared"), [("flat", "0"), ("orig", "1"), ("composable", "1"), *MORE_BY_GLOO]
@@ -265,6 +266,7 @@ DIFFERENCES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("front", "shared", "how"), DIFFERENCES)
 def test_what_differs_between_ranks_is_named_on_all(front, shared, how, tmp_path):
     run_isolated(differ, str(tmp_path), front, shared, how, world_size=2)

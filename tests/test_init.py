@@ -570,6 +570,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @each_form
 @pytest.mark.parametrize("way", list(WAYS))
 @ranks(4)
@@ -602,6 +603,7 @@ class Reading(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
+@pytest.mark.each_value
 @each_form
 @pytest.mark.parametrize("lazily", ["mapped file", "mapping that reads"])
 @ranks(4)

@@ -20,36 +20,17 @@ from fronts import FULL, KEPT, each_front, full_grads, full_state, inner, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
-
-WIDTH = 4
-
-
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
+from nets import WIDTH, Around, Middle
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), Middle(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(self.middle(self.first(x)))
-
-
-class Hidden(Net):
+class Hidden(Around):
     """Leaves the last layer to the loss, as fused losses of language models do."""
 
     def forward(self, x):
         return self.middle(self.first(x))
 
 
-def models(front: str, make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[nn.Module, nn.Module]:
+def models(front: str, make: Callable[[], nn.Module] = Around, **options: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = make().double()
     options = options or {"sharding_strategy": KEPT}
@@ -317,7 +298,7 @@ def test_what_every_rank_holds_may_be_edited(rank, world_size, front):
     step_of(plain, model, rank, world_size)
 
 
-class Normed(Net):
+class Normed(Around):
     def __init__(self) -> None:
         super().__init__()
         self.last = parametrizations.weight_norm(self.last)

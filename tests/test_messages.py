@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_wrap
 from bed import ranks
+from bed.paths import ROOT
 from fronts import each_front
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType, fully_shard
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def net() -> nn.Sequential:

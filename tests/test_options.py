@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 
 from bed import ranks
+from bed.sampling import few_fast
 from scenario import (
     COMPOSABLE_SPACE,
     HYBRID_COMPOSABLE_SPACE,
@@ -24,19 +24,13 @@ DRAWS = 300
 """Scenarios of the random walk."""
 
 
-def few_fast(scenarios: list[Any], step: int) -> list[Any]:
-    """Leaves all but every n-th to the slow tier."""
-    slow = pytest.mark.slow
-    return [one if n % step == 0 else pytest.param(one, marks=slow) for n, one in enumerate(scenarios)]
-
-
 @pytest.mark.parametrize("scenario", pairwise(SPACE, seed=1), ids=name_of)
 @ranks(2)
 def test_every_pair_of_options(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.parametrize("scenario", pairwise(HYBRID_SPACE, seed=2)[::2], ids=name_of)
+@pytest.mark.parametrize("scenario", few_fast(pairwise(HYBRID_SPACE, seed=2)[::2], 3), ids=name_of)
 @ranks(4)
 def test_hybrid_with_other_options(rank, world_size, scenario):
     check(scenario, rank, world_size)

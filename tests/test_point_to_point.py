@@ -17,10 +17,10 @@ from bed import ranks
 from bed.references import count_collectives
 from fronts import FRONTS, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import MixedPrecision, ShardingStrategy, _collectives, _communicators
-from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
+from fsdp_wrap import MixedPrecision, ShardingStrategy, _communicators, _exchange
+from fsdp_wrap._collectives import GroupCommunicator
 from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._exchange import Messages, exchange_gather, exchange_reduce
+from fsdp_wrap._exchange import ExchangeCommunicator, Messages, exchange_gather, exchange_reduce
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, gather_objects, loss_of, named_state, tokens
@@ -78,7 +78,7 @@ def test_training_is_bit_equal_to_ddp(rank, world_size, front):
         with pytest.MonkeyPatch.context() as patch, count_collectives() as traffic:
             choose(patch, way)
             spy = mock.Mock(wraps=exchange_reduce)
-            patch.setattr(_collectives, "exchange_reduce", spy)
+            patch.setattr(_exchange, "exchange_reduce", spy)
             models[way] = shard(front, copy.deepcopy(plain), auto_wrap_policy=BLOCKS)
             losses = train(models[way], rank)
         traffics[way], exchanged[way] = (traffic, losses), spy.call_count

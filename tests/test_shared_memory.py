@@ -21,12 +21,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from bed import ranks, run_isolated
+from bed.paths import ROOT
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, _automatic, _channel, _shared_memory, fully_shard
 from fsdp_wrap._automatic import AutomaticCommunicator
-from fsdp_wrap._collectives import ExchangeCommunicator, GroupCommunicator
+from fsdp_wrap._collectives import GroupCommunicator
 from fsdp_wrap._communicators import make_communicator
 from fsdp_wrap._events import EventKind, record_events
+from fsdp_wrap._exchange import ExchangeCommunicator
 from fsdp_wrap._host_communicator import HostCommunicator
 from fsdp_wrap._lending import Lent
 from fsdp_wrap._mesh import Ranks
@@ -403,7 +405,7 @@ def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, wo
         for index in range(3):
             gather(index, 10.0 * turn + index)
         assert all(holds(index, 10.0 * turn + index) for index in range(3))
-        buffers[2].tensor[rank :: world_size].mul_(3)
+        buffers[2].tensor[rank::world_size].mul_(3)
         time.sleep(0.005 * rank)  # the lender goes on
         assert all(holds(index, 10.0 * turn + index) for index in range(2))
         for index in (0, 2, 1) if rank else (1, 0, 2):
@@ -702,7 +704,7 @@ FAULTS = Path(__file__).parent / "shared_memory_faults.py"
 @pytest.mark.slow
 def test_a_killed_rank_is_noticed_within_seconds_and_no_file_or_process_is_left():
     """Each rank in each phase of a step, and any at any time; those that come after them train on."""
-    environment = {**os.environ, "PYTHONPATH": str(FAULTS.parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(FAULTS), "72"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

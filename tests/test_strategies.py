@@ -28,6 +28,7 @@ from models import (
     named_state,
     tokens,
     train,
+    transformer_twins,
     twins,
 )
 
@@ -98,14 +99,7 @@ _HYBRID_GROUPS = {"shard0": [0, 1], "shard1": [2, 3], "replicate0": [0, 2], "rep
 @each_form
 @ranks(4)
 def test_hybrid_equals_ddp(rank, world_size, use_orig_params, strategy, form):
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        **_hybrid_arguments(form),
-    )
+    plain, model = transformer_twins(use_orig_params, strategy, **_hybrid_arguments(form))
     ddp = DDP(plain)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (ddp, model)]
     for module, optimizer in zip((ddp, model), optimizers):

@@ -398,6 +398,7 @@ def run_situation(rank: int, world_size: int, name: str, wrap: str, use_orig_par
     situation.check()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @pytest.mark.parametrize(
     ("name", "wrap"),
@@ -472,6 +473,7 @@ def run_misuse(rank: int, world_size: int, name: str, use_orig_params: bool) -> 
         attempt(lambda: loss_of(model, tokens()[0]).backward())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @pytest.mark.parametrize("name", list(MISUSES))
 def test_misuse_does_not_crash(name, use_orig_params):

@@ -10,14 +10,14 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-PACKAGE = Path(__file__).parents[1] / "fsdp_wrap"
+from bed.paths import PACKAGE
+
 PRIVATE = PACKAGE / "_torch_private.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 

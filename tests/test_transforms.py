@@ -14,17 +14,7 @@ from bed import ranks
 from fronts import FULL, KEPT, each_front, full_grads, shard, twins
 from fsdp_wrap._unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
-
-WIDTH = 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
-
-    def forward(self, x):
-        return x + self.outer(torch.tanh(self.inner(x)))
+from nets import WIDTH, Block
 
 
 class Energy(nn.Module):

@@ -23,8 +23,8 @@ from bed.hosts import sent_bytes, two_hosts
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, _shared_memory, fully_shard
 from fsdp_wrap._automatic import AutomaticCommunicator
-from fsdp_wrap._collectives import ExchangeCommunicator
 from fsdp_wrap._events import record_events
+from fsdp_wrap._exchange import ExchangeCommunicator
 from fsdp_wrap._mesh import Ranks
 from fsdp_wrap._rendezvous import Hosts
 from fsdp_wrap._two_level import TwoLevelCommunicator

@@ -160,21 +160,28 @@ def policies_of(lib) -> dict[str, object]:
     return {**function_policies(lib), **object_policies(lib)}
 
 
+each_seeds = pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(10, 30), marks=pytest.mark.slow)], ids=["10", "20"]
+)
+
+
+@each_seeds
 @pytest.mark.parametrize("name", list(policies_of(our_wrap)))
-def test_random_trees_are_wrapped_as_torch_wraps_them(name):
+def test_random_trees_are_wrapped_as_torch_wraps_them(name, seeds):
     units = 0
-    for seed in range(30):
+    for seed in seeds:
         tree = nn.Sequential(*(random_tree(random.Random(f"{seed}.{i}")) for i in range(3)))
         expected = unit_names(torch_rewrite(copy.deepcopy(tree), policies_of(torch_wrap)[name]))
         assert unit_names(rewrite(tree, policies_of(our_wrap)[name])) == expected
         units += len(expected)
-    assert units > 30, "the trees do not exercise the policy"
+    assert units > len(seeds), "the trees do not exercise the policy"
 
 
+@each_seeds
 @pytest.mark.parametrize("name", list(policies_of(our_wrap)))
-def test_random_trees_with_ignored_modules_are_wrapped_as_torch_wraps_them(name):
+def test_random_trees_with_ignored_modules_are_wrapped_as_torch_wraps_them(name, seeds):
     differs = 0
-    for seed in range(30):
+    for seed in seeds:
         rng = random.Random(seed)
         tree = nn.Sequential(*(random_tree(rng) for _ in range(3)))
         reference, whole = copy.deepcopy(tree), copy.deepcopy(tree)

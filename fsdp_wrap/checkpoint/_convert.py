@@ -16,7 +16,7 @@ from fsdp_wrap._torch_private import load_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import nested, refuse_damaged
 from fsdp_wrap.checkpoint._manifest import read_metadata
-from fsdp_wrap.checkpoint._step import Save
+from fsdp_wrap.checkpoint._saving import Save
 from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, write_file
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
 

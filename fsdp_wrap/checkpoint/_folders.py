@@ -16,6 +16,7 @@ import socket
 import time
 import warnings
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,23 +164,26 @@ def step_folder(parent: Path, step: int) -> Path:
 
 def shows(parent: Path, folder: Path) -> bool:
     """Whether a folder that another rank has just made in `parent` is there for this one."""
-    for look in range(_LOOKS):
-        time.sleep(_PAUSE * bool(look))
-        if parent.is_dir() and os.listdir(parent) and folder.is_dir():  # listing asks a file server anew
-            return True
-    return False
+    # Listing asks a file server anew.
+    return any(parent.is_dir() and os.listdir(parent) and folder.is_dir() for _ in _looks())
 
 
 def unseen_in(folder: Path) -> list[str]:
     """Returns which files of a written step this rank does not see, and what is wrong with them."""
-    faults = []
+    lacks: list[str] = []
+    for _ in _looks():
+        os.listdir(folder)
+        lacks = [f"{fault.file} {fault.lack}" for fault in Manifest.read(folder).missing(folder)]
+        if not lacks:
+            break
+    return lacks
+
+
+def _looks() -> Iterator[int]:
+    """Counts looks at what another host, or rank, is about to change, with pauses between them."""
     for look in range(_LOOKS):
         time.sleep(_PAUSE * bool(look))
-        os.listdir(folder)
-        faults = Manifest.read(folder).missing(folder)
-        if not faults:
-            break
-    return [f"{fault.file} {fault.lack}" for fault in faults]
+        yield look
 
 
 def publish(parent: Path, begun: Begun, keep_last: int | None) -> None:
@@ -208,7 +212,7 @@ def remove(path: Path) -> None:
     """
     if path.is_symlink():
         path.unlink()
-    for look in range(_LOOKS):  # a rank that has not noticed a failure yet may write one more file
+    for look in _looks():  # a rank that has not noticed a failure yet may write one more file
         try:
             if path.exists():
                 shutil.rmtree(path)
@@ -216,7 +220,6 @@ def remove(path: Path) -> None:
         except OSError:
             if look == _LOOKS - 1:
                 raise
-            time.sleep(_PAUSE)
 
 
 def _remove_older(parent: Path, step: int, kept: int) -> None:

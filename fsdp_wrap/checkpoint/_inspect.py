@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
-from fsdp_wrap.checkpoint._loading import refuse_damaged
+from fsdp_wrap.checkpoint._loading import refuse_damaged, refuse_damaged_metadata
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, read_metadata
 
 __all__ = ["described", "listed"]
@@ -50,7 +50,7 @@ def described(dir: Path, step: int | None) -> Iterator[str]:
     """
     folder = find(dir, step)
     manifest = Manifest.read(folder)
-    refuse_damaged(folder, metadata_only=True)
+    refuse_damaged_metadata(folder, manifest)
     metadata = read_metadata(folder)
     yield f"{folder} (written by torch {manifest.versions.get('torch')})"
     yield from _model(metadata)

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fsdp_wrap._torch_private import load_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._manifest import (
+    METADATA,
     DamagedCheckpoint,
     Fault,
     Manifest,
+    Piece,
     concerned,
     read_metadata,
     verify,
@@ -30,7 +32,7 @@ from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
 from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, unpacked
 from fsdp_wrap.checkpoint._team import Place, Team, errors_of_all_ranks
 
-__all__ = ["Loaded", "load", "nested", "refuse_damaged"]
+__all__ = ["Loaded", "load", "nested", "refuse_damaged", "refuse_damaged_metadata"]
 
 _MOST_NAMES = 10
 
@@ -110,10 +112,10 @@ def load(
             planner=ValuesPlanner(trusted),
         )
     found = team.together(lambda: reading.found(trusted))
-    subject.put_in(team, found.model, found.optim, strict)
-    values = team.together(lambda: subject.put_in_extra(found.extra))
-    if restore_random_state and found.random is not None:
-        set_random_state(found.random)
+    subject.put_in(team, found["model"], found["optim"], strict)
+    values = team.together(lambda: subject.put_in_extra(found["extra"]))
+    if restore_random_state and found["random"] is not None:
+        set_random_state(found["random"])
     return Loaded(values, manifest.step, folder)
 
 
@@ -182,11 +184,15 @@ def _faults_of_share(team: Team, folder: Path, manifest: Manifest) -> list[Fault
     return [*missing, *verify(folder, there)]
 
 
-def refuse_damaged(folder: Path, *, metadata_only: bool = False) -> None:
-    """Verifies a step folder, or its list of content only, by this process alone."""
-    if not metadata_only:
-        _verified(Team(None, 0, 1), folder)
-    elif faults := Manifest.read(folder).faults_of_metadata(folder):
+def refuse_damaged(folder: Path) -> None:
+    """Verifies a step folder by this process alone."""
+    _verified(Team(None, 0, 1), folder)
+
+
+def refuse_damaged_metadata(folder: Path, manifest: Manifest) -> None:
+    """Verifies a step folder's list of content, by this process alone."""
+    pieces = (Piece(METADATA, *each) for each in manifest.files[METADATA])
+    if faults := [*verify(folder, pieces)]:
         raise DamagedCheckpoint(_told(folder, faults))
 
 
@@ -200,16 +206,6 @@ def _told(folder: Path, faults: Iterable[Fault]) -> str:
     else:
         lines.append(f"  the step before is complete: load {earlier}")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What one rank has read, as model, optimizers, extras and generators take it."""
-
-    model: dict[str, Any]
-    optim: dict[str, Any] | None
-    extra: dict[str, Any]
-    random: dict[str, Any] | None
 
 
 @dataclass
@@ -248,15 +244,15 @@ class _Reading:
         reading._allocate(model)
         return reading
 
-    def found(self, trusted: bool) -> _Found:
-        """Returns what was read; with another number of ranks there is no random state."""
+    def found(self, trusted: bool) -> dict[str, Any]:
+        """Returns what was read: "model", "optim", "extra", "random"; None for what is not to be loaded."""
         state = nested(self.flat, self.metadata)
-        of_rank = state.get("extra", {}).get(self.rank, {})
-        extra = {name: unpacked(data, f"extra['{name}']", trusted) for name, data in of_rank.items()}
+        packed = state.get("extra", {}).get(self.rank, {})
+        extra = {name: unpacked(data, f"extra['{name}']", trusted) for name, data in packed.items()}
         optim = {"state": {}, **state["optim"]} if "optim" in state else None
         data = self.flat.get(f"random.{self.rank}")
         random = None if data is None else unpacked(data, "the random state", trusted)
-        return _Found(state.get("model", {}), optim, extra, random)
+        return {"model": state.get("model", {}), "optim": optim, "extra": extra, "random": random}
 
     def _names(self, *part: str) -> dict[str, None]:
         """Returns the names below a part of the state, such as those of the model's entries."""

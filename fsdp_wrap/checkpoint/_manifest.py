@@ -164,10 +164,6 @@ class Manifest:
             return f"cannot be read: {error}"
         return None if found == expected else f"has {found} of {expected} bytes"
 
-    def faults_of_metadata(self, folder: Path) -> list[Fault]:
-        """Verifies the metadata alone."""
-        return list(verify(folder, (Piece(METADATA, *each) for each in self.files[METADATA])))
-
     def share(self, rank: int, size: int) -> Iterator[Piece]:
         """Yields what one of several ranks verifies: a range of all bytes, cut between pieces."""
         total, done = self.size, 0

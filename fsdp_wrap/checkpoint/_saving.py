@@ -1,12 +1,17 @@
-"""Saving, at once or in the background."""
+"""Saving, at once or in the background.
+
+All ranks agree on a step folder, write it, see to it that all of it is there, and publish it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
@@ -14,13 +19,113 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._torch_private import save_state_dict
+from fsdp_wrap.checkpoint import _folders as folders
+from fsdp_wrap.checkpoint._folders import Begun, Claim
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
-from fsdp_wrap.checkpoint._step import Save
-from fsdp_wrap.checkpoint._team import Team
+from fsdp_wrap.checkpoint._storage import CheckedWriter, rank_of
+from fsdp_wrap.checkpoint._team import Place, Team, errors_of_all_ranks
 
-__all__ = ["PendingSave", "async_save", "save", "wait_for_pending"]
+__all__ = ["PendingSave", "Save", "async_save", "save", "wait_for_pending"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Save:
+    """What is to be written where.
+
+    Attributes:
+        parent: The folder of step folders.
+        step: Its number; None for one after the newest.
+        keep_last: How many complete steps stay, this one included; None for all.
+        progress: Whether the first rank shows a bar.
+    """
+
+    parent: Path
+    step: int | None = None
+    keep_last: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("keep_last", 1)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+
+    def write(self, state: dict[str, Any], team: Team) -> Path:
+        """Writes the step folder, on every rank; it appears once all have succeeded, or not at all."""
+        try:
+            with ExitStack() as held:
+                begun = team.on_first(lambda: self._begin(held))
+                places = self._agreed_places(begun, team)
+                self._write(begun, state, team)
+                team.on_first(lambda: self._publish(begun, places, held))
+        except BaseException:
+            self._clean_up_for_dead(team)
+            raise
+        return folders.step_folder(self.parent, begun.step)
+
+    def _begin(self, held: ExitStack) -> Begun:
+        """Makes the hidden folder, on the first rank; it goes with what is held, unless it was published."""
+        self.parent.mkdir(parents=True, exist_ok=True)
+        held.callback(Claim.take(self.parent).release)
+        begun = folders.begin(self.parent, self.step)
+        held.callback(_remove_what_is_left, begun.folder(self.parent))
+        return begun
+
+    def _agreed_places(self, begun: Begun, team: Team) -> list[Place]:
+        """Returns where the ranks find the hidden folder; refuses if one does not, before it writes."""
+        own = begun.folder(self.parent)
+        places = team.gather(Place.of(self.parent, folders.shows(self.parent, own)))
+        lost = [f"rank {rank} ({place})" for rank, place in enumerate(places) if not place.is_seen]
+        if lost:
+            raise ValueError(
+                f"all ranks must save in one folder, but what rank 0 ({places[0]}) makes there is not seen "
+                f"by {', '.join(lost)}. Nothing was written: name a folder on a file system that all share"
+            )
+        return places
+
+    def _write(self, begun: Begun, state: dict[str, Any], team: Team) -> None:
+        writer = CheckedWriter(
+            begun.folder(self.parent), begun.step, team.size, self.progress and team.is_first
+        )
+        with errors_of_all_ranks(team, self._doing(begun)), team.collectives():
+            save_state_dict(state, writer, team.group, no_dist=team.group is None)
+
+    def _publish(self, begun: Begun, places: Sequence[Place], held: ExitStack) -> None:
+        """Shows the step, on the first rank, if all that the manifest names has arrived there."""
+        lacks = folders.unseen_in(begun.folder(self.parent))
+        if lacks:
+            writers = [rank_of(lack.partition(" ")[0]) for lack in lacks]
+            told = "; ".join(
+                f"{lack}, written by rank {rank} ({places[rank]})" for lack, rank in zip(lacks, writers)
+            )
+            raise RuntimeError(f"{self._doing(begun)} failed: rank 0 ({places[0]}) sees that {told}")
+        folders.publish(self.parent, begun, self.keep_last)
+        held.close()  # before the others know: one of them may be the first of the next save
+
+    def _doing(self, begun: Begun) -> str:
+        return (
+            f"saving step {begun.step} in {self.parent} (nothing of it is left, other steps are as they were)"
+        )
+
+    def _clean_up_for_dead(self, team: Team) -> None:
+        """Removes what a first rank that has died was writing; of several survivors one does."""
+        if team.is_first or not team.first_died():
+            return
+        with suppress(RuntimeError, OSError), ExitStack() as held:  # another one does, or the next save will
+            held.callback(Claim.take(self.parent).release)
+            folders.clean_up(self.parent)
+
+
+def _remove_what_is_left(folder: Path) -> None:
+    with suppress(OSError):  # then the next save removes it
+        folders.remove(folder)
 
 
 class PendingSave:
@@ -128,8 +233,9 @@ def save(
     """
     team, to_do, state = _agreed(
         "checkpoint.save",
-        lambda team: (_to_do(dir, step, keep_last, progress), Subject(model, optim, extra).taken(team)),
         process_group,
+        lambda: Save(Path(dir).absolute(), step, keep_last, progress),
+        lambda team: Subject(model, optim, extra).taken(team),
     )
     return to_do.write(state, team)
 
@@ -171,29 +277,29 @@ def async_save(
     """
     team, to_do, state = _agreed(
         "checkpoint.async_save",
-        lambda team: (
-            _to_do(dir, step, keep_last, progress),
-            staged(Subject(model, optim, extra).taken(team)),
-        ),
         process_group,
+        lambda: Save(Path(dir).absolute(), step, keep_last, progress),  # the process may go elsewhere
+        lambda team: staged(Subject(model, optim, extra).taken(team)),
     )
     pending = PendingSave(to_do, state, _in_background(team))
     _pending.append(pending)
     return pending
 
 
-def _to_do(dir: str | os.PathLike[str], step: int | None, keep_last: int | None, progress: bool) -> Save:
-    return Save(Path(dir).absolute(), step, keep_last, progress)  # the process may go elsewhere meanwhile
-
-
 def _agreed(
-    doing: str, plan: Callable[[Team], tuple[Save, dict[str, Any]]], process_group: dist.ProcessGroup | None
+    doing: str,
+    process_group: dist.ProcessGroup | None,
+    save: Callable[[], Save],
+    take: Callable[[Team], dict[str, Any]],
 ) -> tuple[Team, Save, dict[str, Any]]:
-    """Waits for an earlier save and plans one, by `plan(team)` on each rank; returns who writes what."""
+    """Waits for an earlier save and plans one, of one step on all ranks; returns who writes what."""
     wait_for_pending()
     team = Team.of(process_group, doing)
-    to_do, state = team.together(lambda: plan(team))
-    to_do.agreed(team)
+    to_do, state = team.together(lambda: (save(), take(team)))
+    steps = team.gather(to_do.step)
+    if len(set(steps)) > 1:
+        told = ", ".join(f"{step} on rank {rank}" for rank, step in enumerate(steps))
+        raise ValueError(f"all ranks must save the same step; step is {told}")
     return team, to_do, state
 
 
@@ -208,4 +314,4 @@ def _in_background(team: Team) -> Team:
         made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         group = cast(dist.ProcessGroup, made)  # this rank is one of them
         _background_groups[team.group] = weakref.ref(group)
-    return team.over(group)
+    return replace(team, group=group)

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -28,6 +27,7 @@ from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._torch_private import StorageWriterTransforms
+from fsdp_wrap._version import __version__
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 
 __all__ = ["CheckedWriter", "KnownReader", "ValuesPlanner", "packed", "rank_of", "unpacked", "write_file"]
@@ -76,7 +76,10 @@ class CheckedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the metadata, as plain readers know it, and the manifest."""
-        super().finish(metadata, [[_plain(result) for result in of_rank] for of_rank in results])
+        plain = [
+            [WriteResult(r.index, r.size_in_bytes, r.storage_data) for r in of_rank] for of_rank in results
+        ]
+        super().finish(metadata, plain)
         files: dict[str, list[list[int]]] = {}
         for result in (cast(_Checked, result) for of_rank in results for result in of_rank):
             place = result.storage_data
@@ -84,7 +87,8 @@ class CheckedWriter(FileSystemWriter):
         data = (self._folder / METADATA).read_bytes()
         files[METADATA] = [[0, len(data), zlib.crc32(data)]]
         ordered = {name: sorted(files[name]) for name in sorted(files)}
-        Manifest(self._step, self._world_size, ordered, _versions()).write(self._folder)
+        versions = {"fsdp_wrap": __version__, "torch": str(torch.__version__)}
+        Manifest(self._step, self._world_size, ordered, versions).write(self._folder)
 
     def storage_meta(self) -> StorageMeta:
         """Says nothing of where this was written: the folder gets another name."""
@@ -181,14 +185,6 @@ def _payload(item: WriteItem) -> int:
 
 def _plain(result: WriteResult) -> WriteResult:
     return WriteResult(result.index, result.size_in_bytes, result.storage_data)
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("fsdp-wrap")
-    except PackageNotFoundError:  # run from a checkout
-        own = ""
-    return {"fsdp_wrap": own, "torch": str(torch.__version__)}
 
 
 # reading

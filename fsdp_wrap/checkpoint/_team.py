@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,10 +82,6 @@ class Team:
         watch = Watch(group, torch.device("cpu"), positions_of(group))
         return cls(group, rank, dist.get_world_size(group), doing, watch)
 
-    def over(self, group: dist.ProcessGroup | None) -> Team:
-        """Returns the same ranks, talking over another group of theirs."""
-        return replace(self, group=group)
-
     @property
     def ranks(self) -> list[int]:
         """The ranks, as the default group counts them."""
@@ -124,13 +120,8 @@ class Team:
 
     def on_first(self, decide: Callable[[], T]) -> T:
         """Lets the first rank decide; all get its result or raise its error."""
-        answer: list[Any] = [None, None]
-        cause = None
-        if self.is_first:
-            try:
-                answer[0] = decide()
-            except Exception as error:
-                answer[1], cause = _told(error), error
+        value, cause = _outcome(decide) if self.is_first else (None, None)
+        answer: list[Any] = [value, None if cause is None else _told(cause)]
         if self.group is not None:
             with self.collectives():
                 dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group)
@@ -140,16 +131,19 @@ class Team:
 
     def together(self, do: Callable[[], T]) -> T:
         """Does something on every rank and returns this rank's result; if any rank fails, all raise."""
-        value, cause = None, None
-        try:
-            value = do()
-        except Exception as error:
-            cause = error
+        value, cause = _outcome(do)
         told = self.gather(None if cause is None else _told(cause))
         failures = {rank: each for rank, each in enumerate(told) if each is not None}
         if failures:
             raise _combined(failures, self.size) from cause
         return value  # type: ignore[return-value]
+
+
+def _outcome(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
 
 
 @contextmanager

@@ -1,52 +1,52 @@
 """Which part of a product of parameters the fast tier runs.
 
-A test that is parametrized three times or more runs there with combinations in which every two values meet;
-the others are slow.
+A test with three or more parameters runs there with combinations in which every two values meet that meet in
+any; one that is marked `each_value`, because it takes long, with combinations in which every value is. The
+others are slow.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 import pytest
 
-_Values = tuple[Hashable, ...]
-_Pair = tuple[Hashable, ...]
+_Together = tuple[tuple[int, str], ...]
+"""Values that are to meet, by the number of the parameter."""
 
 
 def mark_sampled_out(items: Iterable[pytest.Item]) -> None:
-    """Marks as slow what no pair of values needs."""
-    tests: dict[str, dict[pytest.Item, _Values]] = defaultdict(dict)
+    """Marks as slow what no values need that are to meet."""
+    tests: dict[str, dict[pytest.Item, set[_Together]]] = defaultdict(dict)
     for item in items:
-        values = _values(item)
-        if len(values) > 2 and not any(item.iter_markers("slow")) and not any(item.iter_markers("gpu")):
-            tests[item.nodeid.partition("[")[0]][item] = values
+        if not any(mark.name in ("slow", "gpu") for mark in item.iter_markers()):
+            tests[item.nodeid.partition("[")[0]][item] = _meetings(item)
     for combinations in tests.values():
         for item in combinations.keys() - _covering(combinations):
             item.add_marker(pytest.mark.slow)
 
 
-def _values(item: pytest.Item) -> _Values:
-    """What tells this item from the others of its test: per `parametrize` the objects that it gives."""
+def few_fast(values: Iterable[object], step: int) -> list[object]:
+    """Leaves all but every n-th value of a parameter to the slow tier."""
+    slow = pytest.mark.slow
+    return [one if n % step == 0 else pytest.param(one, marks=slow) for n, one in enumerate(values)]
+
+
+def _meetings(item: pytest.Item) -> set[_Together]:
+    """Which values meet in this item; nothing less than all where there are two at the most."""
     params = getattr(getattr(item, "callspec", None), "params", {})
-    axes = []
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        axes.append(tuple(id(params[name.strip()]) for name in names))
-    return tuple(axes)
+    values = [repr(params[name]) for name in sorted(params)]
+    together = 2 if item.get_closest_marker("each_value") is None else 1
+    return set(itertools.combinations(enumerate(values), min(together, len(values))))
 
 
-def _covering(combinations: dict[pytest.Item, _Values]) -> set[pytest.Item]:
-    """Few of the items, in which every pair of values is that is in any."""
-    pairs = {item: _pairs(values) for item, values in combinations.items()}
-    left = set().union(*pairs.values())
+def _covering(combinations: dict[pytest.Item, set[_Together]]) -> set[pytest.Item]:
+    """Few of the items, in which all meet that meet in any."""
+    waiting = dict(combinations)
+    left = set().union(*waiting.values())
     chosen = set()
     while left:
-        best = max(pairs, key=lambda item: len(left & pairs[item]))
-        left -= pairs.pop(best)
+        best = max(waiting, key=lambda item: len(left & waiting[item]))
+        left -= waiting.pop(best)
         chosen.add(best)
     return chosen
-
-
-def _pairs(values: _Values) -> set[_Pair]:
-    return set(itertools.combinations(enumerate(values), 2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fronts import each_form
-from launch import client_rank, needs
+from launch import client_rank, load_over_zeros, needs
 from models import Transformer, loss_of, tokens
 
 pytestmark = needs("accelerate")
@@ -107,8 +107,5 @@ def _load_and_train(rank, world_size, port, options, folder):
 
         accelerator = Accelerator(fsdp_plugin=_plugin(**options))
         model, optimizer, batches = _prepare(accelerator)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        accelerator.load_state(folder)
+        load_over_zeros(accelerator, model, folder)
         return [_step(accelerator, model, optimizer, batch) for batch in list(batches)[STEPS // 2 :]]

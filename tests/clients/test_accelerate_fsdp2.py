@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch import client_rank, needs
+from launch import client_rank, load_over_zeros, needs
 from models import Transformer, loss_of, tokens
 
 pytestmark = needs("accelerate")
@@ -125,8 +125,5 @@ def _load_and_train(rank, world_size, port, options, folder):
     with client_rank(rank, port, True, fully_shard=True):
         accelerator = _accelerator(True, **options)
         model, optimizer, batches = _prepare(accelerator)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        accelerator.load_state(folder)
+        load_over_zeros(accelerator, model, folder)
         return [_step(accelerator, model, optimizer, batch) for batch in list(batches)[STEPS // 2 :]]

@@ -7,66 +7,19 @@ import torch
 
 from fronts import each_form
 from launch import client_rank, needs
-from models import Block, Transformer, loss_of, tokens
+from lightning_runs import STEPS, fit
+from models import Block
 
 pytestmark = needs("lightning")
-
-STEPS = 4
 
 
 def _fit(rank, world_size, port, wrapped, folder, options=None, resume=None):
     """Fits as a user of Lightning does, with evaluations in between; returns the losses of both."""
     with client_rank(rank, port, wrapped):
-        import lightning.pytorch as lightning
-        from lightning.pytorch.callbacks import ModelCheckpoint
         from lightning.pytorch.strategies import FSDPStrategy
 
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=FSDPStrategy(auto_wrap_policy={Block}, **(options or {})) if wrapped else "ddp",
-            max_steps=STEPS,
-            val_check_interval=2,
-            limit_val_batches=2,
-            num_sanity_val_steps=0,
-            default_root_dir=folder,
-            callbacks=[ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-        )
-        module = _module(lightning)
-        trainer.fit(module, _loader(), _loader(), ckpt_path=resume)
-        return module.losses, module.evaluated
-
-
-def _loader():
-    data = torch.cat([tokens(rank, step) for step in range(STEPS) for rank in range(2)])
-    return torch.utils.data.DataLoader(data, batch_size=2)
-
-
-def _module(lightning):
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.losses, self.evaluated = [], []
-
-        def configure_model(self):
-            torch.manual_seed(0)
-            self.model = Transformer()
-
-        def training_step(self, batch):
-            loss = loss_of(self.model, batch)
-            self.losses.append(loss.item())
-            return loss
-
-        def validation_step(self, batch):
-            self.evaluated.append(loss_of(self.model, batch).item())
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)
-
-    return Module()
+        strategy = FSDPStrategy(auto_wrap_policy={Block}, **(options or {})) if wrapped else "ddp"
+        return fit(world_size, strategy, folder, resume, None)
 
 
 @each_form

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from launch import client_rank, needs
+from lightning_runs import STEPS, fit
 from models import Transformer, loss_of, tokens
 
 pytestmark = needs("lightning")
-
-STEPS = 4
 
 
 def _fit(rank, world_size, port, ours, folder, options=None, resume=None):
@@ -19,60 +18,11 @@ def _fit(rank, world_size, port, ours, folder, options=None, resume=None):
     names = ("precision", "accumulate_grad_batches", "gradient_clip_val")
     trainer_options = {name: options.pop(name) for name in names if name in options}
     with client_rank(rank, port, ours, fully_shard=True):
-        import lightning.pytorch as lightning
-        from lightning.pytorch.callbacks import ModelCheckpoint
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        ranks = {"data_parallel_size": world_size, "tensor_parallel_size": 1}
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=ModelParallelStrategy(**ranks, **options) if ours else "ddp",
-            max_steps=STEPS,
-            val_check_interval=2,
-            limit_val_batches=2,
-            num_sanity_val_steps=0,
-            default_root_dir=folder,
-            callbacks=[ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-            **trainer_options,
-        )
-        module = _module(lightning, ours)
-        trainer.fit(module, _loader(), _loader(), ckpt_path=resume)
-        return module.losses, module.evaluated
-
-
-def _loader():
-    data = torch.cat([tokens(rank, step) for step in range(STEPS) for rank in range(2)])
-    return torch.utils.data.DataLoader(data, batch_size=2)
-
-
-def _module(lightning, ours):
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.losses, self.evaluated = [], []
-
-        def configure_model(self):
-            torch.manual_seed(0)
-            self.model = Transformer()
-            if ours:
-                _shard(self.model, self.device_mesh["data_parallel"])
-
-        def training_step(self, batch):
-            loss = loss_of(self.model, batch)
-            self.losses.append(loss.item())
-            return loss
-
-        def validation_step(self, batch):
-            self.evaluated.append(loss_of(self.model, batch).item())
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)
-
-    return Module()
+        sizes = {"data_parallel_size": world_size, "tensor_parallel_size": 1}
+        strategy = ModelParallelStrategy(**sizes, **options) if ours else "ddp"
+        return fit(world_size, strategy, folder, resume, _shard if ours else None, **trainer_options)
 
 
 def _shard(model, mesh):

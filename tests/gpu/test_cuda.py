@@ -7,9 +7,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from fsdp_wrap import CPUOffload, ShardingStrategy
+from fsdp_wrap import CPUOffload
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from models import WRAPPINGS, Transformer, full_grads, loss_of, named_state, tokens, twins
+from models import WRAPPINGS, Transformer, full_grads, loss_of, named_state, tokens, transformer_twins, twins
 from on_cuda import SIZES, device_of, needs_cuda, train
 
 pytestmark = needs_cuda
@@ -21,14 +21,8 @@ pytestmark = needs_cuda
 @ranks(*SIZES, backend="nccl")
 def test_training_equals_ddp(rank, world_size, use_orig_params, strategy, offload):
     device = device_of(rank)
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        cpu_offload=CPUOffload(offload_params=offload),
-        device_id=device,
+    plain, model = transformer_twins(
+        use_orig_params, strategy, cpu_offload=CPUOffload(offload_params=offload), device_id=device
     )
     ddp = DDP(plain.to(device))
     for module in (ddp, model):

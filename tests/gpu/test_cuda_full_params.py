@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from bed import ranks
 from fsdp_wrap import CPUOffload
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from models import WRAPPINGS, Transformer, full_grads, loss_of, tokens, twins
+from models import WRAPPINGS, Transformer, full_grads, loss_of, tokens, transformer_twins, twins
 from on_cuda import SIZES, device_of, needs_cuda, train
 
 pytestmark = needs_cuda
@@ -24,13 +24,8 @@ pytestmark = needs_cuda
 @ranks(*SIZES, backend="nccl")
 def test_summoned_parameters_and_gradients(rank, world_size, use_orig_params, to_cpu, rank0_only, offloaded):
     device = device_of(rank)
-    plain, model = twins(
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        use_orig_params=use_orig_params,
-        cpu_offload=CPUOffload(offload_params=offloaded),
-        device_id=device,
+    plain, model = transformer_twins(
+        use_orig_params, cpu_offload=CPUOffload(offload_params=offloaded), device_id=device
     )
     ddp = DDP(plain.to(device))
     for module in (ddp, model):

@@ -1,0 +1,59 @@
+"""Nets of a few linear layers, for tests that need no more of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks between layers of the root."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([self.block(), self.block()])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Middle(nn.Module):
+    """A layer in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Around(nn.Module):
+    """A nested module between two layers of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), Middle(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
