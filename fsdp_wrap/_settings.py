@@ -33,10 +33,8 @@ from fsdp_wrap.flat_param import FlatParameterLayout
 __all__ = [
     "Settings",
     "ShowsSettings",
-    "flat_layouts",
     "resolve_ignored",
     "resolve_options",
-    "unit_options",
 ]
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -111,39 +109,6 @@ def resolve_options(
     return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
 
 
-def flat_layouts(
-    module: nn.Module,
-    mesh: ShardMesh,
-    *,
-    cpu_offload: CPUOffload | None,
-    use_orig_params: bool,
-    **others: Any,
-) -> Callable[..., Layout]:
-    """Returns what makes the layouts of a module's parameters."""
-    kind = SliceLayout if use_orig_params else FlatParameterLayout
-    offload = cpu_offload is not None and cpu_offload.offload_params
-    return partial(kind, module=module, sharded=mesh.shard is not None, offload=offload)
-
-
-def unit_options(
-    module: nn.Module,
-    policy: MixedPrecision,
-    *,
-    sharding_strategy: ShardingStrategy,
-    backward_prefetch: BackwardPrefetch | None,
-    forward_prefetch: bool,
-    **others: Any,
-) -> UnitOptions:
-    """Returns how the schedule is to treat the unit of a module."""
-    return UnitOptions(
-        reshard_after_forward=sharding_strategy in _RESHARD_AFTER_FORWARD,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=bool(forward_prefetch),
-        casts=InputCasts.of(policy, module),
-        full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
-    )
-
-
 @dataclass(frozen=True)
 class Settings:
     """The options of one wrapper, with their defaults filled in.
@@ -185,6 +150,22 @@ class Settings:
             options["forward_prefetch"],
             options["limit_all_gathers"],
             options["use_orig_params"],
+        )
+
+    def layouts(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., Layout]:
+        """Returns what makes the layouts of a module's parameters."""
+        kind = SliceLayout if self.use_orig_params else FlatParameterLayout
+        sharded, offload = mesh.shard is not None, self.cpu_offload.offload_params
+        return partial(kind, module=module, sharded=sharded, offload=offload)
+
+    def unit_options(self, casts: InputCasts) -> UnitOptions:
+        """Returns how the schedule is to treat a unit."""
+        return UnitOptions(
+            reshard_after_forward=self.sharding_strategy in _RESHARD_AFTER_FORWARD,
+            backward_prefetch=self.backward_prefetch,
+            forward_prefetch=bool(self.forward_prefetch),
+            casts=casts,
+            full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
         )
 
 

@@ -20,17 +20,15 @@ from fsdp_wrap._handle import HandleState
 from fsdp_wrap._init import UnitSpec, build_unit, check_module
 from fsdp_wrap._materialize import MaterializationError, Values
 from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
-from fsdp_wrap._precision import FullPrecision, SegmentPolicy
+from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
 from fsdp_wrap._refusals import converted
 from fsdp_wrap._registry import REGISTRY
 from fsdp_wrap._schedule import require_idle, schedule_of
 from fsdp_wrap._settings import (
     Settings,
     ShowsSettings,
-    flat_layouts,
     resolve_ignored,
     resolve_options,
-    unit_options,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap._unit import Unit, units_in
@@ -170,10 +168,11 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         policy = MixedPrecision() if mixed_precision is None else mixed_precision
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         options: dict[str, Any] = {
             "process_group": process_group,
             "device_mesh": device_mesh,
-            "sharding_strategy": sharding_strategy or ShardingStrategy.FULL_SHARD,
+            "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "backward_prefetch": backward_prefetch,
             "mixed_precision": mixed_precision,
@@ -188,19 +187,20 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         tensors = check_module(module, ignored, values, mesh, None if use_orig_params else _IN_BACKWARD)
         wanted = SegmentPolicy.of(policy)
+        device = resolve_device(tensors, device_id, mesh.groups)
+        self._settings = settings = Settings.of(mesh, device, options)
         spec = UnitSpec(
             mesh=mesh,
-            device=resolve_device(tensors, device_id, mesh.groups),
-            make_layout=flat_layouts(module, mesh, **options),
+            device=device,
+            make_layout=settings.layouts(module, mesh),
             policy_of=lambda _: wanted,
             buffer_dtype=policy.buffer_dtype,
-            options=unit_options(module, policy, **options),
+            options=settings.unit_options(InputCasts.of(policy, module)),
             ignored=ignored,
             shared_memory=shared_memory is not False,
         )
         if auto_wrap_policy is not None:
-            _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": spec.device})
-        self._settings = Settings.of(mesh, spec.device, options)
+            _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": device})
         self._adopt(module, build_unit(module, spec, values))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
