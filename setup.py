@@ -1,9 +1,9 @@
 import runpy
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-VERSION = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_version.py"))["__version__"]
+VERSION = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_core" / "version.py"))["__version__"]
 
 SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
@@ -21,7 +21,7 @@ setup(
     version=VERSION,
     description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
     license="BSD-3-Clause",
-    packages=["fsdp_wrap", "fsdp_wrap.checkpoint"],
+    packages=find_packages(include=["fsdp_wrap", "fsdp_wrap.*"]),
     package_data={"fsdp_wrap": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<3", "tqdm", "packaging"],

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, interleave, run_ranks
-from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._groups import ranks_in
-from fsdp_wrap._shared_memory import SharedBuffer
+from fsdp_wrap._comm.groups import ranks_in
+from fsdp_wrap._comm.select import make_communicator
+from fsdp_wrap._comm.shared_memory.memory import SharedBuffer
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = {"tiny": KB} | {f"{n} KB": n * KB for n in (4, 64)} | {f"{n} MB": n * MB for n in (1, 16, 64, 256)}

@@ -4,13 +4,12 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
-from fsdp_wrap._events import Event, EventKind, Phase, observe_events, record_events
-from fsdp_wrap._interval_tensor import IntervalTensor
-from fsdp_wrap._version import __version__ as __version__
-from fsdp_wrap.api import (
+from fsdp_wrap._core import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    Event,
+    EventKind,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -20,26 +19,23 @@ from fsdp_wrap.api import (
     OffloadPolicy,
     OptimStateDictConfig,
     OptimStateKeyType,
+    Phase,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    observe_events,
+    record_events,
 )
-from fsdp_wrap.flat_param import FlatParameter
+from fsdp_wrap._core import __version__ as __version__
+from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp_wrap._params import FlatParameter, IntervalTensor
+from fsdp_wrap._state import iter_full_optim_state, iter_full_params, param_aliases, set_gradients_in_place
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
-from fsdp_wrap.full_stream import iter_full_params, param_aliases
-from fsdp_wrap.fully_shard import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    fully_shard,
-    share_comm_ctx,
-)
+from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_wrap.in_place_gradients import set_gradients_in_place
-from fsdp_wrap.optim_state_dict import iter_full_optim_state
 
 __all__ = [
     "BackwardPrefetch",
@@ -81,6 +77,6 @@ __all__ = [
 ]
 
 # Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.
-for _add_on in ("_automatic", "_compression", "_internals", "_fully_shard_state"):
+for _add_on in ("_comm.shared_memory", "_compression", "compat"):
     if find_spec(f"fsdp_wrap.{_add_on}"):
         import_module(f"fsdp_wrap.{_add_on}")

@@ -8,15 +8,21 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
-from fsdp_wrap._copies import deepcopy_wrapper
-from fsdp_wrap._custom_comms import hook_on_stream, refuse_custom_comms, use_comms
-from fsdp_wrap._errors import NotPicklableError
-from fsdp_wrap._forward import run_forward
-from fsdp_wrap._handle import HandleState
-from fsdp_wrap._modules import UNIT_ATTR
-from fsdp_wrap._refusals import converted, refuse_replaced
-from fsdp_wrap._schedule import Schedule, schedule_of
-from fsdp_wrap._unit import Unit, units_in
+from fsdp_wrap._core import UNIT_ATTR, NotPicklableError
+from fsdp_wrap._params import HandleState
+from fsdp_wrap._runtime import (
+    Schedule,
+    Unit,
+    converted,
+    hook_on_stream,
+    refuse_custom_comms,
+    refuse_replaced,
+    run_forward,
+    schedule_of,
+    units_in,
+    use_comms,
+)
+from fsdp_wrap._state import deepcopy_wrapper
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit", "share_comm_ctx"]

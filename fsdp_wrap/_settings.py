@@ -13,22 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._errors import WrongKindError
-from fsdp_wrap._layout import Layout
-from fsdp_wrap._mesh import ShardMesh, resolve_mesh
-from fsdp_wrap._modules import UNIT_ATTR, Ignored, find_replicated
-from fsdp_wrap._precision import FullPrecision, InputCasts
-from fsdp_wrap._slice_layout import SliceLayout
-from fsdp_wrap._unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions
-from fsdp_wrap.api import (
+from fsdp_wrap._comm import ShardMesh, resolve_mesh
+from fsdp_wrap._core import (
+    UNIT_ATTR,
     BackwardPrefetch,
     CPUOffload,
+    FullPrecision,
+    Ignored,
+    InputCasts,
     MixedPrecision,
     ShardingStrategy,
+    WrongKindError,
     check_flag,
     check_kind,
+    find_replicated,
 )
-from fsdp_wrap.flat_param import FlatParameterLayout
+from fsdp_wrap._params import FlatParameterLayout, Layout, SliceLayout
+from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, Unit, UnitOptions
 
 __all__ = [
     "Settings",

@@ -12,38 +12,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._load_targets import Targets
-from fsdp_wrap._modules import clean_fqn
-from fsdp_wrap._optim_load import load_optim_state_dict
-from fsdp_wrap._optim_pieces import refitted
-from fsdp_wrap._schedule import schedule_of
-from fsdp_wrap._taking import taking
-from fsdp_wrap._torch_private import IncompatibleKeys
-from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap.api import (
+from fsdp_wrap._core import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
     OptimStateKeyType,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    clean_fqn,
 )
-from fsdp_wrap.full_params import sharded_handles
-from fsdp_wrap.optim_state_dict import (
-    full_optim_state_dict,
-    rekey_optim_state_dict,
-    sharded_optim_state_dict,
-)
-from fsdp_wrap.state_dict import (
+from fsdp_wrap._core.torch_private import IncompatibleKeys
+from fsdp_wrap._runtime import Unit, schedule_of, units_in
+from fsdp_wrap._state import (
     FullLoad,
     ShardedLoad,
+    Targets,
     add_wrapped_prefix,
     begin_load,
     clean_keys,
     default_settings,
     expand_local,
+    full_optim_state_dict,
+    load_optim_state_dict,
+    refitted,
+    rekey_optim_state_dict,
     resolve_settings,
+    sharded_handles,
+    sharded_optim_state_dict,
     take_state_dict,
+    taking,
     unshard_values,
     wants_result,
     with_wrapped_metadata,

@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from fsdp_wrap import distributed_state_dict as ours
-from fsdp_wrap._interval_tensor import IntervalTensor, passes_for_dtensor
-from fsdp_wrap._modules import clean_fqn
-from fsdp_wrap._torch_private import torch_gathers
-from fsdp_wrap._torch_private import torch_state_dict as theirs
+from fsdp_wrap._core import clean_fqn
+from fsdp_wrap._core.torch_private import torch_gathers
+from fsdp_wrap._core.torch_private import torch_state_dict as theirs
+from fsdp_wrap._params import IntervalTensor, passes_for_dtensor
 
 __all__: list[str] = []
 

@@ -17,22 +17,30 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as 
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
-from fsdp_wrap._full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
-from fsdp_wrap._optim_load import load_optim_state_dict
-from fsdp_wrap._optim_params import refuse_shared
-from fsdp_wrap._originals import Originals
-from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
-from fsdp_wrap._torch_private import IncompatibleKeys
-from fsdp_wrap._unit import units_in
-from fsdp_wrap._walks import clean_fqn, named, params
-from fsdp_wrap._watch import deaths_told
-from fsdp_wrap.api import (
+from fsdp_wrap._comm import deaths_told
+from fsdp_wrap._core import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
+    clean_fqn,
+    named,
+    params,
 )
+from fsdp_wrap._core.torch_private import IncompatibleKeys
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state import (
+    FirstRank,
+    Originals,
+    handles_of,
+    is_first_rank,
+    is_sharded,
+    load_optim_state_dict,
+    refuse_shared,
+    unsharded,
+)
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
 
 __all__ = [
     "StateDictOptions",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_wrap._modules import UNIT_ATTR
+from fsdp_wrap._core import UNIT_ATTR
 
 __all__ = ["register_forward_method", "register_fsdp_forward_method"]
 

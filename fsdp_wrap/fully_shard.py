@@ -11,11 +11,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fsdp_wrap._collectives import Communicator
-from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._compute_device import device_of
-from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._errors import AlreadyShardedError, NoDimensionError, UnevenCutError, WrongKindError
+from fsdp_wrap._comm import (
+    Communicator,
+    Ranks,
+    default_mesh,
+    device_of,
+    make_communicator,
+    neighbours,
+    ranks_of,
+)
+from fsdp_wrap._core import (
+    UNIT_ATTR,
+    AlreadyShardedError,
+    CPUOffloadPolicy,
+    Ignored,
+    InputCasts,
+    MixedPrecisionPolicy,
+    NoDimensionError,
+    OffloadPolicy,
+    ParamSlot,
+    SegmentPolicy,
+    UnevenCutError,
+    WrongKindError,
+    check_flag,
+    check_kind,
+    collect_slots,
+    find_replicated,
+)
 from fsdp_wrap._fsdp_module import (
     FSDPModule,
     GradientReductionHandle,
@@ -23,18 +45,17 @@ from fsdp_wrap._fsdp_module import (
     run_as_unit,
     share_comm_ctx,
 )
-from fsdp_wrap._groups import Ranks, default_mesh, neighbours
-from fsdp_wrap._init import UnitSpec, assemble_unit
-from fsdp_wrap._layout import Layout
-from fsdp_wrap._materialize import move, own_tensors
-from fsdp_wrap._mesh import ranks_of
-from fsdp_wrap._modules import UNIT_ATTR, Ignored, ParamSlot, collect_slots, find_replicated
-from fsdp_wrap._param_checks import check_tensors
-from fsdp_wrap._precision import InputCasts, SegmentPolicy
-from fsdp_wrap._registry import REGISTRY
-from fsdp_wrap._unit import UnitOptions
-from fsdp_wrap._wrap_plan import is_container
-from fsdp_wrap.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_flag, check_kind
+from fsdp_wrap._params import DTensorLayout, Layout
+from fsdp_wrap._runtime import (
+    REGISTRY,
+    UnitOptions,
+    UnitSpec,
+    assemble_unit,
+    check_tensors,
+    is_container,
+    move,
+    own_tensors,
+)
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 

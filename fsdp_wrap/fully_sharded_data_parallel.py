@@ -13,49 +13,60 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_wrap._compute_device import resolve_device
-from fsdp_wrap._copies import deepcopy_wrapper
-from fsdp_wrap._forward import run_forward
-from fsdp_wrap._handle import HandleState
-from fsdp_wrap._init import UnitSpec, build_unit, check_module
-from fsdp_wrap._materialize import MaterializationError, Values
-from fsdp_wrap._modules import UNIT_ATTR, WRAPPED_ATTR, Ignored, clean_fqn
-from fsdp_wrap._precision import FullPrecision, InputCasts, SegmentPolicy
-from fsdp_wrap._refusals import converted
-from fsdp_wrap._registry import REGISTRY
-from fsdp_wrap._schedule import require_idle, schedule_of
-from fsdp_wrap._settings import (
-    Settings,
-    ShowsSettings,
-    resolve_ignored,
-    resolve_options,
-)
-from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
-from fsdp_wrap._unit import Unit, units_in
-from fsdp_wrap._wrap_plan import warn_of_container
-from fsdp_wrap.api import (
+from fsdp_wrap._comm import resolve_device
+from fsdp_wrap._core import (
+    UNIT_ATTR,
+    WRAPPED_ATTR,
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
+    FullPrecision,
     FullStateDictConfig,
+    Ignored,
+    InputCasts,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
     OptimStateKeyType,
+    SegmentPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    clean_fqn,
 )
-from fsdp_wrap.clip_grad import GradientNorms
-from fsdp_wrap.comm_hooks import register_comm_hook
+from fsdp_wrap._params import HandleState
+from fsdp_wrap._runtime import (
+    REGISTRY,
+    MaterializationError,
+    Unit,
+    UnitSpec,
+    Values,
+    build_unit,
+    check_module,
+    converted,
+    plan_wrapping,
+    require_idle,
+    run_forward,
+    schedule_of,
+    units_in,
+    warn_of_container,
+)
+from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_options
+from fsdp_wrap._state import (
+    GradientNorms,
+    deepcopy_wrapper,
+    full_units,
+    is_summoned,
+    iter_full_params,
+    register_comm_hook,
+    summon_full_params,
+)
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
 from fsdp_wrap.forward_methods import register_forward_method
-from fsdp_wrap.full_params import full_units, is_summoned, summon_full_params
-from fsdp_wrap.full_stream import iter_full_params
-from fsdp_wrap.wrap import plan_wrapping
 
 __all__ = [
     "BackwardPrefetch",

@@ -1,6 +1,6 @@
 """Auto-wrap policies, and wrapping by hand.
 
-`_wrap_plan.py` makes units of what the policies choose.
+`_runtime/wrap_plan.py` makes units of what the policies choose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_wrap._wrap_plan import Kwargs, Targets, WrapPlan, describe, plan_wrapping
+from fsdp_wrap._runtime import Kwargs, Targets, WrapPlan, describe, plan_wrapping
 
 __all__ = [
     "ConfigAutoWrap",

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import _positions
-from fsdp_wrap._channel import Channel, Kind, Record
+from fsdp_wrap._comm import positions as _positions
+from fsdp_wrap._comm.shared_memory.channel import Channel, Kind, Record
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 RANKS, LIMIT = 3, 30.0

@@ -34,28 +34,17 @@ class AddOn(NamedTuple):
 
 ADD_ONS = {
     "shared memory": AddOn(
-        [
-            "_mapped_file.py",
-            "_shared_memory.py",
-            "_signals.py",
-            "_channel.py",
-            "_rendezvous.py",
-            "_shared_collective.py",
-            "_lending.py",
-            "_host_communicator.py",
-            "_two_level.py",
-            "_automatic.py",
-        ],
+        ["_comm/shared_memory/"],
         ["test_shared_memory.py", "test_two_hosts.py", "shared_memory_faults.py"],
     ),
     "compression": AddOn(
-        ["_quantize.py", "_compression.py"],
+        ["_compression/"],
         ["test_compression.py"],
         "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
         "MissingAddOn: compress() needs the add-on for compression",
     ),
     "checkpoint folders": AddOn(
-        ["checkpoint/", "_safetensors.py"],
+        ["checkpoint/"],
         [
             "test_checkpoint*.py",
             "test_safetensors.py",
@@ -70,14 +59,7 @@ ADD_ONS = {
         "ModuleNotFoundError: No module named 'fsdp_wrap.checkpoint'",
     ),
     "compat": AddOn(
-        [
-            "compat.py",
-            "_installation.py",
-            "_clients.py",
-            "_internals.py",
-            "_helpers.py",
-            "_fully_shard_state.py",
-        ],
+        ["compat/"],
         ["test_compat*.py", "test_internals.py", "test_attributes.py", "clients/"],
         "import fsdp_wrap.compat",
         "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",

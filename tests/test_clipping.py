@@ -18,7 +18,7 @@ from bed.references import count_collectives
 from fronts import each_form
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import (
     WRAPPINGS,

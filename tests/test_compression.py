@@ -22,7 +22,7 @@ from bed.references import count_collectives
 from fronts import each_front, full_grads, full_state, no_sync, shard, twins
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, comm_hooks, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._quantize import CODECS, ExactTail
+from fsdp_wrap._compression.codecs import CODECS, ExactTail
 from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy

@@ -20,7 +20,7 @@ from bed.references import count_collectives
 from fronts import each_front, full_state, inner, shard
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6

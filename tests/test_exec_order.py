@@ -31,7 +31,9 @@ from bed import ranks, run_isolated
 from bed.references import count_collectives
 from fronts import each_form, each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import Phase, ShardingStrategy, _positions, _watch, record_events
+from fsdp_wrap import Phase, ShardingStrategy, record_events
+from fsdp_wrap._comm import positions as _positions
+from fsdp_wrap._comm import watch as _watch
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 

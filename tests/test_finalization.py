@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import GradientReductionHandle, MixedPrecisionPolicy, fully_shard
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._runtime.unit import units_in
 
 HAS_TORCHS = hasattr(torch_fsdp, "GradientReductionHandle")
 

@@ -18,7 +18,7 @@ from bed.references import count_collectives
 from fronts import each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, register_fsdp_forward_method
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH, VOCABULARY = 6, 11

@@ -13,7 +13,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fronts import each_front, full_grads, full_state, shard, twins
 from fsdp_wrap import BackwardPrefetch, CPUOffload, EventKind, Phase, ShardingStrategy, record_events
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import named_state
 

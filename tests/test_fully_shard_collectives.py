@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from bed.threads import threads_as_ranks
-from fsdp_wrap._collectives import SoloCommunicator
-from fsdp_wrap._device import Finished
-from fsdp_wrap._dtensor_layout import DTensorLayout
-from fsdp_wrap._handle import ParamHandle
-from fsdp_wrap._held_by import HeldBy
-from fsdp_wrap._modules import ParamSlot
-from fsdp_wrap._objects import all_gather_single, reduce_scatter_single
-from fsdp_wrap._precision import SegmentPolicy
+from fsdp_wrap._comm.lanes import Finished
+from fsdp_wrap._comm.objects import all_gather_single, reduce_scatter_single
+from fsdp_wrap._comm.process_group import SoloCommunicator
+from fsdp_wrap._core.modules import ParamSlot
+from fsdp_wrap._core.precision import SegmentPolicy
+from fsdp_wrap._params.dtensor import DTensorLayout
+from fsdp_wrap._params.handle import ParamHandle
+from fsdp_wrap._params.held_by import HeldBy
 from fsdp_wrap.api import MixedPrecision
 
 RANKS = 128

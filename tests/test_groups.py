@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from bed import ranks, run_isolated
 from fronts import FRONTS, each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _communicators, fully_shard
+from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 

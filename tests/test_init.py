@@ -18,8 +18,9 @@ from bed import ranks
 from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
 from fronts import each_form
-from fsdp_wrap import CPUOffload, ShardingStrategy, _materialize
+from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._runtime import materialize as _materialize
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 from models import gather_objects, twins
 

@@ -14,8 +14,8 @@ from bed import ranks
 from bed.memory import live_bytes
 from fronts import each_front, full_grads, shard, twins
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
-from fsdp_wrap._resizable import Buffer
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._comm.buffer import Buffer
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, loss_of, tokens, train
 

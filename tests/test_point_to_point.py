@@ -17,11 +17,13 @@ from bed import ranks
 from bed.references import count_collectives
 from fronts import FRONTS, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import MixedPrecision, ShardingStrategy, _communicators, _exchange
-from fsdp_wrap._collectives import GroupCommunicator
-from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._exchange import ExchangeCommunicator, Messages, exchange_gather, exchange_reduce
-from fsdp_wrap._mesh import Ranks
+from fsdp_wrap import MixedPrecision, ShardingStrategy
+from fsdp_wrap._comm import messages as _exchange
+from fsdp_wrap._comm import select as _communicators
+from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.messages import ExchangeCommunicator, Messages, exchange_gather, exchange_reduce
+from fsdp_wrap._comm.process_group import GroupCommunicator
+from fsdp_wrap._comm.select import make_communicator
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, gather_objects, loss_of, named_state, tokens
 

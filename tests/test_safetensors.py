@@ -22,7 +22,7 @@ from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
 from fronts import ONE, each_form, squares
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._safetensors import (
+from fsdp_wrap.checkpoint._safetensors import (
     export_safetensors,
     import_safetensors,
     read_safetensors,

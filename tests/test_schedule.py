@@ -608,7 +608,7 @@ def test_clip_grad_norm_equals_plain(rank, world_size):
 
 @ranks(2)
 def test_events_cost_nothing_when_nobody_listens(rank, world_size):
-    from fsdp_wrap import _events
+    from fsdp_wrap._core import events as _events
 
     _, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"]())
     with record_events() as events:

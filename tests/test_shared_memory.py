@@ -23,16 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 from bed import ranks, run_isolated
 from bed.paths import ROOT
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _automatic, _channel, _shared_memory, fully_shard
-from fsdp_wrap._automatic import AutomaticCommunicator
-from fsdp_wrap._collectives import GroupCommunicator
-from fsdp_wrap._communicators import make_communicator
-from fsdp_wrap._events import EventKind, record_events
-from fsdp_wrap._exchange import ExchangeCommunicator
-from fsdp_wrap._host_communicator import HostCommunicator
-from fsdp_wrap._lending import Lent
-from fsdp_wrap._mesh import Ranks
-from fsdp_wrap._shared_memory import HEADER, PeerMemory, SharedBuffer, SharedMemory, own_memory
+from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.messages import ExchangeCommunicator
+from fsdp_wrap._comm.process_group import GroupCommunicator
+from fsdp_wrap._comm.select import make_communicator
+from fsdp_wrap._comm.shared_memory import automatic as _automatic
+from fsdp_wrap._comm.shared_memory import channel as _channel
+from fsdp_wrap._comm.shared_memory import memory as _shared_memory
+from fsdp_wrap._comm.shared_memory.automatic import AutomaticCommunicator
+from fsdp_wrap._comm.shared_memory.host import HostCommunicator
+from fsdp_wrap._comm.shared_memory.lending import Lent
+from fsdp_wrap._comm.shared_memory.memory import HEADER, PeerMemory, SharedBuffer, SharedMemory, own_memory
+from fsdp_wrap._core.events import EventKind, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")

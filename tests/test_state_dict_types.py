@@ -32,7 +32,7 @@ from fsdp_wrap import (
     StateDictSettings,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._interval_tensor import boxes_of
+from fsdp_wrap._params.interval_tensor import boxes_of
 from state_nets import (
     FULL,
     LOCAL,

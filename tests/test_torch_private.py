@@ -18,10 +18,10 @@ from torch import nn
 
 from bed.paths import PACKAGE
 
-PRIVATE = PACKAGE / "_torch_private.py"
+PRIVATE = PACKAGE / "_core" / "torch_private.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-OF_CLIENTS = {"_clients.py"}
+OF_CLIENTS = {"clients.py"}
 """Touches private names of other libraries only."""
 
 NOT_TORCHS = {"_fields", "_make", "_replace", "_core"}

@@ -12,7 +12,7 @@ from torch import func, nn
 
 from bed import ranks
 from fronts import FULL, KEPT, each_front, full_grads, shard, twins
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
 

@@ -21,13 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from bed import run_isolated
 from bed.hosts import sent_bytes, two_hosts
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, _shared_memory, fully_shard
-from fsdp_wrap._automatic import AutomaticCommunicator
-from fsdp_wrap._events import record_events
-from fsdp_wrap._exchange import ExchangeCommunicator
-from fsdp_wrap._mesh import Ranks
-from fsdp_wrap._rendezvous import Hosts
-from fsdp_wrap._two_level import TwoLevelCommunicator
+from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.messages import ExchangeCommunicator
+from fsdp_wrap._comm.shared_memory import memory as _shared_memory
+from fsdp_wrap._comm.shared_memory.automatic import AutomaticCommunicator
+from fsdp_wrap._comm.shared_memory.rendezvous import Hosts
+from fsdp_wrap._comm.shared_memory.two_level import TwoLevelCommunicator
+from fsdp_wrap._core.events import record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WORLD_SIZE = 4

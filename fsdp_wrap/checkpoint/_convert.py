@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_wrap._safetensors import write_safetensors
-from fsdp_wrap._torch_private import load_state_dict, unflatten_state_dict
+from fsdp_wrap._core.torch_private import load_state_dict, unflatten_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import refuse_damaged
 from fsdp_wrap.checkpoint._manifest import read_metadata
+from fsdp_wrap.checkpoint._safetensors import write_safetensors
 from fsdp_wrap.checkpoint._saving import Save
 from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, write_file
 from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks

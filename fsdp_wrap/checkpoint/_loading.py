@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_wrap._torch_private import load_state_dict, unflatten_state_dict
+from fsdp_wrap._core.torch_private import load_state_dict, unflatten_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._manifest import (
     METADATA,

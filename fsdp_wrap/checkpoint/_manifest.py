@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_wrap._torch_private import StorageInfo, get_layout
+from fsdp_wrap._core.torch_private import StorageInfo, get_layout
 
 __all__ = [
     "MANIFEST",

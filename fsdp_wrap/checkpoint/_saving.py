@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._torch_private import save_state_dict
+from fsdp_wrap._core.torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import Begun, Claim
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged

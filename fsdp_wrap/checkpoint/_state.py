@@ -17,17 +17,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_wrap._full_values import handles_of
-from fsdp_wrap._modules import WRAPPED_ATTR, clean_fqn, original_class
-from fsdp_wrap._optim_load import load_optim_state_dict
-from fsdp_wrap._optim_params import options_of, refuse_shared
-from fsdp_wrap._torch_private import NormBase
-from fsdp_wrap._unit import units_in
+from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, original_class
+from fsdp_wrap._core.torch_private import NormBase
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state import (
+    handles_of,
+    load_optim_state_dict,
+    options_of,
+    refuse_shared,
+    sharded_optim_state_dict,
+)
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 
 __all__ = ["Optimizers", "Subject", "may_refuse", "set_random_state", "staged"]
 

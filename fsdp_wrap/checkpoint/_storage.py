@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from fsdp_wrap._torch_private import StorageWriterTransforms
-from fsdp_wrap._version import __version__
+from fsdp_wrap._core import __version__
+from fsdp_wrap._core.torch_private import StorageWriterTransforms
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 
 __all__ = ["CheckedWriter", "KnownReader", "ValuesPlanner", "packed", "rank_of", "unpacked", "write_file"]

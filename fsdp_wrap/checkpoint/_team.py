@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_wrap._positions import positions_of
-from fsdp_wrap._watch import Watch
+from fsdp_wrap._comm import Watch, positions_of
 from fsdp_wrap.checkpoint._folders import host
 
 __all__ = ["Place", "Team", "errors_of_all_ranks"]

@@ -75,7 +75,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _exchanges() -> dict[int, str]:
     """What messages with our tags stand for."""
-    from fsdp_wrap._exchange import _GATHER_TAG, _REDUCE_TAG  # only here: the bed itself needs no library
+    from fsdp_wrap._comm.messages import (  # only here: the bed itself needs no library
+        _GATHER_TAG,
+        _REDUCE_TAG,
+    )
 
     return {_GATHER_TAG: "all_gather_into_tensor", _REDUCE_TAG: "reduce_scatter_tensor"}
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from fsdp_wrap._safetensors import export_safetensors, import_safetensors
+from fsdp_wrap.checkpoint._safetensors import export_safetensors, import_safetensors
 from launch import client_rank, needs
 from tiny_models import LENGTH, bert, llama, t5
 

@@ -1,0 +1,237 @@
+"""Process groups, this rank's place in them, and those groups that follow from others."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_wrap._comm.device import device_type_for
+from fsdp_wrap._core.torch_private import all_groups
+
+__all__ = [
+    "Ranks",
+    "default_group",
+    "default_mesh",
+    "group_of",
+    "groups_by_host",
+    "is_destroyed",
+    "mesh_over",
+    "neighbours",
+    "ranks_in",
+    "time_limit",
+]
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group, or what stands in for one, and this process's place in it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @property
+    def communicate(self) -> bool:
+        """Whether there is a process group; what only tells a rank and a size carries nothing."""
+        return isinstance(self.group, dist.ProcessGroup)
+
+    @property
+    def reference(self) -> Callable[[], dist.ProcessGroup | None]:
+        """What gives the group as long as it lives, and does not keep it alive."""
+        # What stands in for one holds nothing that must go, and may be known to nobody else.
+        return weakref.ref(self.group) if self.communicate else partial(_itself, self.group)
+
+    @property
+    def members(self) -> list[int]:
+        """The group's ranks, as the default group counts them; what stands in for a group counts its own."""
+        return dist.get_process_group_ranks(self.group) if self.communicate else [*range(self.size)]
+
+
+def ranks_in(group: Any) -> Ranks:
+    """Returns this process's place in a group.
+
+    What has the methods `rank()` and `size()` stands in for a group, so that a module can be wrapped as one
+    rank of many would, without the others.
+
+    Raises:
+        ValueError: If it is not part of it.
+        TypeError: If it is neither.
+    """
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        return _stand_in(group)
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not part of the process_group that it was given: wrap only on the "
+            "ranks of the group, or pass each rank the group that it belongs to"
+        )
+    return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
+
+
+def _stand_in(group: Any) -> Ranks:
+    rank, size = (getattr(group, name, None) for name in ("rank", "size"))
+    if not (callable(rank) and callable(size)):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, something with its methods rank() and "
+            f"size(), or None, not {type(group).__name__}"
+        )
+    return Ranks(group, rank(), size())
+
+
+def default_group(user: str) -> dist.ProcessGroup:
+    """Returns the process group of all ranks.
+
+    Args:
+        user: What needs it, for the error's text.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    group = dist.group.WORLD if dist.is_available() else None
+    if group is None:
+        raise ValueError(
+            f"{user} needs a process group, and there is none: call "
+            "torch.distributed.init_process_group() before wrapping (torchrun sets what it reads)"
+        )
+    return group
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns the one-dimensional mesh of all ranks, on the accelerator if they can communicate from it.
+
+    Raises:
+        ValueError: If there is no process group.
+    """
+    group = default_group("fully_shard")
+
+    def make() -> DeviceMesh:
+        mesh = init_device_mesh(device_type_for(group), (dist.get_world_size(),))
+        # It finds groups by name as well. Torch keeps meshes in caches of its own, and groups must not stay.
+        mesh._pg_registry.clear()
+        return mesh
+
+    return _once_for(group, "mesh", make)
+
+
+def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Returns the one-dimensional mesh of a group's ranks, without communication."""
+
+    def make() -> DeviceMesh:
+        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+        mesh._pg_registry.clear()  # as above
+        return mesh
+
+    return _once_for(group, ("mesh over", device_type, names), make)
+
+
+def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Returns a group of these ranks in this order, as the default group counts them.
+
+    Args:
+        ranks: Its ranks.
+        known: The one to take, unless it was destroyed.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
+    for group in all_groups():
+        if group is known or (known is None and dist.get_process_group_ranks(group) == list(ranks)):
+            return group  # type: ignore[no-any-return]
+    raise RuntimeError(
+        f"ranks {list(ranks)} hold this tensor between them, and this process has no process group of just "
+        "them (any more): pass the group whose ranks have all of it, as full_tensor(group)"
+    )
+
+
+def is_destroyed(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group, as a weak reference gives it, is no longer to be used, though it may live on."""
+    return group is None or group not in all_groups()
+
+
+def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """Returns how long collectives of a group may take."""
+    try:
+        limit: timedelta = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # not every backend tells, and the group may be gone
+        return dist.constants.default_pg_timeout
+    return limit
+
+
+def neighbours(ranks: Ranks, size: int) -> Ranks:
+    """Returns the group of so many ranks that stand side by side in a group; collective among them.
+
+    Raises:
+        ValueError: If the group cannot be cut so.
+    """
+    if not 1 < size < ranks.size or ranks.size % size:
+        raise ValueError(
+            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded"
+        )
+
+    def make() -> Any:
+        first = ranks.rank // size * size
+        members = dist.get_process_group_ranks(ranks.group)[first : first + size]
+        limit = time_limit(ranks.group, torch.device(device_type_for(ranks.group)))
+        return dist.new_group(members, timeout=limit, use_local_synchronization=True)
+
+    return ranks_in(_once_for(ranks.group, ("neighbours", size), make))
+
+
+def groups_by_host(world: dist.ProcessGroup) -> tuple[Any, Any]:
+    """Returns the groups (within this rank's host, across hosts) by LOCAL_WORLD_SIZE; collective.
+
+    Raises:
+        ValueError: If hosts cannot have that many ranks each.
+    """
+    size = dist.get_world_size(world)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if local < 1 or size % local:
+        raise ValueError(
+            f"cannot shard within hosts: LOCAL_WORLD_SIZE={local} does not divide the {size} ranks; "
+            "pass a (shard, replicate) pair as process_group or a device_mesh of two dimensions"
+        )
+    return _once_for(world, ("hosts", local), lambda: _make_groups_by_host(size, local))
+
+
+def _make_groups_by_host(size: int, local: int) -> tuple[Any, Any]:
+    rank = dist.get_rank()
+    if rank == 0:
+        warnings.warn(
+            f"no groups were given: sharding within each host ({local} ranks by LOCAL_WORLD_SIZE) and "
+            f"replicating across {size // local}",
+            stacklevel=2,
+        )
+    within = [dist.new_group(range(start, start + local)) for start in range(0, size, local)]
+    across = [dist.new_group(range(place, size, local)) for place in range(local)]
+    return within[rank // local], across[rank % local]
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def _once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made]) -> _Made:
+    """Makes what follows from a group once, for all units, and keeps it as long as the group lives.
+
+    What is made must not refer to the group, or that lives for ever.
+    """
+    made = _made.setdefault(group, {})
+    if what not in made:
+        made[what] = make()
+    result: _Made = made[what]
+    return result

@@ -1,0 +1,129 @@
+"""Which ranks shard a unit, and which hold replicas of it (frozen once resolved)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._comm.device import check_present
+from fsdp_wrap._comm.groups import Ranks, default_group, groups_by_host, ranks_in
+from fsdp_wrap._core import ShardingStrategy
+
+__all__ = ["HYBRID_STRATEGIES", "Ranks", "ShardMesh", "ranks_of", "resolve_mesh"]
+
+HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+"""Strategies that shard over some ranks and replicate over others."""
+
+
+@dataclass(frozen=True)
+class ShardMesh:
+    """Which ranks hold one copy of a unit between them, and which hold the same part of other copies.
+
+    Attributes:
+        shard: Ranks over which parameters are sharded; None where every rank holds all of them.
+        replicate: Ranks over which they are replicated; None where there is one copy.
+        given: The mesh that the user gave them by.
+    """
+
+    shard: Ranks | None
+    replicate: Ranks | None
+    given: DeviceMesh | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks that contribute to a gradient."""
+        return math.prod(ranks.size for ranks in self._axes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that all others are synchronised with."""
+        return all(ranks.rank == 0 for ranks in self._axes)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups in use; none where something stands in for them."""
+        return [ranks.group for ranks in self._axes if ranks.communicate]
+
+    @property
+    def first(self) -> Ranks:
+        """Ranks over which parameters are sharded, or else replicated."""
+        return self._axes[0]
+
+    @property
+    def _axes(self) -> list[Ranks]:
+        return [ranks for ranks in (self.shard, self.replicate) if ranks is not None]
+
+
+def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> ShardMesh:
+    """Finds the groups that a strategy shards and replicates over.
+
+    Args:
+        process_group: A `ProcessGroup`, or what stands in for one; for hybrid strategies a (shard, replicate)
+            pair; or None for the default group.
+        device_mesh: A `DeviceMesh` of one dimension, for hybrid strategies of two (replicate, shard), or
+            None.
+        strategy: What to shard.
+
+    Raises:
+        ValueError: If both are given, torch.distributed is not initialised, they do not fit the strategy,
+            the mesh names a device that is not there, or this rank is not part of them.
+        TypeError: If either is of another type.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh exclude each other: pass one of them")
+    groups: tuple[Any, ...]
+    if device_mesh is not None:
+        groups = _mesh_groups(device_mesh)
+        check_present(torch.device(device_mesh.device_type), "device_mesh")
+    else:
+        groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
+    if strategy in HYBRID_STRATEGIES:
+        return _hybrid_mesh(groups_by_host(_world()) if groups == (None,) else groups, strategy, device_mesh)
+    if len(groups) != 1:
+        raise ValueError(
+            f"{strategy.name} takes one process group or a one-dimensional device_mesh, but got "
+            f"{len(groups)} groups or dimensions; HYBRID_SHARD takes two"
+        )
+    ranks = ranks_in(_world() if groups[0] is None else groups[0])
+    whole = strategy is ShardingStrategy.NO_SHARD
+    return ShardMesh(None if whole else ranks, ranks if whole else None, device_mesh)
+
+
+def _world() -> dist.ProcessGroup:
+    return default_group("FullyShardedDataParallel")
+
+
+def ranks_of(mesh: DeviceMesh) -> ShardMesh:
+    """Returns the ranks of a mesh of one dimension (shard) or two (replicate, shard).
+
+    Raises:
+        ValueError: If it has more dimensions, or this rank is not part of it.
+        TypeError: If it is no mesh.
+    """
+    groups = _mesh_groups(mesh)
+    if len(groups) > 2:
+        raise ValueError(f"a mesh has one dimension (shard) or two (replicate, shard), not {mesh.ndim}")
+    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None, mesh)
+
+
+def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy, given: DeviceMesh | None) -> ShardMesh:
+    if len(groups) != 2:
+        raise ValueError(
+            f"{strategy.name} takes a (shard, replicate) pair of process groups or a device_mesh of two "
+            "dimensions (replicate, shard), or neither, in which case it shards within each host"
+        )
+    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]), given)
+
+
+def _mesh_groups(mesh: Any) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the mesh's groups, shard first."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh, not {type(mesh).__name__}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of device_mesh {mesh}: wrap only on its ranks")
+    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))

@@ -1,0 +1,109 @@
+"""Small picklable objects between the ranks of a group; gathers and reductions of single tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._core.torch_private import AllgatherOptions, ReduceScatterOptions, default_device_of
+
+__all__ = [
+    "all_gather_object",
+    "all_gather_single",
+    "as_transport",
+    "broadcast_object",
+    "reduce_scatter_single",
+]
+
+# Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
+_GATHER, _REDUCE = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist.ProcessGroup, "all_gather_single")  # renamed in torch 2.13
+    else ("_allgather_base", "_reduce_scatter_base")
+)
+
+
+_TO_GATHER, _TO_GATHER_LATER = AllgatherOptions(), AllgatherOptions()
+_TO_REDUCE, _TO_REDUCE_LATER = ReduceScatterOptions(), ReduceScatterOptions()
+_TO_GATHER.asyncOp = _TO_REDUCE.asyncOp = False
+_TO_GATHER_LATER.asyncOp = _TO_REDUCE_LATER.asyncOp = True
+
+
+_TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+
+def as_transport(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as bytes where backends, which know few dtypes, do not know its own."""
+    return tensor if tensor.dtype in _TRANSPORTED else tensor.view(torch.uint8)
+
+
+def all_gather_single(
+    full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
+    """Fills a tensor of any dtype from all ranks; returns the work if that is asynchronous."""
+    if full.dtype not in _TRANSPORTED:
+        full, own = full.view(torch.uint8), own.view(torch.uint8)
+    if async_op:
+        return getattr(group, _GATHER)(full, own, _TO_GATHER_LATER)
+    return _wait(getattr(group, _GATHER)(full, own, _TO_GATHER))
+
+
+def reduce_scatter_single(
+    shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
+    """Sums a tensor over all ranks, of which each gets a part; returns the work if that is asynchronous."""
+    if async_op:
+        return getattr(group, _REDUCE)(shard, full, _TO_REDUCE_LATER)
+    return _wait(getattr(group, _REDUCE)(shard, full, _TO_REDUCE))
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+Run = Callable[[Callable[[bool], Any]], object]
+"""Runs a collective to its end, given what issues it, asynchronously or not."""
+
+
+def _synchronously(start: Callable[[bool], Any]) -> None:
+    start(False)
+
+
+def all_gather_object(value: Any, group: dist.ProcessGroup, run: Run = _synchronously) -> list[Any]:
+    """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
+    own, ranks = _pickled(value, group), dist.get_world_size(group)
+    length = torch.tensor([own.numel()], device=own.device)
+    lengths = length.new_empty(ranks)
+    run(lambda later: all_gather_single(lengths, length, group, later))
+    longest = int(lengths.max())
+    full = own.new_empty(ranks * longest)
+    padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+    run(lambda later: all_gather_single(full, padded, group, later))
+    return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup, run: Run = _synchronously) -> Any:
+    """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
+    data = _pickled(value if dist.get_rank(group) == 0 else None, group)
+    length = torch.tensor([data.numel()], device=data.device)
+    run(lambda later: dist.broadcast(length, group=group, group_src=0, async_op=later))
+    if dist.get_rank(group) != 0:
+        data = data.new_empty(int(length))
+    run(lambda later: dist.broadcast(data, group=group, group_src=0, async_op=later))
+    return _unpickled(data)
+
+
+def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    device = default_device_of(group)
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    data = data.cpu()
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

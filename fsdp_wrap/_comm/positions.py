@@ -1,0 +1,585 @@
+"""Where each rank stands, kept where the ranks of its host can read it even after it died.
+
+The ranks of a group must issue the same collectives in the same order. So every rank numbers the collectives
+of units that it issues in a group and notes them, with unit, phase and iteration, in a small memory-mapped
+file of the host. Entries of equal number that differ are a mix-up, which nothing else would show: gathers of
+equal size from different units complete, with wrong parameters.
+
+The files' names follow from a word that the ranks of a job agree on through the store. A rank that is not
+in its group's runs on another host and is left out. Each keeps a byte of the file locked, and the lock ends
+with the process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file to
+remove. A rank that ends leaves the files to those that live, who may not have looked yet. The last one to end
+removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from multiprocessing.util import Finalize, is_exiting
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from fsdp_wrap._comm.agreement import Agreement
+from fsdp_wrap._core import Phase
+from fsdp_wrap._core.torch_private import default_store
+
+__all__ = ["GroupPositions", "Note", "Tree", "UnitPositions", "positions_of"]
+
+_ENTRY = struct.Struct("<Q235pIB")  # as `_Entry`
+_write = _ENTRY.pack_into
+_RING = 32  # the latest collectives of a group
+_ENTERED, _FIRST = 0, 1  # the row of what was entered last, and of the first collective in the ring
+_ROWS = _FIRST + _RING
+_LOW = 0xFFFFFFFF
+_PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the latter stands behind the job's word
+_LEFT_OVER_AFTER = 60.0  # seconds in which the survivors of a killed rank may still want its file
+_MOST_NAMED = 8  # ranks of which nothing is known
+_PHASES = list(Phase)
+
+
+class _Entry(NamedTuple):
+    """One thing that a rank did.
+
+    Attributes:
+        number: Which collective of the group it is, from 1 on; 0 where nothing was noted.
+        text: What it did, as far as there is room.
+        iteration: Which outermost forward it belongs to.
+        phase: Index of the phase.
+    """
+
+    number: int
+    text: bytes
+    iteration: int
+    phase: int
+
+    def __str__(self) -> str:
+        what = self.text.decode(errors="replace")
+        return f"{what} ({_PHASES[self.phase].value} of iteration {self.iteration})"
+
+
+class Note:
+    """What an entry says, encoded once.
+
+    Attributes:
+        text: What it says, as far as there is room.
+        digest: 32 bits of the whole text.
+    """
+
+    def __init__(self, text: str) -> None:
+        encoded = text.encode()
+        self.digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=4).digest(), "little")
+        self.text = encoded if len(encoded) < 235 else encoded[:30] + b"..." + encoded[-200:]
+
+
+class _Sheet:
+    """Where the ranks of a group that share a host write, each in its own places.
+
+    In front are rows of words, one for each rank. In the first row each tells that it is there. The others
+    are a ring: of each of the latest collectives, its number and digest. An entry for each word follows, in
+    the order of the ranks. Words are written at once, and after their entries.
+
+    Args:
+        memory: What holds it.
+        ranks: How many the group has.
+        descriptor: Of the file, in which each rank that lives has locked the byte of its number.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: int, descriptor: int = -1) -> None:
+        self.memory = memory
+        self.ranks = ranks
+        self.words = memoryview(memory)[: 8 * _ROWS * ranks].cast("Q")
+        self._descriptor = descriptor
+
+    @classmethod
+    def nbytes(cls, ranks: int) -> int:
+        """Returns how much memory one takes."""
+        return (8 + _ENTRY.size) * _ROWS * ranks
+
+    @classmethod
+    def open(cls, path: Path, rank: int, ranks: int) -> _Sheet:
+        """Opens that of a host, which goes with its last user, or when all ranks of the host have ended.
+
+        Raises:
+            OSError: If that is not possible.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            # Without space an error here, not a signal later. What others need takes none for them.
+            os.posix_fallocate(descriptor, 0, 8 * _ROWS * ranks)
+            os.posix_fallocate(descriptor, cls.entries(rank, ranks), _ROWS * _ENTRY.size)
+            os.posix_fallocate(descriptor, cls.nbytes(ranks) - 1, 1)
+            sheet = cls(mmap.mmap(descriptor, cls.nbytes(ranks)), ranks, descriptor)
+        except (OSError, ValueError) as error:
+            os.close(descriptor)
+            _remove_if_abandoned(path)
+            raise OSError(f"cannot write {path}: {error}") from error
+        sheet.words[rank] = 1
+        # Unlike atexit it also runs in the children of multiprocessing, and in no copy made by a fork.
+        Finalize(sheet, _give_up, args=(path, descriptor), exitpriority=0)
+        return sheet
+
+    @classmethod
+    def unseen(cls, rank: int, ranks: int) -> _Sheet:
+        """Makes one that only this process has."""
+        sheet = cls(mmap.mmap(-1, cls.nbytes(ranks)), ranks)
+        sheet.words[rank] = 1
+        return sheet
+
+    @staticmethod
+    def entries(rank: int, ranks: int) -> int:
+        """Returns where those of a rank begin."""
+        return (8 * ranks + rank * _ENTRY.size) * _ROWS
+
+    def read(self, rank: int, row: int) -> _Entry:
+        """Returns a rank's entry of a row."""
+        begin = self.entries(rank, self.ranks) + row * _ENTRY.size
+        return _Entry._make(_ENTRY.unpack_from(self.memory, begin))
+
+    def last_collective(self, rank: int) -> _Entry:
+        """Returns a rank's entry of the highest number."""
+        return max(self.read(rank, row) for row in range(_FIRST, _ROWS))
+
+    def lives(self, rank: int) -> bool:
+        """Whether another rank, which was there, lives and is not about to end."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return True
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
+        return False
+
+
+def _row(number: int) -> int:
+    return _FIRST + number % _RING
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether no process, save perhaps this one, holds a lock of a file."""
+    try:
+        with path.open("rb") as file:
+            fcntl.lockf(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _remove_if_abandoned(*files: Path) -> None:
+    """Removes files if all of them are abandoned."""
+    if all(map(_abandoned, files)):
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def _give_up(path: Path, descriptor: int) -> None:
+    os.close(descriptor)  # and with it the lock
+    if is_exiting():  # others of the job may not have looked into it yet
+        _remove_if_abandoned(*path.parent.glob(f"{path.name.partition(_SEPARATOR)[0]}{_SEPARATOR}*"))
+    else:
+        _remove_if_abandoned(path)
+
+
+class _Job:
+    """The names of all ranks' files, for the life of one default process group.
+
+    Args:
+        thread: Which has initialised it; where ranks are threads, each has one of its own.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self._directory = _directory()
+        self._word = secrets.token_hex(8)
+        # There are no other ranks to show anything, or they are threads, which share what a process locks.
+        self._enabled = dist.get_backend() not in ("fake", "threaded")
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPositions]
+        self._groups = weakref.WeakKeyDictionary()
+        self._names: Counter[str] = Counter()
+        try:
+            if self._enabled:
+                self._word = _agree(self._word)
+                _remove_left_overs(self._directory)
+        except (OSError, RuntimeError) as error:
+            self._disable(error)
+
+    def positions_of(self, group: dist.ProcessGroup, world: dist.ProcessGroup) -> GroupPositions:
+        """Returns the positions of a group, the same to all who ask."""
+        if group not in self._groups:
+            whole = None if group is world else self.positions_of(world, world)
+            self._names[group.group_name] += 1
+            self._groups[group] = GroupPositions(self, group, whole)
+        return self._groups[group]
+
+    @property
+    def groups(self) -> Iterable[GroupPositions]:
+        """The positions in all groups that units of this rank use."""
+        return self._groups.values()
+
+    def sheet(self, group: dist.ProcessGroup, rank: int, ranks: int) -> _Sheet:
+        """Opens a group's; one that nobody else sees where that is not possible."""
+        if self._enabled:
+            # Another group of the name may have been before.
+            name = f"{group.group_name} {self._names[group.group_name]}"
+            name = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+            try:
+                path = self._directory / f"{_PREFIX}{self._word}{_SEPARATOR}{name}"
+                return _Sheet.open(path, rank, ranks)
+            except OSError as error:
+                self._disable(error)
+        return _Sheet.unseen(rank, ranks)
+
+    def _disable(self, error: Exception) -> None:
+        self._enabled = False
+        warnings.warn(
+            f"ranks cannot show each other where they stand ({error}): units that are mixed up between ranks "
+            "will not be noticed, and a failure will not be reported with the positions of all ranks",
+            stacklevel=2,
+        )
+
+
+def _directory() -> Path:
+    shared = Path("/dev/shm")  # in memory: writing never waits for a disk
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _agree(proposal: str) -> str:
+    """Returns the same word on all ranks, and another one after torch.distributed was initialised anew."""
+    store = default_store()
+    if store is None:
+        raise RuntimeError("the default process group has no store")
+    turn = store.add(f"fsdp_wrap/turn/{dist.get_rank()}", 1)  # a store may outlive its group
+    return store.compare_set(f"fsdp_wrap/word/{turn}", "", proposal).decode()
+
+
+def _remove_left_overs(directory: Path) -> None:
+    """Removes files of killed ranks."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            if time.time() - path.stat().st_mtime > _LEFT_OVER_AFTER and _abandoned(path):
+                path.unlink()
+
+
+_jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Job] = weakref.WeakKeyDictionary()
+
+
+def positions_of(group: dist.ProcessGroup) -> GroupPositions:
+    """Returns the positions of a group's ranks."""
+    world = dist.group.WORLD
+    assert world is not None
+    job = _jobs.get(world)
+    if job is None:
+        thread = threading.get_ident()  # it has one default group at a time, and destroyed ones may live on
+        for ended in [other for other, its in _jobs.items() if its.thread == thread]:
+            del _jobs[ended]
+        job = _jobs[world] = _Job(thread)
+    return job.positions_of(group, world)
+
+
+class GroupPositions:
+    """Where the ranks of one group stand, as far as they run on this host.
+
+    Args:
+        job: What names the files.
+        group: The process group.
+        world: The positions of all ranks of the job, by which they tell what they entered; None if the group
+            is the default one.
+
+    Attributes:
+        agreement: On what its ranks must have alike.
+        world: The positions of all ranks of the job.
+        trees: How many trees of units have communicated in the group.
+        issued: The number of the last collective that this rank has noted.
+    """
+
+    def __init__(self, job: _Job, group: dist.ProcessGroup, world: GroupPositions | None) -> None:
+        self._job = job
+        self._members = dist.get_process_group_ranks(group)
+        self._rank, self._size = self._members.index(dist.get_rank()), len(self._members)
+        self.agreement = Agreement(group)
+        self.world = self if world is None else world
+        self._sheet = job.sheet(group, self._rank, self._size)
+        self._memory, self._words = self._sheet.memory, self._sheet.words
+        self._entries = _Sheet.entries(self._rank, self._size)
+        # Within the range of those who are there, the others are on another host.
+        self._there, self._begin, self._end = [self._rank], self._rank, self._rank + 1
+        self._searches = _RING  # whom the first collectives do not show is on another host
+        self.issued = 0
+        self.trees = 0
+
+    def issue(self, note: Note, phase: Phase, iteration: int) -> tuple[GroupPositions, int, int]:
+        """Notes a collective that this rank is about to issue, and looks what peers have issued in its place.
+
+        At all of them at once: what that takes does not depend on how many share the host.
+
+        Returns:
+            This, with the collective's number and word.
+
+        Raises:
+            RuntimeError: If one has issued another one.
+        """
+        if self._searches:
+            self._search()
+        self.issued = number = self.issued + 1
+        row = _FIRST + number % _RING
+        _write(self._memory, self._entries + row * _ENTRY.size, number, note.text, iteration, phase.index)
+        words, first = self._words, row * self._size
+        own = first + self._rank
+        before = words[own]
+        words[own] = word = (number & _LOW) << 32 | note.digest
+        if len(self._there) > 1:
+            # Who has not come as far has nothing there, or the ring's last round.
+            if not {word, before, 0}.issuperset(words[first + self._begin : first + self._end]):
+                self.compare(number)
+        return self, number, word
+
+    def compare(self, number: int, all_came: bool = False) -> None:
+        """Compares a collective with what the peers have issued in its place.
+
+        Args:
+            number: Which one.
+            all_came: Whether it has completed, so that every peer must have issued it.
+
+        Raises:
+            RuntimeError: If a peer has issued another one.
+        """
+        if not self._mixed_up(number, all_came):
+            return
+        time.sleep(0.001)  # a word may have been read just before its entry was overwritten
+        mixed_up = self._mixed_up(number, all_came)
+        if mixed_up:
+            raise RuntimeError(
+                f"ranks communicate for different units: {' while '.join(mixed_up)}. All ranks of a group "
+                f"must run the same units in the same order.\n{self.table()}"
+            )
+
+    def _mixed_up(self, number: int, all_came: bool) -> list[str]:
+        """Tells what each rank has issued as this collective of the group, if that differs."""
+        words = self._noted(number)
+        here = [rank for rank, word in words.items() if word >> 32 == number & _LOW]
+        behind = [rank for rank, word in words.items() if all_came and word >> 32 < number & _LOW]
+        if len({words[rank] for rank in here}) == 1 and not behind:
+            return []
+        did = [f"rank {self._members[rank]} {self._sheet.read(rank, _row(number))}" for rank in here]
+        return did + [f"rank {self._members[rank]} has communicated for no unit" for rank in behind]
+
+    def _noted(self, number: int) -> dict[int, int]:
+        """Returns the words of those who are there, in the place of a collective."""
+        row = _row(number) * self._size
+        return {rank: self._words[row + rank] for rank in self._there}
+
+    def compare_all(self) -> None:
+        """Compares the latest collectives, in all groups of the job, with what the peers have issued.
+
+        Raises:
+            RuntimeError: If a peer has issued another one in the place of one of them, or found a difference
+                in what ranks must have alike.
+        """
+        for group in self._job.groups:
+            group.agreement.look()
+            group._search()
+            for number in range(max(1, group.issued - _RING // 2), group.issued + 1):
+                group.compare(number)
+
+    def reached(self, number: int) -> bool:
+        """Whether all peers have come as far as to this collective.
+
+        Raises:
+            RuntimeError: If one has issued another one.
+        """
+        if len(self._there) == 1:
+            return True
+        self.compare(number)
+        return all(word >> 32 >= number & _LOW for word in self._noted(number).values())
+
+    def knows(self, rank: int) -> bool:
+        """Whether another rank of the job has been seen on this host."""
+        return rank in self._members and bool(self._words[self._members.index(rank)])
+
+    def lives(self, rank: int) -> bool:
+        """Whether a rank of the job lives; of other hosts' that is assumed."""
+        return not self.knows(rank) or self._lives(self._members.index(rank))
+
+    def _lives(self, rank: int) -> bool:
+        return rank == self._rank or self._sheet.lives(rank)
+
+    def dead_before(self, number: int) -> list[int]:
+        """Returns the peers that died and had not come as far as to this collective."""
+        behind = [rank for rank, word in self._noted(number).items() if word >> 32 < number]
+        return [self._members[rank] for rank in behind if not self._lives(rank)]
+
+    def table(self) -> str:
+        """Tells where the ranks of this host stand, dead ones included."""
+        self._search()
+        self.world._search()
+        lines = ["Where the ranks stand:", *map(self._line, self.world._there)]
+        there = {self.world._members[rank] for rank in self.world._there}
+        missing = [rank for rank in self.world._members if rank not in there]
+        if missing:
+            lines.append(f"  not begun, or not on this host: {_listed(missing)}")
+        return "\n".join(lines)
+
+    def _line(self, rank: int) -> str:
+        """Tells where one rank of the job stands."""
+        world, named = self.world, self.world._members[rank]
+        entered = world._sheet.read(rank, _ENTERED)
+        line = f"in or after {entered}" if entered.number else "in no unit yet"
+        if self.knows(named):
+            last = self._sheet.last_collective(self._members.index(named))
+            line += f"; last collective, number {last.number} of the group: {last}" if last.number else ""
+        state = "this one" if rank == world._rank else "alive" if world._lives(rank) else "dead"
+        return f"  rank {named} ({state}): {line}"
+
+    def _search(self) -> None:
+        """Looks who is there."""
+        self._searches -= 1 if self._searches else 0
+        self._there = [rank for rank, word in enumerate(self._words[: self._size]) if word]
+        self._begin, self._end = self._there[0], self._there[-1] + 1
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """Names ranks, of many the first."""
+    named = [f"rank {rank}" for rank in ranks]
+    rest = [f"{len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
+    return ", ".join(named[:_MOST_NAMED] + rest)
+
+
+class Tree:
+    """Stands for one tree of units, to tell apart units of equal names in several trees."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[GroupPositions, int] = {}
+
+    def number_in(self, group: GroupPositions) -> int:
+        """Returns which tree of the group this is.
+
+        The first collectives decide: their order must be the same on all ranks, that of wrapping need not.
+        """
+        if group not in self._numbers:
+            group.trees += 1
+            self._numbers[group] = group.trees
+        return self._numbers[group]
+
+
+_Issued = tuple[GroupPositions, int, int]  # with the collective's number and word
+Agree = Callable[[Agreement, str], None]
+
+
+class UnitPositions:
+    """Notes what one unit does.
+
+    Args:
+        name: The unit as messages name it.
+        tree: To which it belongs.
+        gathering: The positions of the groups in which it gathers parameters, all alike on every rank.
+        reducing: Of those in which it reduces gradients.
+        keeping: Of those that keep its parameters between forward and backward.
+        waits: Whether waiting for a collective means that it has completed.
+        agree: Called with each group's agreement and the unit's name there, before its first collective.
+
+    Attributes:
+        gather: Notes that it gathers parameters.
+        gather_kept: Notes that it gathers them from those who keep them.
+        reduction: Notes that it reduces gradients.
+        reduction_in_copy: Notes that it does so within one copy.
+        gathered: Checks, once a gather was waited for, that every peer has issued the same.
+        reduced: Checks the same of a reduction.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tree: Tree,
+        gathering: Iterable[GroupPositions],
+        reducing: Iterable[GroupPositions],
+        keeping: Iterable[GroupPositions],
+        waits: bool,
+        agree: Agree,
+    ) -> None:
+        gathers: list[_Issued] = []
+        reductions: list[_Issued] = []
+        kept, in_copy = f"gathers {name} from neighbours", f"reduces {name} in a copy"
+        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, gathers, agree)
+        self.gather_kept = CollectivePositions(kept, tree, keeping, gathers, agree)
+        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, reductions, agree)
+        self.reduction_in_copy = CollectivePositions(in_copy, tree, gathering, reductions, agree)
+        self.gathered = partial(_check_alike, gathers, waits)
+        self.reduced = partial(_check_alike, reductions, waits)
+        self._text = Note(name).text
+        self._world = next((group.world for group in reducing), None)
+
+    def enter(self, phase: Phase, iteration: int) -> None:
+        """Notes that this rank, of all of the job, enters the unit."""
+        world = self._world
+        if world is not None:
+            _write(world._memory, world._entries, 1, self._text, iteration, phase.index)
+
+
+def _check_alike(issued: list[_Issued], waits: bool) -> None:
+    """Checks, once collectives were waited for, that every peer has issued the same.
+
+    Raises:
+        RuntimeError: If a peer has issued another one.
+    """
+    for group, number, word in issued:
+        if len(group._there) > 1:
+            first = (_FIRST + number % _RING) * group._size
+            if not {word}.issuperset(group._words[first + group._begin : first + group._end]):
+                group.compare(number, waits)
+    issued.clear()
+
+
+class CollectivePositions:
+    """Notes one kind of collective of one unit, in every group concerned.
+
+    Args:
+        text: What it does.
+        tree: To which the unit belongs.
+        groups: In which it does so.
+        issued: Where it puts down what it has issued and nobody has waited for.
+        agree: As above.
+    """
+
+    def __init__(
+        self, text: str, tree: Tree, groups: Iterable[GroupPositions], issued: list[_Issued], agree: Agree
+    ) -> None:
+        self._text, self._agree = text, agree
+        self._tree = tree
+        self._issued = issued
+        self._groups = tuple(dict.fromkeys(groups))
+        self._notes: dict[GroupPositions, Note] = {}
+
+    def issue(self, phase: Phase, iteration: int) -> None:
+        """Notes that the collective is about to be issued.
+
+        Raises:
+            RuntimeError: If a peer has issued another one in its place.
+        """
+        self._issued.clear()  # what was never waited for
+        for group in self._groups:
+            note = self._notes.get(group) or self._make_note(group)
+            self._issued.append(group.issue(note, phase, iteration))
+
+    def _make_note(self, group: GroupPositions) -> Note:
+        number = self._tree.number_in(group)
+        text = self._text if number == 1 else f"{self._text} of root number {number}"
+        self._agree(group.agreement, text.partition(" ")[2])
+        self._notes[group] = Note(text)
+        return self._notes[group]

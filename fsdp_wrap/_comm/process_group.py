@@ -1,0 +1,360 @@
+"""The communicator of a group: allocates the buffers that travel and moves them.
+
+1-D buffers in, `Pending` out. Nothing here knows of parameters, and nothing above here knows which way of
+communicating is in use: `make_communicator` (`_comm/select.py`) is the one place that chooses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._comm.buffer import Buffer
+from fsdp_wrap._comm.groups import Ranks, is_destroyed
+from fsdp_wrap._comm.lanes import Finished, Lane, Pending, lane_of
+from fsdp_wrap._comm.objects import (
+    all_gather_object,
+    all_gather_single,
+    as_transport,
+    broadcast_object,
+    reduce_scatter_single,
+)
+from fsdp_wrap._comm.positions import GroupPositions, positions_of
+from fsdp_wrap._comm.watch import InFlight, InFlightWithoutLimit, Watch
+
+__all__ = [
+    "SUM",
+    "Fill",
+    "FillPart",
+    "Op",
+    "Tensors",
+    "Communicator",
+    "GroupCommunicator",
+    "SoloCommunicator",
+]
+
+Tensors = list[torch.Tensor]
+Fill = Callable[[], object]
+FillPart = Callable[[torch.Tensor], object]
+Op = dist.ReduceOp.RedOpType
+SUM = dist.ReduceOp.SUM
+Start = Callable[[dist.ProcessGroup, bool], list[Any]]
+"""Issues collectives of a group, asynchronously or not; returns the works if so."""
+
+_DESTROYED = "the process group of this wrapped module was destroyed; wrap it anew"
+
+
+class Communicator(ABC):
+    """A way of communicating within one group.
+
+    Attributes:
+        rank: This process's rank in the group.
+        size: How many ranks it has.
+        device: Where the buffers live.
+        positions: Where the ranks of the group stand; None without a group.
+        keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
+        compresses_reductions: Whether gradients travel in fewer bytes than they have.
+        settings: What has chosen this way of communicating, which all ranks must have alike.
+    """
+
+    keeps_notes = True
+    compresses_reductions = False
+    settings: Sequence[str] = ()
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.positions = positions
+
+    def _identity(self) -> object:
+        """What makes two communicators interchangeable."""
+        return self.device
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Communicator) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The group's ranks, as the default group counts them."""
+        return frozenset([dist.get_rank() if dist.is_initialized() else 0])
+
+    @property
+    def way(self) -> str:
+        """How it communicates, where that is not by the process group; for messages."""
+        return ""
+
+    def require_group(self) -> None:
+        """Raises a RuntimeError if the process group was destroyed."""
+        return None
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """Returns a buffer that can travel."""
+        return Buffer(numel, dtype, self.device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns an uninitialised 1-D tensor that can travel."""
+        if not torch.is_inference_mode_enabled():
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool = True) -> torch.Tensor:
+        """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, pin_memory=pin and self.device.type != "cpu")
+
+    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the view of an evenly sharded 1-D tensor that belongs to this rank."""
+        length = full.numel() // self.size
+        return full[self.rank * length : (self.rank + 1) * length]  # which costs less than narrow()
+
+    def gather_into(self, buffers: list[Buffer], fill: Fill) -> Pending:
+        """Allocates buffers and fills them from all ranks, after `fill` has written this rank's own parts."""
+        full = []
+        for buffer in buffers:
+            buffer.allocate()
+            full.append(buffer.data)
+        return self.all_gather(full, fill)
+
+    @abstractmethod
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
+        """Fills each of `full` from all ranks, after `fill` has written this rank's own parts."""
+
+    @abstractmethod
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
+        """Fills a 1-D tensor by consecutive parts of these lengths, one per rank; `fill` writes its own."""
+
+    @abstractmethod
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
+        """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled.
+
+        What is summed may be of a narrower dtype; the sum is in that of the shards.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
+        """Reduces each tensor in place."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrites a contiguous tensor with that of the group's first rank; blocks."""
+
+    @abstractmethod
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Fills `full`, which the first rank alone passes, with the `own` of all ranks; blocks."""
+
+    @abstractmethod
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Fills `own` with this rank's part of `full`, which the first rank alone passes; blocks."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every rank's small picklable value, by rank; blocks."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns the small picklable value of the group's first rank; blocks."""
+
+    @abstractmethod
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        """Sends each rank its even part of a 1-D tensor; what comes lies in the order of the ranks."""
+
+
+class SoloCommunicator(Communicator):
+    """One rank alone: nothing travels."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 1, device)
+
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
+        def start(async_op: bool) -> None:
+            fill()
+
+        return lane_of(self.device, "gather").issue(start)
+
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
+        return self.all_gather([full], lambda: fill(full))
+
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
+        for shard, source in zip(shards, full):
+            shard.copy_(source)
+        return Finished()
+
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
+        return Finished()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        assert full is not None
+        if own.data_ptr() != full.data_ptr():
+            full.copy_(own)
+
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        assert full is not None
+        own.copy_(full)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        received.copy_(sent)
+        return Finished()
+
+
+class GroupCommunicator(Communicator):
+    """The process group's own collectives, on two lanes: gathers never queue behind reductions."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        positions = positions_of(ranks.group)
+        super().__init__(ranks.rank, ranks.size, device, positions)
+        # Weak, since a group that outlives destroy_process_group() can abort the process when it exits.
+        self._reference = weakref.ref(ranks.group)
+        self._watch = Watch(ranks.group, device, positions)
+        self._compare_first: Callable[[], object] | None = None
+        self._gather_lane = lane_of(device, "gather")
+        self._reduce_lane = lane_of(device, "reduce")
+        self._on_host = device.type == "cpu"
+        # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
+        self._reduction_in_flight = InFlightWithoutLimit if self._on_host else InFlight
+
+    def _identity(self) -> object:
+        return self.device, self._reference
+
+    def compare(self, settings: Sequence[str], compare: Callable[[], object]) -> None:
+        """Lets ranks compare, before the first collective, what has chosen this way of communicating."""
+        self.settings, self._compare_first = settings, compare
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        if group is None:
+            raise RuntimeError(_DESTROYED)
+        return group
+
+    def require_group(self) -> None:
+        if is_destroyed(self._reference()):
+            raise RuntimeError(_DESTROYED)
+
+    @property
+    def members(self) -> frozenset[int]:
+        return frozenset(dist.get_process_group_ranks(self._group))
+
+    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = InFlight) -> Pending:
+        """Issues collectives.
+
+        Args:
+            lane: Where they run.
+            start: Issues them in the group, asynchronously or not; returns the works if so.
+            in_flight: How to wait for those.
+
+        Raises:
+            RuntimeError: If one fails.
+        """
+        group = self._reference()
+        if group is None:
+            raise RuntimeError(_DESTROYED)
+        if self._compare_first is not None:  # if it raises, again before the next
+            self._compare_first()
+            self._compare_first = None
+        try:
+            if not self._on_host:
+                return lane.issue(partial(start, group))
+            works = start(group, True)
+        except RuntimeError as error:
+            raise self._watch.failure(error) from error
+        return in_flight(works, self._watch)
+
+    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
+        return self._issue(self._gather_lane, partial(self._gather, full, fill))
+
+    def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        fill()
+        works = []
+        for each in full:
+            length = each.numel() // self.size
+            own = each[self.rank * length : (self.rank + 1) * length]
+            works.append(all_gather_single(each, own, group, async_op))
+        return works
+
+    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
+        parts = torch.split(full, list(lengths))
+
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            fill(parts[self.rank])
+            return [
+                dist.broadcast(as_transport(part), group=group, group_src=rank, async_op=async_op)
+                for rank, part in enumerate(parts)
+                if part.numel() > 0
+            ]
+
+        return self._issue(self._gather_lane, start)
+
+    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
+        return self._issue(self._reduce_lane, partial(self._reduce, shards, full), self._reduction_in_flight)
+
+    def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        works = []
+        for shard, each in zip(shards, full):
+            # Where this is a copy, it belongs to the stream that is current here.
+            summed = each if each.dtype == shard.dtype else each.to(shard.dtype)
+            works.append(reduce_scatter_single(shard, summed, group, async_op))
+        return works
+
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            return [dist.all_reduce(each, op=op, group=group, async_op=async_op) for each in tensors]
+
+        return self._issue(self._reduce_lane, start)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._run(lambda later: dist.broadcast(tensor, group=self._group, group_src=0, async_op=later))
+
+    def _run(self, start: Callable[[bool], Any]) -> None:
+        """Runs one collective of the group to its end."""
+        self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        def start(async_op: bool) -> Any:
+            source, parts = as_transport(own), self._parts(full)
+            return dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)
+
+        self._run(start)
+
+    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
+        def start(async_op: bool) -> Any:
+            target, parts = as_transport(own), self._parts(full)
+            return dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)
+
+        self._run(start)
+
+    def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
+        return None if full is None else list(as_transport(full).chunk(self.size))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return all_gather_object(value, self._group, self._run)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return broadcast_object(value, self._group, self._run)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            return [dist.all_to_all_single(received, sent, group=group, async_op=async_op)]
+
+        return self._issue(self._reduce_lane, start)

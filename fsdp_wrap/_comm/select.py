@@ -1,0 +1,141 @@
+"""Chooses the way of communicating for a group; no other file does.
+
+Two environment variables have a say in it, both for groups over gloo on the CPU, read when modules are
+wrapped, and to be the same on all ranks. With FSDP_WRAP_SHARED_MEMORY=0 ranks that share a host do not
+communicate through its memory. FSDP_WRAP_GLOO tells whether ranks that do not share memory exchange messages
+("exchange"), call gloo's own collectives ("plain"), or do what is faster for the size (not set).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.messages import ExchangeCommunicator
+from fsdp_wrap._comm.positions import positions_of
+from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._core import Seam, __version__
+
+__all__ = ["SAME_SETTINGS", "between_any", "make_communicator", "shared_memory_between"]
+
+_LEAST_EXCHANGED = 1 << 20
+"""Bytes. By `benchmarks/collectives.py` messages win from here on, at 2 to 8 ranks. Two ranks gain below as
+well if they come at the same time, but lose by looking out for each other if not (see `Watch`)."""
+
+_MOST_RANKS = 8
+"""Beyond, gloo's ring of gathers crosses fewer links."""
+
+_GLOO = "FSDP_WRAP_GLOO"
+_SHARED_MEMORY = "FSDP_WRAP_SHARED_MEMORY"
+_SAME_ENVIRONMENT = "Set it alike on all ranks before wrapping: it chooses the way of communicating"
+SAME_SETTINGS = "Set variables and pass shared_memory alike on all ranks: they choose how to communicate"
+
+_SAME_VERSIONS = "Install the same on all ranks: others communicate in ways of their own"
+
+shared_memory_between: Seam[Callable[[Ranks, torch.device, float], GroupCommunicator]] = Seam("shared memory")
+"""Makes the communicator of ranks of which some may share a host, given as to `between_any`."""
+
+
+def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: bool = True) -> Communicator:
+    """Chooses the way of communicating for a group (None: this rank alone) and a device.
+
+    Args:
+        ranks: The group.
+        device: Where the buffers live.
+        shared_memory: Whether ranks that share a host may communicate through its memory.
+
+    Raises:
+        ValueError: If an environment variable that has a say has a value that is unknown.
+        RuntimeError: If it has another one on another rank, or that runs another version.
+    """
+    if ranks is None or ranks.size == 1:
+        return SoloCommunicator(device)
+    if not ranks.communicate:
+        return AbsentCommunicator(ranks, device)
+    agreement = positions_of(ranks.group).agreement
+    agreement.require("versions", _versions(), _SAME_VERSIONS)
+    if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
+        return GroupCommunicator(ranks, device)
+    least = _least_exchanged(ranks.size)
+    shares = _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory
+    agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
+    settings = [*_settings(), f"shared_memory={shared_memory}"]
+    make = shared_memory_between.filled if shares else None
+    made = (make or between_any)(ranks, device, least)
+    made.compare(settings, lambda: agreement.require("how they communicate", settings, SAME_SETTINGS))
+    return made
+
+
+def between_any(ranks: Ranks, device: torch.device, least: float) -> GroupCommunicator:
+    """Returns what does not ask where ranks run."""
+    if least == math.inf:
+        return GroupCommunicator(ranks, device)
+    return ExchangeCommunicator(ranks, device, least)
+
+
+def _least_exchanged(size: int) -> float:
+    """Returns from how many bytes on ranks exchange a full tensor."""
+    setting = _setting(_GLOO, "plain", "exchange")
+    if setting == "exchange":
+        return 1
+    if setting == "plain" or size > _MOST_RANKS:
+        return math.inf
+    return _LEAST_EXCHANGED
+
+
+def _settings() -> list[str]:
+    """Names the variables with their values, of which the default is that of one not set."""
+    settings = {_SHARED_MEMORY: os.environ.get(_SHARED_MEMORY, "1"), _GLOO: os.environ.get(_GLOO, "not set")}
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def _versions() -> list[str]:
+    """Names this library, by whose version ranks read notes of each other, and torch but for its patches."""
+    major, minor, *_ = torch.__version__.split(".")
+    own = __version__ if shared_memory_between.filled else f"{__version__} without shared memory"
+    return [f"fsdp_wrap {own}", f"torch {major}.{minor}"]
+
+
+def _setting(name: str, *known: str) -> str | None:
+    value = os.environ.get(name)
+    if value not in (None, *known):
+        raise ValueError(f'{name} must be "{known[0]}" or "{known[1]}" or not be set, not {value!r}')
+    return value
+
+
+class AbsentCommunicator(Communicator):
+    """Allocates what would travel, and refuses to communicate.
+
+    So a module can be wrapped as one rank of many would wrap it, without the others.
+
+    Args:
+        ranks: This rank's place, as told by what stands in for a process group.
+        device: Where the buffers live.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks.rank, ranks.size, device)
+        self._group = ranks.group
+
+    def _identity(self) -> object:
+        return self.device, id(self._group)
+
+    @property
+    def members(self) -> frozenset[int]:
+        return frozenset(range(self.size))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this module was wrapped as rank {self.rank} of {self.size} with a "
+            f"{type(self._group).__name__} as process_group, which tells a rank and a size and carries "
+            "nothing: to run it, or to gather its parameters, wrap it with a torch.distributed.ProcessGroup"
+        )
+
+    all_gather = all_gather_parts = reduce_scatter = all_reduce = _refuse
+    broadcast = gather = scatter = all_gather_object = broadcast_object = all_to_all = _refuse

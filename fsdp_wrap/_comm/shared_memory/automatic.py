@@ -1,0 +1,110 @@
+"""The communicator of ranks of which some may share a host: it finds out, and takes the way that fits."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._comm.buffer import Buffer
+from fsdp_wrap._comm.groups import Ranks, neighbours
+from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator
+from fsdp_wrap._comm.select import between_any, shared_memory_between
+from fsdp_wrap._comm.shared_memory.host import HostCommunicator
+from fsdp_wrap._comm.shared_memory.memory import SharedBuffer, own_memory
+from fsdp_wrap._comm.shared_memory.rendezvous import Exchange, can_share, find_hosts, open_channel
+from fsdp_wrap._comm.shared_memory.two_level import TwoLevelCommunicator
+
+__all__ = ["AutomaticCommunicator"]
+
+_LEAST_POOLED = 1 << 16
+"""Bytes: less comes from the C library as fast, and is copied as fast as it is noted where it lies."""
+
+
+@shared_memory_between.fill
+class AutomaticCommunicator(GroupCommunicator):
+    """What fits where the ranks run, which they tell each other at the first collective.
+
+    They cannot before, since they may wrap their modules in any order. All of a host: shared memory. As many
+    on each of several hosts, side by side: two levels. Otherwise, or where a host does not allow it, what
+    does not ask.
+
+    Args:
+        ranks: The group, over gloo.
+        device: The CPU.
+        least: From how many bytes on ranks without shared memory exchange a full tensor.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
+        super().__init__(ranks, device)
+        self._least = least
+
+    @property
+    def way(self) -> str:
+        group = self._reference()
+        chosen = None if group is None else _chosen.get(group)
+        return "shared memory where ranks share a host" if chosen is None else chosen.way
+
+    @property
+    def _best(self) -> Communicator:
+        group = self._group
+        chosen = _chosen.get(group)
+        if chosen is None:
+            chosen = _chosen[group] = self._choose(Ranks(group, self.rank, self.size))
+        return chosen
+
+    def _choose(self, ranks: Ranks) -> Communicator:
+        hosts = find_hosts(ranks, self._tell_all)
+        if hosts is not None and hosts.number == 1 and (ways := self._within(ranks, 1)):
+            return ways[0]
+        if hosts is not None and hosts.number > 1 and hosts.are_blocks:
+            ways = self._within(neighbours(ranks, hosts.ranks_each), 2)
+            if ways:
+                return TwoLevelCommunicator(ranks, self.device, self._least, *ways)
+        return between_any(ranks, self.device, self._least)
+
+    def _within(self, local: Ranks, number: int) -> list[HostCommunicator]:
+        """Opens so many ways between the ranks of this host; none if it is not allowed on each host."""
+        first = self.rank - local.rank
+
+        def tell_local(value: Any) -> list[Any]:
+            return self._tell_all(value)[first : first + local.size]
+
+        ways: list[HostCommunicator] = []
+        for _ in range(number):
+            channel = open_channel(local, tell_local)
+            if not all(self._tell_all(channel is not None)):
+                return []
+            assert channel is not None
+            ways.append(HostCommunicator(local, self.device, channel))
+        return ways
+
+    def _tell_all(self, value: Any) -> list[Any]:
+        ranks = Ranks(self._group, self.rank, self.size)
+        exchange = Exchange(ranks, value, self._watch.has_ended)
+        self._issue(self._gather_lane, lambda *_: [exchange]).wait()
+        return exchange.values()
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        if numel * dtype.itemsize < _LEAST_POOLED or not can_share():
+            return super().buffer(numel, dtype)
+        return SharedBuffer(numel, dtype, own_memory())
+
+
+def _as_chosen(name: str) -> Any:
+    """Returns a method of what is chosen when it is looked up first, which an instance keeps from then on."""
+    method = functools.cached_property(lambda automatic: getattr(automatic._best, name))
+    method.__set_name__(AutomaticCommunicator, name)
+    return method
+
+
+for _name in (
+    *("gather_into", "all_gather", "all_gather_parts", "reduce_scatter", "all_reduce", "broadcast", "gather"),
+    *("scatter", "all_gather_object", "broadcast_object", "all_to_all"),
+):
+    setattr(AutomaticCommunicator, _name, _as_chosen(_name))
+
+_chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()

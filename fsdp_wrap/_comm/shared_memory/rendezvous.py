@@ -1,0 +1,235 @@
+"""How the ranks of a group find out which of them share a host, and open a channel: all, or none.
+
+Each offers its memory, by process id and descriptor, and reaches that of the others through `/proc`. That
+takes no name that could be left behind, and is granted to processes of the same user only.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.lanes import Work
+from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
+from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
+from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
+from fsdp_wrap._core.torch_private import default_store
+
+__all__ = ["Exchange", "Hosts", "can_share", "find_hosts", "open_channel"]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """On which hosts the ranks of a group run.
+
+    Attributes:
+        by_rank: What only ranks have in common that can share memory, for each rank.
+    """
+
+    by_rank: list[Hashable]
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(set(self.by_rank))
+
+    @property
+    def ranks_each(self) -> int:
+        """How many ranks run on each, on average."""
+        return len(self.by_rank) // self.number
+
+    @property
+    def are_blocks(self) -> bool:
+        """Whether on each run as many ranks, more than one, that stand side by side in the group."""
+        firsts = self.by_rank[:: self.ranks_each]
+        blocks = [host for host in firsts for _ in range(self.ranks_each)]
+        return self.ranks_each > 1 and blocks == self.by_rank and len(firsts) == self.number
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where peers find what a rank offers.
+
+    Attributes:
+        process: The rank's.
+        memory: Descriptor of its memory.
+        word: What that begins with.
+        board: Where in it the rank posts.
+        private: Whether the host lets it map memory privately.
+    """
+
+    process: int
+    memory: int
+    word: bytes
+    board: int
+    private: bool
+
+
+class _Offer:
+    """What a rank offers its peers.
+
+    Raises:
+        OSError: If the host does not allow it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        require_futex()
+        self._members, self._rank, self._size = ranks.members, ranks.rank, ranks.size
+        self._memory = own_memory()
+        self._begin = self._memory.take(Board.nbytes(ranks.size))
+        Board(self._memory, self._begin, ranks.size).clear()
+
+    def address(self) -> _Address:
+        """Returns where peers find it."""
+        memory = self._memory
+        return _Address(os.getpid(), memory.door, memory.word, self._begin, memory.private is not None)
+
+    def channel(self, addresses: list[_Address]) -> Channel:
+        """Returns the channel to those at some addresses, given by rank.
+
+        Raises:
+            OSError: If one cannot be reached.
+        """
+        lends = all(address.private for address in addresses)
+        peers = {
+            rank: self._peer(there, lends and rank == LENDER)
+            for rank, there in enumerate(addresses)
+            if rank != self._rank
+        }
+        return Channel(self._members, self._rank, self._memory, self._begin, peers, lends)
+
+    def _peer(self, there: _Address, private: bool) -> Peer:
+        key = there.process, there.word
+        memory = _memories.get(key) or PeerMemory(there.process, there.memory, there.word)
+        life = _lives.get(key) or Life(there.process)
+        _memories[key], _lives[key] = memory, life
+        if private:
+            memory.map_privately()
+        return Peer(memory, Board(memory, there.board, self._size), life)
+
+
+# Of other processes, for all groups with them.
+_memories: weakref.WeakValueDictionary[tuple[int, bytes], PeerMemory] = weakref.WeakValueDictionary()
+_lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValueDictionary()
+
+
+_PAUSE = 0.002  # seconds between looks into the store
+
+
+class Exchange(Work):
+    """Ranks tell each other something through the store, since their collectives may be counted or fail.
+
+    Args:
+        ranks: Of the group.
+        value: What this rank tells, which can be pickled.
+        has_ended: Tells of a rank of the group whether it has, as far as can be known.
+    """
+
+    def __init__(self, ranks: Ranks, value: Any, has_ended: Callable[[int], bool]) -> None:
+        self._members, self._has_ended = ranks.members, has_ended
+        self._store = default_store()
+        name = f"fsdp_wrap/exchange/{ranks.group.group_name}"
+        turn = self._store.add(f"{name}/{ranks.rank}", 1)  # the store may have seen another group of the name
+        self._keys = [f"{name}/{other}/{turn}" for other in range(ranks.size)]
+        self._store.set(self._keys[ranks.rank], pickle.dumps(value).hex())
+
+    def _wait_for(self, seconds: float) -> bool:
+        begin = time.monotonic()
+        while not self._store.check(self._keys):  # stores differ in how they tell that a wait was too long
+            if time.monotonic() - begin > seconds:
+                self._refuse_ended()
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+    def _refuse_ended(self) -> None:
+        """Raises a RuntimeError if a rank has ended that has not told anything, and so will not."""
+        silent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+        for rank in filter(self._has_ended, silent):
+            if not self._store.check([self._keys[rank]]):  # nor has it just before its end
+                raise RuntimeError(f"rank {self._members[rank]} has ended")
+
+    def values(self) -> list[Any]:
+        """Returns what each rank has told, by rank, once it was waited for."""
+        return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
+
+
+def can_share() -> bool:
+    """Whether this process can share memory, and buffers exchange theirs for it."""
+    try:
+        require_futex()
+        own_memory()
+    except _REFUSALS:
+        return False
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+_REFUSALS = (AttributeError, OSError, ValueError)  # no such call here, refused, or too large a map
+
+TellAll = Callable[[Any], list[Any]]
+"""Tells all ranks a small picklable value; returns that of each, by rank."""
+
+
+def find_hosts(ranks: Ranks, tell_all: TellAll) -> Hosts | None:
+    """Finds out where the ranks of a group run; None where one cannot tell, of which the first warns."""
+    hosts = tell_all(_or_error(_host))
+    return None if _refused(hosts, ranks) else Hosts(hosts)
+
+
+def open_channel(ranks: Ranks, tell_all: TellAll) -> Channel | None:
+    """Opens the channel of a group on one host; None, with a warning of the first rank, if it is not allowed.
+
+    Args:
+        ranks: Of the group.
+        tell_all: Between them; called twice, whatever comes out.
+    """
+    offer = _or_error(lambda: _Offer(ranks))
+    addresses = tell_all(offer.address() if isinstance(offer, _Offer) else offer)
+    channel = _or_error(lambda: _connect(offer, dict(zip(ranks.members, addresses))))
+    return None if _refused(tell_all(channel if isinstance(channel, str) else None), ranks) else channel
+
+
+def _connect(offer: Any, addresses: dict[int, Any]) -> Channel:
+    for rank, address in addresses.items():
+        if isinstance(address, str):
+            raise OSError(f"rank {rank}: {address}")
+    assert isinstance(offer, _Offer)
+    return offer.channel([*addresses.values()])
+
+
+def _or_error(make: Callable[[], Any]) -> Any:
+    """Returns what `make` does, or what went wrong, to tell the others."""
+    try:
+        return make()
+    except _REFUSALS as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _refused(answers: list[Any], ranks: Ranks) -> bool:
+    """Whether a rank has told of something that went wrong."""
+    by_rank = zip(ranks.members, answers)
+    errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, str)]
+    if errors and ranks.rank == 0:
+        warnings.warn(
+            f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
+            "process group, which is slower; with FSDP_WRAP_SHARED_MEMORY=0 this is not tried",
+            stacklevel=2,
+        )
+    return bool(errors)
+
+
+def _host() -> tuple[str, int, int]:
+    """Identifies the running system, and on it the space of process ids and the network."""
+    require_futex()
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino

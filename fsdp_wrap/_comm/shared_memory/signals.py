@@ -1,0 +1,96 @@
+"""How ranks of one host wait for each other: numbers in shared memory, and the kernel's futex.
+
+A rank posts by counting up. Who waits looks for a moment, lets others run, and then sleeps until it is woken,
+for a bounded time, since a rank that has ended wakes nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import select
+import time
+
+from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor
+
+__all__ = ["Life", "require_futex", "wait_until", "wake"]
+
+_SYSTEM_CALL = 202  # of x86-64: others do not promise to show writes in their order
+_WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
+_LOOKING = 100e-6  # seconds: about what it takes to wake up
+_ASLEEP = 0.05  # seconds until the next look whether a rank has ended
+
+_libc = ctypes.CDLL(None)
+
+
+class _Time(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def require_futex() -> None:
+    """Raises an OSError where ranks cannot wait for each other in this way."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise OSError(f"not supported on {platform.system()} on {platform.machine()}")
+
+
+class Life:
+    """Tells whether a process runs.
+
+    Args:
+        process: Its id.
+
+    Raises:
+        OSError: If there is none.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._descriptor = Descriptor(os.pidfd_open(process))
+        self._poll = select.poll()
+        self._poll.register(self._descriptor.number, select.POLLIN)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return bool(self._poll.poll(0))
+
+
+def wake(address: int) -> None:
+    """Wakes all that wait for the number at an address to change."""
+    _libc.syscall(_SYSTEM_CALL, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
+
+
+def wait_until(words: memoryview, address: int, least: int, life: Life, limit: float) -> bool:
+    """Waits until a number is high enough; returns whether it came so far.
+
+    Args:
+        words: Begin with the number.
+        address: Of the number.
+        least: What is waited for.
+        life: Of the process that counts.
+        limit: Seconds to wait at most.
+
+    Raises:
+        RuntimeError: If that process has ended.
+    """
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _LOOKING:
+        if words[0] >= least:
+            return True
+        os.sched_yield()
+    while (now := words[0]) < least:
+        left = limit - (time.perf_counter() - begin)
+        if left <= 0:
+            return False
+        ended = life.ended
+        if ended and words[0] < least:  # what it did before counts
+            raise RuntimeError("has ended")
+        _sleep(address, now, min(left, _ASLEEP))
+    return True
+
+
+def _sleep(address: int, value: int, seconds: float) -> None:
+    """Sleeps until woken, if the low half of the number is still the same."""
+    limit = _Time(int(seconds), int(seconds % 1 * 1e9))
+    low = ctypes.c_uint32(value & 0xFFFFFFFF)
+    _libc.syscall(_SYSTEM_CALL, ctypes.c_void_p(address), _WAIT, low, ctypes.byref(limit), None, 0)

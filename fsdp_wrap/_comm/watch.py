@@ -1,0 +1,240 @@
+"""Waits for collectives, and tells of ranks that do not come.
+
+Where the host waits (gloo), what takes long is reported once, and what cannot complete, or does not shortly
+before the group's time limit, ends in an error. Where it does not (NCCL), waiting is an order to a stream:
+nothing is noticed here, and the process group alone enforces its limit, without telling where ranks stand.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._comm.groups import time_limit
+from fsdp_wrap._comm.positions import GroupPositions, positions_of
+
+__all__ = ["InFlight", "InFlightWithoutLimit", "Watch", "deaths_told"]
+
+_FIRST_LOOK = timedelta(seconds=0.25)  # beside such a wait, looking costs nothing
+_LATER_LOOKS = timedelta(seconds=1.0)
+_LAST_LOOK = timedelta(milliseconds=10)  # what rounds to no milliseconds would be no limit
+_MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
+_PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
+_TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
+_BURIAL = 0.2  # seconds from the end of a killed process's connections to that of its file locks, at most
+
+
+class Watch:
+    """Looks after the ranks of a group while its collectives run.
+
+    Args:
+        group: The process group.
+        device: Where the buffers live that travel.
+        positions: Where the ranks stand.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, positions: GroupPositions) -> None:
+        self._group = weakref.ref(group)
+        self._device = device
+        self.positions = positions
+
+    def failure(self, error: RuntimeError) -> RuntimeError:
+        """Returns what to raise for a failed collective.
+
+        Raises:
+            RuntimeError: If a peer had issued another one, which is why it failed.
+        """
+        time.sleep(_BURIAL)
+        self.positions.compare_all()
+        told = [f"rank {rank} has ended" for rank in self._ended()]
+        text = ": ".join([*(each for each in told if each not in str(error)), str(error)])
+        return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
+
+    def _ended(self) -> list[int]:
+        """Returns the ranks of the group that have ended, as the default group counts them."""
+        group = self._group()
+        if group is None:
+            return []
+        members = enumerate(dist.get_process_group_ranks(group))
+        others = [(rank, member) for rank, member in members if rank != dist.get_rank(group)]
+        return [member for rank, member in others if self.has_ended(rank)]
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether another rank of the group has ended, as far as can be known.
+
+        A process that ends closes its connections, also if it has never used this library.
+        """
+        group = self._group()
+        if group is None:
+            return False
+        member = dist.get_global_rank(group, rank)
+        if self.positions.knows(member):
+            return not self.positions.lives(member)
+        return _is_closed(group, rank)
+
+    def dead(self) -> list[int]:
+        """Returns the ranks of the group that are known to have died."""
+        return self.positions.dead_before(sys.maxsize)
+
+    def look(self, number: int, waited: float) -> float:
+        """Looks at the ranks; returns the seconds left.
+
+        Args:
+            number: Of the collective that is waited for.
+            waited: Seconds since it was issued.
+
+        Raises:
+            RuntimeError: If it cannot complete, or no time is left.
+        """
+        self.positions.compare_all()
+        for rank in self.positions.dead_before(number):
+            raise RuntimeError(f"a collective cannot complete without rank {rank}\n{self.positions.table()}")
+        limit = self._limit()
+        left = limit - min(_MARGIN * limit, _LONGEST_MARGIN) - waited
+        if left <= 0:
+            raise RuntimeError(self._report(waited))
+        return left
+
+    def warn_if_late(self, waited: float) -> bool:
+        """Warns if a collective takes unusually long; returns whether it does."""
+        late = waited > min(_PATIENCE * self._limit(), _LONGEST_PATIENCE)
+        if late:
+            warnings.warn(self._report(waited), stacklevel=2)
+        return late
+
+    def _report(self, waited: float) -> str:
+        return (
+            f"a collective issued {waited:.1f} s ago has not completed; the group's time limit is "
+            f"{self._limit():.1f} s\n{self.positions.table()}"
+        )
+
+    def _limit(self) -> float:
+        return time_limit(self._group(), self._device).total_seconds()
+
+
+@contextmanager
+def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Names the ranks that have died, where that is why what is done inside fails.
+
+    Args:
+        group: Of the ranks that communicate; None for the default group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        group = group or (dist.group.WORLD if dist.is_available() else None)
+        if group is None:
+            raise
+        watch = Watch(group, torch.device("cpu"), positions_of(group))
+        time.sleep(_BURIAL)
+        watch.positions.table()  # which looks for the ranks
+        if not watch.dead():
+            raise
+        raise watch.failure(error) from error
+
+
+class InFlight:
+    """Works of a group's collectives, issued just now.
+
+    Args:
+        works: What tells of each when it has ended.
+        watch: Looks at the ranks once a wait takes long.
+    """
+
+    def __init__(self, works: Sequence[Any], watch: Watch) -> None:
+        self._works, self._watch = works, watch
+        self._number = watch.positions.issued
+        self._begin = time.monotonic()
+        self._warned = False
+
+    def wait(self) -> None:
+        """Waits for all of them.
+
+        Raises:
+            RuntimeError: If one fails or does not complete, or a peer has issued another.
+        """
+        try:
+            for work in self._works:
+                work.wait(_FIRST_LOOK)
+        except RuntimeError:  # one is late, or has failed
+            pass
+        else:
+            return
+        self._wait_longer()
+
+    def _wait_longer(self) -> None:
+        """Waits a short time and looks, in turns."""
+        pause = _FIRST_LOOK
+        while not self._have_ended():
+            pause = max(min(2 * pause, _LATER_LOOKS, self._look()), _LAST_LOOK)
+            with suppress(RuntimeError):
+                for work in self._works:
+                    work.wait(pause)
+
+    def _have_ended(self) -> bool:
+        try:
+            for work in self._works:
+                if not work.is_completed():  # it goes on: only the waiting has ended
+                    return False
+                work.wait()  # tells what ended it: perhaps success, just after the waiting
+        except RuntimeError as error:
+            raise self._watch.failure(error) from error
+        return True
+
+    def _look(self) -> timedelta:
+        """Looks at the ranks and warns once; returns the time left.
+
+        Raises:
+            RuntimeError: If the wait is in vain.
+        """
+        waited = time.monotonic() - self._begin
+        left = self._watch.look(self._number, waited)
+        self._warned = self._warned or self._watch.warn_if_late(waited)
+        return timedelta(seconds=left)
+
+
+class InFlightWithoutLimit(InFlight):
+    """Works that are waited for once all peers have come: nothing could end a wait for one that does not."""
+
+    def wait(self) -> None:
+        if not self._watch.positions.reached(self._number):
+            self._await_peers()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._watch.failure(error) from error
+
+    def _await_peers(self) -> None:
+        begin = time.monotonic()
+        next_look = _FIRST_LOOK.total_seconds()
+        while not self._watch.positions.reached(self._number):
+            waited = time.monotonic() - begin
+            if waited > next_look:
+                next_look += min(_LATER_LOOKS, self._look()).total_seconds()
+            time.sleep(min(waited / 8, 0.001))  # late by a small part of what the wait takes anyway
+
+
+def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether the connection to a rank is closed, of which gloo tells when something is sent."""
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none sends from there
+        return False
+    is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+    if not is_gloo:
+        return False
+    try:
+        backend.send([torch.zeros(1, dtype=torch.uint8)], rank, _TAG)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,8 @@
+"""Gathers and reductions that travel in fewer bytes.
+
+Lives here: codecs, and `compress`. Deleting this folder leaves plain collectives.
+May import: all below.
+Must never know: which front-end made a unit.
+"""
+
+from fsdp_wrap._compression import compression as compression

@@ -1,0 +1,162 @@
+"""Compression: gathers and reductions that send fewer bytes than the numbers they stand for.
+
+What users see and save stays exact: `summon_full_params`, state dicts and optimizers know the sharded
+parameters in master dtype, and nothing of how units compute with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Buffer, Communicator, Pending, Then
+from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
+from fsdp_wrap._core import is_castable
+from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._runtime import require_idle, units_in
+from fsdp_wrap._state import compression, handles_of
+
+__all__ = ["CompressedTransport", "compress"]
+
+_FEWEST = 1024
+"""Of shards with fewer elements, the saved bytes would not pay for the kernels."""
+
+
+@compression.fill
+def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) -> None:
+    """Does what `comm_hooks.compress` says."""
+    gather_codec, reduction_codec = _codec("gathers", gathers), _codec("reductions", reductions)
+    handles = _handles_in(module, reductions)
+    for communicator in dict.fromkeys(handle.communicator for handle in handles):
+        _check_agreement(communicator, {"gathers": gathers, "reductions": reductions})
+    for handle in handles:
+        if handle.communicator.size > 1:
+            codec = None if reduction_codec is None else _reducing(reduction_codec, handle)
+            handle.travel_by(CompressedTransport(handle.communicator, gather_codec, codec))
+
+
+def _codec(argument: str, name: str | None) -> Codec | None:
+    if name is not None and name not in CODECS:
+        raise ValueError(f"{argument} may be compressed as {', '.join(CODECS)} or None, not as {name!r}")
+    return None if name is None else CODECS[name]
+
+
+def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
+    units = units_in(module).values()
+    if not units:
+        raise ValueError(f"compress() needs a sharded module, and {type(module).__name__} contains none")
+    require_idle(units, "compress()")
+    for unit in units if reductions is not None else ():
+        if unit.handle is not None and unit.handle.has_own_reduction:
+            raise RuntimeError(
+                f"{unit.name} has a communication hook already, which reduces its gradients; compress the "
+                "gathers only"
+            )
+    return handles_of(units)
+
+
+def _check_agreement(communicator: Communicator, chosen: dict[str, str | None]) -> None:
+    by_rank = communicator.all_gather_object(chosen)
+    if any(other != chosen for other in by_rank):
+        by_member = zip(sorted(communicator.members), by_rank)
+        told = "; ".join(f"rank {rank} chose {other}" for rank, other in by_member)
+        raise ValueError(f"all ranks must call compress() with the same arguments: {told}")
+
+
+def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
+    """Returns a codec that leaves alone what the layouts have noted behind the gradients."""
+    noted = max(segment.layout.noted_numel for segment in handle.segments)
+    return ExactTail(codec, noted) if noted else codec
+
+
+class CompressedTransport:
+    """How a unit's parameters and gradients travel encoded (a `Transport`).
+
+    Args:
+        communicator: Moves the bytes.
+        gathers: How parameters travel; None: as they are.
+        reductions: The same of gradients.
+
+    Attributes:
+        keeps_notes: Whether what layouts note in a reduction arrives.
+        compresses_reductions: Whether gradients travel encoded.
+    """
+
+    def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
+        self._communicator = communicator
+        self._gathers, self._reductions = gathers, reductions
+        self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
+        self.compresses_reductions = reductions is not None
+
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
+        """As a communicator's; own parts become what the other ranks decode as well."""
+        communicator, codec = self._communicator, self._gathers
+        if codec is None:
+            return communicator.gather_into(buffers, fill)
+        for buffer in buffers:
+            buffer.allocate()
+        full = [buffer.data for buffer in buffers]
+        sent = [self._room(codec, numbers) for numbers in full]
+        encodings = [(numbers, room) for numbers, room in zip(full, sent) if room is not numbers]
+
+        def fill_encoded() -> None:
+            fill()
+            for numbers, room in encodings:
+                codec.encode(communicator.own_part(numbers), communicator.own_part(room))
+
+        def decode() -> None:
+            for numbers, room in encodings:
+                for part, encoded in zip(self._parts(numbers), self._parts(room)):
+                    for target, values in codec.decoded(encoded, part):
+                        target.copy_(values)
+
+        return Then([communicator.all_gather(sent, fill_encoded)], [decode])
+
+    def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+        """As a communicator's; each rank adds up what it decodes, so that no sum is rounded to a codec."""
+        codec = self._reductions
+        if codec is None:
+            return self._communicator.reduce_scatter(shards, full)
+        works: list[Pending] = []
+        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for shard, numbers in zip(shards, full):
+            room = self._room(codec, numbers)
+            if room is numbers:
+                plain.append((shard, numbers))
+            else:
+                works.append(self._exchange(codec, shard, numbers, room))
+        if plain:
+            works.append(self._communicator.reduce_scatter(*map(list, zip(*plain))))
+        return Then(works)
+
+    def _exchange(
+        self, codec: Codec, shard: torch.Tensor, numbers: torch.Tensor, room: torch.Tensor
+    ) -> Pending:
+        """Sends every other rank its part of `numbers`, encoded, and sums what comes in `shard`."""
+        own = self._communicator.rank
+        for rank, (part, encoded) in enumerate(zip(self._parts(numbers), self._parts(room))):
+            if rank == own:
+                shard.copy_(part)
+            else:
+                codec.encode(part, encoded)
+        received = self._communicator.empty(room.numel(), torch.uint8)
+
+        def add() -> None:
+            for rank, encoded in enumerate(self._parts(received)):
+                for target, values in codec.decoded(encoded, shard) if rank != own else ():
+                    target.add_(values)
+
+        return Then([self._communicator.all_to_all(received, room)], [add])
+
+    def _room(self, codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns memory for all ranks' encoded parts of `numbers`; itself where that does not pay."""
+        ranks = self._communicator.size
+        numel, dtype = numbers.numel() // ranks, numbers.dtype
+        if not is_castable(dtype) or numel < _FEWEST or codec.nbytes(numel, dtype) >= numel * dtype.itemsize:
+            return numbers
+        return self._communicator.empty(ranks * codec.nbytes(numel, dtype), torch.uint8)
+
+    def _parts(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensor.chunk(self._communicator.size)

@@ -1,0 +1,313 @@
+"""Enums and configuration dataclasses of the wrapper; names, values and defaults equal torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core.torch_private import BatchNorm
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+
+class ShardingStrategy(Enum):
+    """What is sharded over the ranks, and for how long parameters stay unsharded.
+
+    Attributes:
+        FULL_SHARD: Parameters, gradients and optimizer state are sharded; a unit unshards for its
+            forward and again for its backward.
+        SHARD_GRAD_OP: As FULL_SHARD, but parameters stay unsharded from forward to backward.
+        NO_SHARD: Everything is replicated, gradients are averaged over the ranks.
+        HYBRID_SHARD: FULL_SHARD within a host, replicated across hosts.
+        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within a host, replicated across hosts.
+    """
+
+    FULL_SHARD = 1
+    SHARD_GRAD_OP = 2
+    NO_SHARD = 3
+    HYBRID_SHARD = 4
+    _HYBRID_SHARD_ZERO2 = 5
+
+
+class BackwardPrefetch(Enum):
+    """When the backward issues the all-gather of the unit that comes next in backward order.
+
+    Attributes:
+        BACKWARD_PRE: Before the running unit's gradients are computed: most overlap, one more unit
+            in memory.
+        BACKWARD_POST: After the running unit's backward is over: less memory, less overlap.
+    """
+
+    BACKWARD_PRE = 1
+    BACKWARD_POST = 2
+
+
+@dataclass
+class MixedPrecision:
+    """Dtypes of computation and communication, of floating-point tensors of 16 bits and more.
+
+    Optimizers, full parameters and state dicts always see the parameters' and buffers' own dtypes.
+
+    Attributes:
+        param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
+            the parameters' own.
+        reduce_dtype: Of gradients while they are reduced; None for `param_dtype`.
+        buffer_dtype: Of buffers from the first forward on; None for their own.
+        keep_low_precision_grads: Leave the sharded gradients in `reduce_dtype`.
+        cast_forward_inputs: Cast the unit's inputs to `param_dtype`.
+        cast_root_forward_inputs: Cast them if the unit is the root.
+        _module_classes_to_ignore: Modules of these classes become units of their own in full precision,
+            which take inputs of any precision, if there is an `auto_wrap_policy`.
+
+    Raises:
+        ValueError: If a dtype is not a floating-point one of 16 bits or more.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuses dtypes that nothing can be computed in; clients may have set fields since."""
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+def check_kind(name: str, value: object, kind: type, optional: bool = True) -> None:
+    """Refuses an argument of another type, also of one that has the same name in another package.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    found, path = type(value), f"{kind.__module__}.{kind.__qualname__}"
+    if found.__name__ == kind.__name__:
+        raise TypeError(
+            f"{name} must be a {path}, not a {found.__module__}.{found.__qualname__}, which is another class "
+            f"of that name: import {kind.__name__} from fsdp_wrap (given: {value!r})"
+        )
+    raise TypeError(f"{name} must be a {kind.__name__}{' or None' if optional else ''}, not {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuses what is neither a bool nor None: a string, say, is true whatever it says.
+
+    Raises:
+        TypeError: If it is so.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} must be True, False or None (the default), not {value!r}")
+
+
+def _check_dtypes(policy: object, *names: str) -> None:
+    for name in names:
+        dtype = getattr(policy, name)
+        known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        if dtype is not None and not known:
+            raise ValueError(
+                f"{type(policy).__name__}({name}=...) takes torch.bfloat16, float16, float32, float64 or "
+                f"None, not {dtype!r}"
+            )
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of computation and communication of a `fully_shard`ed module.
+
+    Attributes:
+        param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
+            the parameters' own.
+        reduce_dtype: Of gradients while they are accumulated and reduced. None means what it does in the
+            torch that is installed: before 2.15 `param_dtype`, from 2.15 on the `grad_dtype` of each
+            parameter, which is the parameter's own dtype if it was not set before `fully_shard`.
+        output_dtype: Of what forward returns; None leaves it as it is.
+        cast_forward_inputs: Cast the inputs to `param_dtype`.
+        param_dtype_override_fn: Called once for each parameter of the unit. It returns the parameter's own
+            dtype to leave it in that, or None (or `param_dtype`) for `param_dtype`; the same on all ranks.
+
+    Raises:
+        ValueError: If a dtype is not a floating-point one of 16 bits or more.
+        TypeError: If `param_dtype_override_fn` cannot be called.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(
+                "MixedPrecisionPolicy(param_dtype_override_fn=...) takes a function of a parameter or None, "
+                f"not {override!r}"
+            )
+
+
+@dataclass
+class OffloadPolicy:
+    """Of a `fully_shard`ed module: nothing is offloaded."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and so optimizer state live in host memory.
+
+    Attributes:
+        pin_memory: Whether that is pinned, where there is an accelerator that copies from it.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass
+class CPUOffload:
+    """Whether sharded parameters and gradients live in host memory."""
+
+    offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """What `state_dict()` returns and `load_state_dict()` takes.
+
+    Attributes:
+        FULL_STATE_DICT: Full tensors, the same on every rank; collective.
+        LOCAL_STATE_DICT: This rank's flat shards, as `IntervalTensor`s of the flat buffers, which fit only
+            the same ranks and wrapping.
+        SHARDED_STATE_DICT: This rank's pieces as tensors of the full shape (`IntervalTensor`), for
+            `torch.distributed.checkpoint`, which fits them to any ranks and wrapping.
+    """
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(Enum):
+    """By what an optimizer state dict names parameters.
+
+    Attributes:
+        PARAM_NAME: By the names of the unwrapped module.
+        PARAM_ID: By their position in the optimizer, as `torch.optim` does.
+    """
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """How a model's state dict is made.
+
+    Attributes:
+        offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
+            model's own memory.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Of full tensors.
+
+    Attributes:
+        rank0_only: The first rank alone gets them; the others get nothing, and their state-dict hooks see
+            tensors without memory (on the meta device). Loading takes full tensors on every rank.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Of flat shards."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Of this rank's pieces; `_use_dtensor` must be False, as pieces convert by `to_dtensor()`."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig:
+    """How an optimizer's state dict is made.
+
+    Attributes:
+        offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
+            optimizer's own memory.
+    """
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Of full tensors.
+
+    Attributes:
+        rank0_only: The first rank alone gets them, and gives them to the others when they are loaded.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Beside a model's flat shards; the same as of pieces."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Of this rank's pieces; `_use_dtensor` must be False, as pieces convert by `to_dtensor()`."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """The state dicts that a wrapped module makes now."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig

@@ -1,0 +1,67 @@
+"""Users' hooks on the gradients of sharded parameters: which are called, and which are refused.
+
+Optimizers that torch's `_apply_optimizer_in_backward` notes on parameters are among them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core.torch_private import optimizers_in_backward
+
+__all__ = ["HOOKS_OF", "REFUSED_HOOKS_OF", "run_gradient_hooks", "step_in_backward", "with_optimizers"]
+
+HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")
+"""Returns what was given to `register_post_accumulate_grad_hook`; nothing true if nothing was."""
+
+REFUSED_HOOKS_OF = operator.attrgetter("_backward_hooks")
+"""The same of `register_hook`: it has no place to run, since no graph leads to a sharded parameter."""
+
+
+def run_gradient_hooks(params: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+    """Calls what users gave to `register_post_accumulate_grad_hook`, now that gradients were added.
+
+    Without gradients, as autograd would. A hook may take the gradient away, or step.
+
+    Args:
+        params: The sharded parameters; one may stand for several original ones.
+        used: For each, whether a gradient was added to it, if this rank holds any of it.
+    """
+    changed = dict.fromkeys(param for param, by_any in zip(params, used) if by_any and param.requires_grad)
+    with torch.no_grad():
+        for param in changed:
+            for hook in [*(HOOKS_OF(param) or {}).values()] if param.grad is not None else ():
+                hook(param)
+
+
+def with_optimizers(params: Iterable[nn.Parameter], unit: str) -> list[nn.Parameter]:
+    """Returns the sharded parameters with optimizers in backward that `step_in_backward` does not serve yet.
+
+    Args:
+        params: Sharded parameters; one may stand for several original ones.
+        unit: The name of their unit.
+
+    Raises:
+        RuntimeError: If a `FlatParameter` has an optimizer: it stands for several parameters.
+    """
+    found = []
+    for param in dict.fromkeys(params):
+        if optimizers_in_backward(param) and step_in_backward not in (HOOKS_OF(param) or {}).values():
+            if hasattr(param, "_is_flat_param"):
+                raise RuntimeError(
+                    f"an optimizer in backward was given to the FlatParameter of {unit}, which is only "
+                    "supported with use_orig_params=True: wrap the module so, or step after backward"
+                )
+            found.append(param)
+    return found
+
+
+def step_in_backward(param: nn.Parameter) -> None:
+    """Steps the optimizers in backward of a parameter whose gradient is there; then that goes."""
+    for optimizer in optimizers_in_backward(param):
+        optimizer.step()
+    param.grad = None

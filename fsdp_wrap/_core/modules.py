@@ -1,0 +1,235 @@
+"""Parameter slots and module walks; the only writer of `module._parameters`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core.torch_private import composable_registry
+from fsdp_wrap._core.walks import WRAPPED_ATTR, Place, clean_fqn, named, params, walk
+
+__all__ = [
+    "UNIT_ATTR",
+    "WRAPPED_ATTR",
+    "Display",
+    "Ignored",
+    "ParamPlaces",
+    "Place",
+    "ParamSlot",
+    "announce_sharded",
+    "clean_fqn",
+    "collect_borrowed",
+    "collect_slots",
+    "find_replicated",
+    "is_owned",
+    "mark_managed",
+    "mark_owned",
+    "original_class",
+    "own_modules",
+    "replace_tensor",
+    "show_extra",
+]
+
+UNIT_ATTR = "_fsdp_unit"
+"""Key in the `__dict__` of a module that a front-end has made a unit."""
+
+
+class ParamPlaces:
+    """Every place in the module tree that shows one original parameter."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._places)
+
+    def add(self, module: nn.Module, name: str) -> None:
+        """Adds one more place."""
+        self._places.append((module, name))
+
+
+class Display:
+    """Tensors with the places that are to show them, prepared once: showing only writes to dicts of modules.
+
+    A tensor that is no parameter is shown as the attribute alone; in `_parameters` its name keeps its place.
+
+    Args:
+        places: For each tensor, all that are to show it.
+        tensors: What to show.
+        uncovers: Whether parameters are shown where plain tensors were: attributes, which would hide them.
+    """
+
+    def __init__(
+        self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
+    ) -> None:
+        self._told: list[tuple[nn.Module, str, Any]] = []
+        self._params: list[tuple[dict[str, Any], str, Any]] = []
+        self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        self._covers: list[tuple[dict[str, Any], str]] = []
+        for several, tensor in zip(places, tensors):
+            param = tensor if isinstance(tensor, nn.Parameter) else None
+            for module, name in several:
+                self._params.append((module._parameters, name, param))
+                if param is None:
+                    self._plain.append((module.__dict__, name, tensor))
+                elif uncovers:
+                    self._covers.append((module.__dict__, name))
+                registrable = param is None or param.is_leaf  # RNNs look themselves for what is not
+                if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
+                    self._told.append((module, name, param))  # RNNs update a second list of their weights
+
+    def show(self) -> None:
+        """Shows the tensors."""
+        for module, name, param in self._told:
+            setattr(module, name, param)
+        for names, name in self._covers:
+            names.pop(name, None)
+        for shown in (self._params, self._plain):
+            for names, name, tensor in shown:
+                names[name] = tensor
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """One original parameter of a unit.
+
+    Attributes:
+        fqn: Name within the unit, without wrapper prefixes; of several, the first met.
+        param: The parameter.
+        places: What shows it.
+    """
+
+    fqn: str
+    param: nn.Parameter
+    places: ParamPlaces = field(default_factory=ParamPlaces)
+
+
+def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Registers a parameter that the original module does not have, or removes it with None."""
+    if param is None:
+        module._parameters.pop(name, None)
+    else:
+        module._parameters[name] = param
+
+
+def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
+
+    Nothing is walked where `module` itself is ignored.
+
+    Returns:
+        (name relative to `module`, module), parents before children, each module once.
+    """
+
+    def is_own(child: nn.Module) -> bool:
+        return UNIT_ATTR not in child.__dict__ and child not in ignored
+
+    return iter(()) if module in ignored else walk(module, into=is_own)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Returns a module's class without what a front-end has mixed into it."""
+    mixed = UNIT_ATTR in module.__dict__ and WRAPPED_ATTR not in module._modules
+    return type(module).__mro__[2] if mixed else type(module)  # itself, what was mixed in, the original
+
+
+def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts a tensor in the place of the parameter or buffer of that name."""
+    if isinstance(tensor, nn.Parameter):
+        Display([[(module, name)]], [tensor]).show()
+    else:
+        module._buffers[name] = tensor
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What a unit leaves alone.
+
+    Attributes:
+        modules: Modules that the user wants to keep as they are, all below them included.
+        params: Single parameters likewise.
+        left: Tied parameters that a unit above owns, because it alone encloses all their uses.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    params: frozenset[nn.Parameter] = frozenset()
+    left: frozenset[nn.Parameter] = frozenset()
+
+
+def collect_slots(
+    module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter] = frozenset()
+) -> list[ParamSlot]:
+    """Finds the parameters that a unit made of `module` would own, in the order of `named_parameters`.
+
+    Args:
+        module: The unit's module.
+        ignored: What not to collect.
+        lent: Parameters that units below have left; they are collected with all their places.
+    """
+    slots: dict[nn.Parameter, ParamSlot] = {}
+    for fqn, place, param in _used_params(module, ignored, lent):
+        if not is_owned(param):
+            slots.setdefault(param, ParamSlot(fqn, param)).places.add(*place)
+    return list(slots.values())
+
+
+def collect_borrowed(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, Place, nn.Parameter]]:
+    """Yields (fqn, place, parameter) where a unit made of `module` would use a parameter of another unit."""
+    for fqn, place, param in _used_params(module, ignored, frozenset()):
+        if is_owned(param):
+            yield fqn, place, param
+
+
+def _used_params(
+    module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter]
+) -> Iterator[tuple[str, Place, nn.Parameter]]:
+    own = {current for _, current in own_modules(module, ignored.modules)}
+    for fqn, place, param in named(module, params):
+        wanted = param in lent or (place[0] in own and param not in ignored.params)
+        if param is not None and wanted and param not in ignored.left:
+            yield fqn, place, param
+
+
+def is_owned(param: nn.Parameter) -> bool:
+    """Whether a unit has taken the parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def mark_owned(param: nn.Parameter) -> None:
+    """Notes that a unit has taken the parameter (clients read this attribute, which is torch's)."""
+    param._fsdp_flattened = True  # type: ignore[attr-defined]
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Notes that a module is part of a unit, in attributes that transformers and torch's compiler read.
+
+    The compiler then takes parameters as inputs of its graphs, not as constants or static addresses: leaves,
+    which are original parameters to it, have memory only while their unit is unsharded.
+    """
+    module.__dict__["_is_fsdp_managed_module"] = True
+    module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def announce_sharded(module: nn.Module) -> None:
+    """Notes that a unit has taken a module where torch's other composable ways look.
+
+    Torch's `replicate()` averages the gradients of what it finds below its module, unless the registry of one
+    tells that it is sharded: shards would be averaged with each other.
+    """
+    module.__dict__.setdefault(composable_registry, OrderedDict())["fully_shard"] = None
+
+
+def find_replicated(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
+    """Returns the modules that `replicate()` has taken, at and below those given, with all in them."""
+    return frozenset(
+        inner
+        for module in modules
+        for _, each in walk(module)
+        if "replicate" in each.__dict__.get(composable_registry, ())
+        for inner in each.modules()
+    )

@@ -1,0 +1,306 @@
+"""What mixed precision means: dtypes of a segment, casts of a unit's inputs, outputs and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core.api import MixedPrecision, MixedPrecisionPolicy
+from fsdp_wrap._core.pytree import iter_tensors, map_tensors
+
+__all__ = [
+    "BufferCasts",
+    "FullPrecision",
+    "InputCasts",
+    "NO_CASTS",
+    "SegmentDtypes",
+    "SegmentPolicy",
+    "cast_floating",
+    "floating_dtype",
+    "segment_dtypes",
+]
+
+_REDUCED_IN_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
+"""Whether torch's own `fully_shard`, from 2.15 on, follows `grad_dtype` where no reduce dtype is given."""
+
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Whether mixed precision applies: not to integers, nor to 8-bit floats, which are quantised values."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Returns `value` with every floating-point tensor in it cast to `dtype`, differentiably."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if is_castable(tensor.dtype) else tensor, value)
+
+
+def floating_dtype(value: Any) -> torch.dtype | None:
+    """Returns the dtype of the first floating-point tensor in `value`."""
+    return next((tensor.dtype for tensor in iter_tensors(value) if is_castable(tensor.dtype)), None)
+
+
+class FullPrecision(MixedPrecision):
+    """The policy of a unit that an enclosing policy's `_module_classes_to_ignore` keeps in full precision.
+
+    It takes inputs of any precision, and returns outputs in that of its inputs.
+    """
+
+    @property
+    def plain(self) -> MixedPrecision:
+        """What it is among policies that users make."""
+        return MixedPrecision()
+
+
+@dataclass(frozen=True)
+class SegmentDtypes:
+    """The dtypes of one segment.
+
+    Attributes:
+        master: Of the sharded parameters.
+        param: Of the leaves, and of the bytes that a gather moves.
+        reduce: Of the gradients while they are accumulated and reduced.
+        grad: Of the sharded parameters' gradients.
+        arriving: To which autograd casts the leaves' gradients; None lets it leave them as they are.
+    """
+
+    master: torch.dtype
+    param: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+    arriving: torch.dtype | None
+
+    @classmethod
+    def full(cls, master: torch.dtype) -> SegmentDtypes:
+        """Returns the dtypes of a segment that keeps to its master dtype."""
+        return cls(master, master, master, master, master)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it computes or reduces in another than its master dtype."""
+        return self.param != self.master or self.reduce != self.master
+
+    def __str__(self) -> str:
+        used = {"computed in": self.param, "reduced in": self.reduce}
+        others = [f"{how} {_short(dtype)}" for how, dtype in used.items() if dtype != self.master]
+        return ", ".join([_short(self.master), *others])
+
+
+@dataclass(frozen=True)
+class SegmentPolicy:
+    """Which dtypes are wanted of the parameters of one segment, whatever their master dtype.
+
+    Attributes:
+        param: To compute and gather in; None for the master dtype.
+        reduce: To accumulate and reduce gradients in; None for the sharded gradients' or the param dtype.
+        grad: Of the sharded parameters' gradients; None for the master dtype.
+        keeps_reduced: Whether those stay as they were reduced instead.
+        follows_grad: Whether it is the sharded gradients' dtype that stands for a missing `reduce`.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    grad: torch.dtype | None = None
+    keeps_reduced: bool = False
+    follows_grad: bool = False
+
+    @classmethod
+    def of(cls, policy: MixedPrecision) -> SegmentPolicy:
+        """Applies the wrapper's policy."""
+        return cls(policy.param_dtype, policy.reduce_dtype, keeps_reduced=policy.keep_low_precision_grads)
+
+    @classmethod
+    def of_param(cls, param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> SegmentPolicy:
+        """Applies the policy of `fully_shard` to one parameter, which is named in messages.
+
+        Raises:
+            ValueError: If the policy's function returns a dtype that is neither of the two allowed.
+        """
+        computed = _overridden(param, fqn, policy)
+        if not _REDUCED_IN_GRAD_DTYPE:
+            return cls(computed, policy.reduce_dtype)
+        asked: bool = param._has_grad_dtype_override  # type: ignore[attr-defined]
+        return cls(
+            computed,
+            policy.reduce_dtype,
+            grad=param.grad_dtype if asked else None,
+            keeps_reduced=asked and param.grad_dtype is None,
+            follows_grad=policy.reduce_dtype is None,
+        )
+
+    def reduced_in(self, master: torch.dtype) -> torch.dtype:
+        """Returns the dtype to reduce in, were there no other segments in the unit."""
+        if self.reduce is not None:
+            return self.reduce
+        if self.follows_grad and not self.keeps_reduced:
+            return self.grad or master
+        return self.param or master
+
+    def dtypes(self, master: torch.dtype, reduce: torch.dtype) -> SegmentDtypes:
+        """Returns all dtypes, given that to reduce in."""
+        param = self.param or master
+        arriving: torch.dtype | None = param
+        if self.follows_grad and self.keeps_reduced:
+            arriving = None
+        elif self.follows_grad and self.grad is not None and self.grad.itemsize < param.itemsize:
+            arriving = self.grad
+        return SegmentDtypes(
+            master, param, reduce, reduce if self.keeps_reduced else self.grad or master, arriving
+        )
+
+
+def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) -> list[SegmentDtypes]:
+    """Returns the dtypes of one unit's segments.
+
+    Where the sharded gradients' dtypes decide in what is reduced and those of one master dtype differ, the
+    widest does for all, as in torch.
+
+    Args:
+        segments: The master dtype, the policy and whether it trains, of each.
+    """
+    widest: dict[torch.dtype, torch.dtype] = {}
+    for master, policy, trains in segments:
+        if trains and policy.follows_grad:
+            own = policy.reduced_in(master)
+            widest[master] = torch.promote_types(widest.get(master, own), own)
+    found = []
+    for master, policy, _ in segments:
+        if not is_castable(master):
+            found.append(SegmentDtypes.full(master))
+            continue
+        reduce = policy.reduced_in(master)
+        if policy.follows_grad:
+            reduce = torch.promote_types(reduce, widest.get(master, reduce))
+        found.append(policy.dtypes(master, reduce))
+    return found
+
+
+def _overridden(param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    override = policy.param_dtype_override_fn
+    chosen = None if override is None else override(param)
+    if chosen is None or chosen == policy.param_dtype:
+        return policy.param_dtype
+    if not isinstance(chosen, torch.dtype) or chosen != param.dtype:
+        raise ValueError(
+            f"param_dtype_override_fn returned {chosen!r} for parameter '{fqn}'; it must return None, "
+            f"param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype})"
+        )
+    return chosen
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class InputCasts:
+    """Casts of a unit's floating-point inputs and outputs; None leaves them as they are.
+
+    Attributes:
+        nested: Dtype of the inputs of a unit below the root.
+        root: Dtype of the root's inputs.
+        restores_outputs: Whether outputs go back to the dtype of the first input.
+        outputs: Dtype of the outputs otherwise.
+    """
+
+    nested: torch.dtype | None = None
+    root: torch.dtype | None = None
+    restores_outputs: bool = False
+    outputs: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, policy: MixedPrecision, module: nn.Module) -> InputCasts:
+        """Applies a policy to the unit made of `module`."""
+        if isinstance(policy, FullPrecision):
+            own = floating_dtype([*module.parameters(), *module.buffers()]) or torch.float32
+            return cls(own, own, restores_outputs=True)
+        casts_root = policy.cast_root_forward_inputs or policy.cast_forward_inputs
+        return cls(
+            policy.param_dtype if policy.cast_forward_inputs else None,
+            policy.param_dtype if casts_root else None,
+        )
+
+
+NO_CASTS = InputCasts()
+"""Leaves all as it is."""
+
+
+class _BufferCast:
+    """One buffer in two dtypes, of which the module shows one."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        self._original: torch.Tensor | None = None
+        self._cast: torch.Tensor | None = None
+
+    def show_cast(self, dtype: torch.dtype) -> None:
+        shown = self._module._buffers.get(self._name)
+        if shown is not None and shown is not self._cast:
+            self._original, self._cast = shown, shown.to(dtype)
+            self._module._buffers[self._name] = self._cast
+
+    def show_original(self) -> None:
+        original, cast = self._original, self._cast
+        if original is None or cast is None or self._module._buffers.get(self._name) is not cast:
+            return
+        # Compared by value: batch norm updates its statistics behind the version counters.
+        original.copy_(torch.where(cast == original.to(cast.dtype), original, cast.to(original.dtype)))
+        self._module._buffers[self._name] = original
+
+
+class BufferCasts:
+    """The floating-point buffers of one unit, which its module computes with in the buffer dtype.
+
+    The originals are kept: values that no forward has changed come back exactly.
+
+    Args:
+        modules: The unit's modules.
+        dtype: The buffer dtype; None leaves them as they are.
+
+    Attributes:
+        modules: The unit's modules.
+        casts: Those buffers; nobody needs to call any method where there is none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._holders = 0
+        self._computes = False
+        self.modules = tuple(modules)
+        self.casts = [
+            _BufferCast(module, name)
+            for module in (self.modules if dtype is not None else ())
+            for name, buffer in module._buffers.items()
+            if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
+        ]
+
+    def show_cast(self) -> None:
+        """Lets the modules compute with buffers in the buffer dtype, from now on."""
+        self._computes = True
+        if self._dtype is not None and self.casts:
+            with torch.inference_mode(False), torch.no_grad():
+                for cast in self.casts:
+                    cast.show_cast(self._dtype)
+
+    def show_original(self) -> None:
+        """Lets the modules compute with buffers in their own dtype, from now on."""
+        self._computes = False
+        with torch.inference_mode(False), torch.no_grad():
+            for cast in self.casts:
+                cast.show_original()
+
+    @torch.no_grad()
+    def hold_original(self) -> None:
+        """Shows the buffers in their own dtype, with the values that they have now, until `release`."""
+        self._holders += 1
+        for cast in self.casts:
+            cast.show_original()
+
+    def release(self) -> None:
+        """Ends one `hold_original`."""
+        self._holders -= 1
+        if self._computes and not self._holders:
+            self.show_cast()

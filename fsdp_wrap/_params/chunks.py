@@ -1,0 +1,123 @@
+"""`Cut`: how one parameter is cut into chunks, and where these lie in the buffers of a `DTensorLayout`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_wrap._core import ParamSlot
+from fsdp_wrap._params.layout import Extent, round_up
+
+__all__ = ["Cut", "cut_all", "only_rows"]
+
+
+@dataclass(frozen=True)
+class Cut(Extent):
+    """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
+
+    Attributes:
+        dim: The dimension that is cut; its indices are the rows here.
+        ranks: Into how many parts.
+        offset: Where each rank's chunk begins in its part of the buffer that travels.
+    """
+
+    dim: int
+    ranks: int
+    offset: int
+
+    @functools.cached_property
+    def chunk(self) -> int:
+        """Rows of a whole chunk."""
+        return -(-self.shape[self.dim] // self.ranks)
+
+    @functools.cached_property
+    def whole(self) -> int:
+        """How many ranks hold a whole chunk; the next holds the rest, the others nothing."""
+        return self.shape[self.dim] // self.chunk if self.shape.numel() else 0
+
+    @functools.cached_property
+    def rest(self) -> int:
+        """Rows of the chunk that is not whole."""
+        return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
+
+    @functools.cached_property
+    def folded(self) -> torch.Size | None:
+        """The shape (ranks, rows, others), if rows are the first dimension and none is left over."""
+        if self.dim or self.rest or not self.whole:
+            return None
+        return torch.Size([self.whole, self.chunk, *self.shape[1:]])
+
+    @property
+    def end(self) -> int:
+        """Where each rank's chunk ends in its part."""
+        return self.offset + self._shape_of(self.chunk).numel()
+
+    def _shape_of(self, rows: int) -> torch.Size:
+        return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
+
+    def first_row(self, rank: int) -> int:
+        """Returns the first row that a rank holds."""
+        return min(rank * self.chunk, self.shape[self.dim])
+
+    def rows(self, rank: int) -> int:
+        """Returns how many rows a rank holds."""
+        return self.first_row(rank + 1) - self.first_row(rank)
+
+    def held_shape(self, rank: int) -> torch.Size:
+        """Returns the shape of a rank's rows."""
+        return self._shape_of(self.rows(rank))
+
+    def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        """Views of all ranks' parts (ranks x shard): (ranks, rows, other dimensions) and (rows, others)."""
+        found = []
+        if self.whole:
+            chunks = parts[: self.whole, self.offset : self.end]
+            found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
+        if self.rest:
+            shape = self._shape_of(self.rest)
+            chunk = parts[self.whole, self.offset : self.offset + shape.numel()]
+            found.append(chunk.view(shape).movedim(self.dim, 0))
+        return found
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
+        if self.folded is not None:
+            return [tensor.view(self.folded)]
+        rows = tensor.movedim(self.dim, 0) if self.dim else tensor
+        found = []
+        if self.whole:
+            whole = rows[: self.whole * self.chunk]
+            found.append(whole.view(self.whole, self.chunk, *rows.shape[1:]))
+        if self.rest:
+            found.append(rows[self.whole * self.chunk :])
+        return found
+
+    def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        """Views of what belongs to no row."""
+        first = self.offset + self._shape_of(self.rest).numel()
+        return [
+            parts[self.whole : self.whole + 1, first : self.end],
+            parts[self.whole + 1 :, self.offset : self.end],
+        ]
+
+
+def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignment: int) -> list[Cut]:
+    cuts: list[Cut] = []
+    start = offset = 0
+    for slot, dim in zip(slots, dims):
+        cut = Cut(slot.fqn, slot.param.shape, start, dim, ranks, offset)
+        start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
+        cuts.append(cut)
+    return cuts
+
+
+def only_rows(cut: Cut) -> Cut:
+    if cut.dim != 0:
+        raise ValueError(
+            f"parameter '{cut.fqn}' is cut along dimension {cut.dim}, so that no rank holds one contiguous "
+            "piece of it; save it as the DTensor that state_dict() of its module has"
+        )
+    return cut

@@ -1,0 +1,300 @@
+"""`DTensorLayout`: parameters that are cut one by one along a dimension, and shown as `DTensor`s."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core import ParamSlot, mark_owned
+from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
+from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
+from fsdp_wrap._params.layout import Interval, Layout, round_up, stretches
+from fsdp_wrap._params.zero_marks import held_by_this_rank
+
+__all__ = ["DTensorLayout"]
+
+# The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
+_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
+_dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+_LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
+_VERSION, _LOCAL_VERSION = operator.attrgetter("_version"), operator.attrgetter("_local_tensor._version")
+
+
+@final
+class DTensorLayout(Layout):
+    """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks stand side by side.
+
+    Behind the chunks stands one number per parameter, by which the ranks tell each other, in the reduction
+    itself, whose gradients they have contributed to: all ranks get the same gradients, or None.
+
+    Args:
+        slots: The original parameters; their data are copied and then given up.
+        communicator: Allocates the shard and knows the rank.
+        mesh: Of the sharded parameters; the last dimension is that of the shards.
+        dims: For each parameter, the dimension that is cut.
+        name: Name of the segment within its unit.
+        offload: Whether the shard lives in host memory.
+        pin: Whether that is pinned.
+    """
+
+    extents: Sequence[Cut]
+
+    def __init__(
+        self,
+        slots: Sequence[ParamSlot],
+        communicator: Communicator,
+        *,
+        mesh: DeviceMesh,
+        dims: Sequence[int],
+        name: str,
+        offload: bool,
+        pin: bool,
+    ) -> None:
+        super().__init__(name, slots, communicator, offload, pin)
+        first = slots[0].param
+        self._mesh, self._rank, self._ranks = mesh, communicator.rank, communicator.size
+        self.sharded, self.in_place = True, self._ranks == 1
+        self.extents = cut_all(slots, dims, self._ranks, self._alignment)
+        end = self.extents[-1].end
+        self._used = slice(end, end + len(slots))
+        likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self.extents]
+        # A view like a tensor costs half of a view by a tuple of numbers.
+        self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
+        self.shard_numel, self.noted_numel = self._used.stop, len(slots)
+        bounds = ((cut.offset, cut.offset + like.numel()) for cut, like in zip(self.extents, likes))
+        self._sizes, self._indices = stretches(bounds, self.shard_numel)
+        self.numel = self.shard_numel * self._ranks
+        self.full_numel = self.numel if self.in_place else round_up(self.extents[-1].stop, self._ranks)
+        self._grad_dtype: torch.dtype | None = None
+        self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
+        for cut, slot, piece in zip(self.extents, slots, self._pieces):
+            piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
+            slot.param.data = piece  # whoever holds the original does not keep its memory alive
+        self._make_sharded([slot.param for slot in slots])
+        self._follow_places()
+
+    def _new_shard(self, dtype: torch.dtype, on_meta: bool) -> torch.Tensor:
+        if on_meta:
+            return torch.empty(self.shard_numel, dtype=dtype, device="meta")
+        return self._allocate(self.shard_numel, dtype).zero_()
+
+    def _adopt_shard(self, shard: torch.Tensor) -> None:
+        self._shard, self.dtype = shard, shard.dtype
+        self.flat_param = nn.Parameter(shard, requires_grad=False)
+        self._pieces = self.cut(shard)
+        self._specs = self._specs_in(self.dtype)
+        self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
+
+    def _specs_in(self, dtype: torch.dtype) -> list[DTensorSpec]:
+        over_replicas = [Replicate()] * (self._mesh.ndim - 1)
+        return [
+            DTensorSpec(
+                self._mesh,
+                (*over_replicas, Shard(cut.dim)),
+                TensorMeta(cut.shape, torch.empty(cut.shape, device="meta").stride(), dtype),
+            )
+            for cut in self.extents
+        ]
+
+    def _make_sharded(self, like: Sequence[nn.Parameter]) -> None:
+        """Makes the sharded parameters; they train if those do that are given."""
+        shards = map(_dtensor, self._pieces, self._specs)
+        self.sources = self.sharded_params = [
+            nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, like)
+        ]
+        self._show_pieces()
+
+    def _show_pieces(self) -> None:
+        """Lets the sharded parameters, which conversions change, be of the shard again."""
+        for param, piece, attributes in zip(self.sources, self._pieces, self._attributes):
+            param._local_tensor = piece  # type: ignore[attr-defined]  # not another alias of it
+            param.__dict__.update(attributes)
+            mark_owned(param)
+            if self._grad_dtype is not None:
+                _set_grad_dtype(param, self._grad_dtype)
+
+    # what there is
+
+    @property
+    def without_values(self) -> Sequence[str]:
+        return self.fqns if self._shard.is_meta else ()
+
+    @property
+    def version(self) -> int:
+        version: int = sum(map(_VERSION, self.sources)) + sum(map(_LOCAL_VERSION, self.sources))
+        return version
+
+    def written(self) -> tuple[list[int], list[int]]:
+        held = [*map(_LOCAL, self.sources)]
+        versions = map(operator.add, map(_VERSION, self.sources), map(_VERSION, held))
+        return [*versions], [*map(torch.Tensor.data_ptr, held)]
+
+    def intervals(self) -> list[Interval]:
+        return [
+            Interval(cut.fqn, cut.shape, first, piece.view(-1), source, first)
+            for cut, piece, source in zip(self.extents, self._pieces, self.sources)
+            for first in [only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
+        ]
+
+    def held_by_rank(self) -> list[list[int]]:
+        return [
+            [only_rows(cut).rows(rank) * cut.shape[1:].numel() for rank in range(self._ranks)]
+            for cut in self.extents
+        ]
+
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        return [piece.reshape(-1) for piece in self.cut(shard)]
+
+    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split_with_sizes(shard, self._sizes)
+        chunks = [*map(parts.__getitem__, self._indices)]
+        for index, like in self._likes:
+            chunks[index] = chunks[index].view_as(like)
+        return chunks
+
+    # buffers
+
+    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
+        parts = travelling.view(self._ranks, -1)
+        return [cut.boxes(parts) for cut in self.extents]
+
+    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self.extents[index].split(tensor)
+
+    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
+        # Tensors of the wanted shapes, as above.
+        folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
+        only_folds = len(folds) == len(self.extents)
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            if only_folds:
+                views = [*map(torch.Tensor.view_as, tensors, folds)]
+            else:
+                views = [view for cut, tensor in zip(self.extents, tensors) for view in cut.split(tensor)]
+            foreach_copy_(boxes, views)
+            if gaps:
+                foreach_zero_(gaps)
+
+        if only_folds and all(cut.whole == self._ranks for cut in self.extents):
+            return self._row_packer(travelling.view(self._ranks, -1), pack)
+        return pack
+
+    def _row_packer(
+        self, parts: torch.Tensor, otherwise: Callable[[list[torch.Tensor]], object]
+    ) -> Callable[[list[torch.Tensor]], object]:
+        """Returns a packer, for parameters of which every rank has as many rows, in one call.
+
+        Args:
+            parts: Of each rank, of the buffer that travels.
+            otherwise: Packs tensors of another dtype.
+        """
+        starts = [*(cut.offset for cut in self.extents[1:]), self._used.start]
+        gaps = [start - cut.end for cut, start in zip(self.extents, starts)]
+        zeros, notes = parts.new_zeros(self._ranks * max(gaps)), torch.ones_like(parts[:, self._used])
+        between = [[zeros[: self._ranks * gap].view(self._ranks, gap)] if gap else [] for gap in gaps]
+        between[-1].append(notes)  # the rest of a part, which `note_used` writes
+        alike = {parts.dtype}
+
+        def pack(tensors: list[torch.Tensor]) -> None:
+            if {*map(_DTYPE, tensors)} != alike:
+                otherwise(tensors)
+                return
+            pieces: list[torch.Tensor] = []
+            for tensor, gap in zip(tensors, between):
+                pieces += (tensor, *gap)
+            chunk_cat(pieces, 0, self._ranks, out=parts)
+
+        return pack
+
+    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
+        parts = travelling.view(self._ranks, -1)
+        gaps = [parts[:, one.end : other.offset] for one, other in zip(self.extents, self.extents[1:])]
+        gaps += [gap for cut in self.extents for gap in cut.padding(parts)]
+        return [gap for gap in gaps if gap.numel()]
+
+    # gradients
+
+    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
+        return travelling.view(self._ranks, -1)[:, self._used]
+
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        if all(used):
+            notes.fill_(1)
+        else:
+            notes.copy_(torch.tensor(used, dtype=notes.dtype), non_blocking=True)
+
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        self.note_used(shard[self._used], used)
+
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        # Looking at a number waits for the device: only where this rank does not know by itself.
+        notes = shard[self._used]
+        return [
+            mine or (param.requires_grad and notes[index].item() != 0)
+            for index, (param, mine) in enumerate(zip(self.sources, used))
+        ]
+
+    def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [*map(_dtensor, self.cut(shard), self._grad_specs)]
+
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
+        self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)
+        for param in self.sources:
+            _set_grad_dtype(param, dtype)
+
+    # changes from outside
+
+    def follow_replaced(self) -> bool:
+        """Takes over parameters that were converted, loaded with `assign=True`, or left the meta device."""
+        shown = [*map(dict.get, self._registries, self._names)]
+        same = all(map(operator.is_, shown, self.sources))
+        if same and all(map(operator.is_, map(_LOCAL, self.sources), self._pieces)):
+            return False
+        found = [old if new is None else new for old, new in zip(self.sources, shown)]
+        same = all(map(operator.is_, found, self.sources))
+        if same and all(map(operator.is_, map(held_by_this_rank, found), self._pieces)):
+            return False
+        for cut, spec, param in zip(self.extents, self._specs, found):
+            _check_replaced(cut, spec, param, found[0], self._rank)
+        values = [held_by_this_rank(param.detach()) for param in found]
+        self._adopt_shard(self._new_shard(found[0].dtype, values[0].is_meta))
+        for piece, value in zip(self._pieces, values):
+            piece.copy_(value)
+        self.sources = self.sharded_params = found
+        self._show_pieces()
+        self._follow_places()
+        self.show_sharded()  # of tied ones each place may have got one of its own
+        return True
+
+    def _part(self, memo: dict[int, Any]) -> None:
+        before = self.sources
+        self._adopt_shard(self._new_shard(self.dtype, self._shard.is_meta).copy_(self._shard))
+        self._make_sharded(before)
+        memo.update((id(source), param) for source, param in zip(before, self.sources))
+
+
+def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype)
+
+
+def _check_replaced(cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int) -> None:
+    fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
+    same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta
+    if not fits or not same_kind or param._local_tensor.shape[cut.dim] != cut.rows(rank):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"the sharded parameter '{cut.fqn}' was replaced by a {type(param).__name__} of shape "
+            f"{tuple(param.shape)}, dtype {param.dtype} on {param.device}; it must stay a DTensor of shape "
+            f"{tuple(cut.shape)}, with placements {spec.placements}, and of one dtype with the unit's others"
+        )

@@ -1,0 +1,444 @@
+"""`IntervalTensor`: a tensor of which this rank holds one interval, as sharded state dicts contain it.
+
+A contiguous interval of a flattened n-dimensional tensor is a handful of rectangular boxes of that tensor
+(three for a matrix). So each rank writes and reads what it holds as chunks of the full tensor, by the
+protocol of `torch.distributed.checkpoint` for tensors that bring chunks of their own, and nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_wrap._comm import deaths_told
+from fsdp_wrap._core.torch_private import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    ShardOfTensor,
+    default_device_of,
+    make_wrapper_subclass,
+    no_torch_function,
+    pin_memory_operator,
+    pytree,
+    to_copy_operator,
+)
+from fsdp_wrap._core.torch_private import TensorProperties as ShardProperties
+from fsdp_wrap._params.held_by import Box, HeldBy, Intervals, Spread, boxes_of
+
+__all__ = ["Box", "IntervalTensor", "assemble", "boxes_of", "passes_for_dtensor", "rebuild_interval_tensor"]
+
+_aten = torch.ops.aten
+
+
+class _Disguised(torch.Tensor):
+    """What `isinstance` takes for a `DTensor`."""
+
+    __class__ = property(lambda self: DTensor)
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> torch.Tensor:
+        return torch.empty(0)
+
+
+@cache
+def passes_for_dtensor() -> bool:
+    """Whether operators find what `isinstance` takes for a `DTensor`.
+
+    Up to torch 2.11 they go to `DTensor`'s own runtime then, which reads what is not there.
+    """
+    try:
+        make_wrapper_subclass(_Disguised, (0,)).detach()
+    except AttributeError:
+        return False
+    return True
+
+
+class IntervalTensor(torch.Tensor):
+    """A tensor of full shape of which this rank holds the interval [start, start + piece.numel()).
+
+    Elementwise operations, copies and moves act on the piece; whatever needs other elements raises
+    TypeError. Made by sharded state dicts; `torch.distributed.checkpoint` saves and loads it.
+
+    Programs that expect a `DTensor` or a `ShardedTensor` find what they read of one: `isinstance` says that
+    it is a `DTensor` (from torch 2.13 on), and the methods of both are here.
+
+    Args:
+        shape: Shape of the full tensor.
+        start: Index of the piece's first element in the flattened full tensor.
+        piece: 1-D, contiguous; it is not copied.
+        requires_grad: Whether the tensor claims to need a gradient.
+        spread: Which ranks hold the tensor between them, and how; None if that is not known.
+    """
+
+    start: int
+    piece: torch.Tensor
+    spread: Spread | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: torch.Size,
+        start: int,
+        piece: torch.Tensor,
+        requires_grad: bool = False,
+        spread: Spread | None = None,
+    ) -> IntervalTensor:
+        self: IntervalTensor = make_wrapper_subclass(
+            cls, shape, dtype=piece.dtype, device=piece.device, requires_grad=requires_grad
+        )
+        self.start, self.piece, self.spread = start, piece, spread
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # to which isinstance() looks beside the type
+        return DTensor if passes_for_dtensor() else IntervalTensor
+
+    @property
+    def stop(self) -> int:
+        """Index after the piece's last element in the flattened full tensor."""
+        return self.start + self.piece.numel()
+
+    def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
+        """Returns the boxes that this rank holds, as views of the piece, by their offsets."""
+        found = boxes_of(tuple(self.shape), self.start, self.stop)
+        return {
+            box.offsets: self.piece.narrow(0, box.first - self.start, box.numel).view(box.sizes)
+            for box in found
+        }
+
+    def with_piece(self, piece: torch.Tensor) -> IntervalTensor:
+        """Returns a tensor of which this rank holds the same interval, with other values."""
+        return IntervalTensor(self.shape, self.start, piece, spread=self.spread)
+
+    def full_tensor(
+        self, group: dist.ProcessGroup | None = None, *, grad_placements: Any = None
+    ) -> torch.Tensor:
+        """Returns the full tensor; collective.
+
+        Args:
+            group: Its ranks hold all of it between them. By default those that did when it was made; all
+                ranks, if that is not known.
+            grad_placements: Of no effect: no gradient flows here.
+        """
+        if group is None and self.spread is not None:
+            if self.spread.held_by.size == 1:
+                return self.piece.clone().view(self.shape)
+            group = self.spread.held_by.group
+        return self._assembled([group])
+
+    def to_dtensor(self, mesh: DeviceMesh) -> DTensor:
+        """Returns the same as a `DTensor`; collective over `mesh`, whose ranks hold all of it between them.
+
+        It is sharded along dimension 0 over the mesh's last dimension, and replicated over the others.
+        """
+        placements: list[Any] = [Replicate()] * mesh.ndim
+        if self.ndim > 0:
+            placements[-1] = Shard(0)
+
+        full = self._assembled([mesh.get_group(dim) for dim in range(mesh.ndim)])
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+    def _assembled(self, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+        """Returns the full tensor, all of which the ranks of these groups hold between them; collective."""
+
+        def write(full: torch.Tensor) -> None:
+            full.view(-1)[self.start : self.stop].copy_(self.piece)
+
+        def combine(data: torch.Tensor) -> None:
+            for group in groups:
+                with deaths_told(group):
+                    dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+
+        like = self.piece.new_empty((), device=_device_in(groups[0], self.device)).expand(self.shape)
+        return assemble(like, write, combine).to(self.device)
+
+    # what programs read of a `DTensor`
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks that hold the tensor between them."""
+        held_by = HeldBy.everyone() if self.spread is None else self.spread.held_by
+        return held_by.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How they hold it: `Shard(0)` where that is true of all of them, `Intervals()` where it is not."""
+        return (Intervals(),) if self.spread is None else self.spread.placements(self.shape)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Returns what this rank holds: the rows or the tensor that `placements` tells of, else 1-D."""
+        if isinstance(self.placements[-1], Intervals):
+            return self.piece
+        rows = self.piece.numel() // self.shape[1:].numel() if self.shape else 1
+        return self.piece.view((rows, *self.shape[1:]) if self.shape else ())
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **_: Any,
+    ) -> DTensor | IntervalTensor:
+        """Returns a `DTensor` that is placed like this; collective over the ranks that hold the tensor."""
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
+        if mesh == self.device_mesh and tuple(wanted) == self.placements:
+            if isinstance(wanted[-1], Intervals):
+                return self
+            local, stride = self.to_local(), self.stride()
+            return DTensor.from_local(local, mesh, wanted, run_check=False, shape=self.shape, stride=stride)
+        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self.piece
+
+    @_local_tensor.setter
+    def _local_tensor(self, piece: torch.Tensor) -> None:
+        self.piece = piece
+
+    @property
+    def _spec(self) -> Any:
+        raise AttributeError(
+            "a piece of a sharded state dict cannot combine with a DTensor; use full_tensor() or to_dtensor()"
+        )
+
+    # what programs read of a `ShardedTensor`
+
+    def local_shards(self) -> list[ShardOfTensor]:
+        """Returns the boxes that this rank holds."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return [
+            ShardOfTensor.from_tensor_and_offsets(box, list(offsets), rank)
+            for offsets, box in self.boxes().items()
+        ]
+
+    _local_shards = property(local_shards)
+
+    def local_tensor(self) -> torch.Tensor:
+        """Returns what this rank holds: a box, if it is one, else 1-D."""
+        boxes = [*self.boxes().values()]
+        return boxes[0] if len(boxes) == 1 else self.piece
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Returns which boxes every rank holds.
+
+        Raises:
+            RuntimeError: If that is not known here.
+        """
+        if self.spread is None:
+            raise RuntimeError("a piece that was made by hand does not know what other ranks hold")
+        return ShardedTensorMetadata(
+            shards_metadata=[
+                ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{_device_of(rank, self.device)}")
+                for rank, box in self.spread.boxes(self.shape)
+            ],
+            size=self.shape,
+            tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
+        )
+
+    # how torch.distributed.checkpoint sees it
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), box.shape) for offsets, box in self.boxes().items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        # By offset: the index counts the chunks of all ranks.
+        return _with_own_storage(self.boxes()[tuple(index.offset or ())])
+
+    # how torch sees it
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _OTHERWISE:
+            return _OTHERWISE[func](*args, **kwargs or {})
+        if func not in _ON_PIECES and torch.Tag.pointwise not in func.tags:
+            raise TypeError(
+                f"{func} needs elements that other ranks hold: a value of a sharded state dict takes "
+                "elementwise operations only; use full_tensor() or to_dtensor(), or a full state dict"
+            )
+        return _on_pieces(func, args, dict(kwargs or {}))
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["piece"], (self.shape, self.start, self.requires_grad, self.spread)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> IntervalTensor:
+        shape, start, requires_grad, spread = context
+        return IntervalTensor(shape, start, inner["piece"], requires_grad, spread)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IntervalTensor:
+        copied = IntervalTensor(self.shape, self.start, self.piece.clone(), self.requires_grad, self.spread)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own = self.piece.untyped_storage().nbytes() == self.piece.numel() * self.piece.element_size()
+        # A view would take the whole shard with it.
+        piece = self.piece if own else self.piece.clone()
+        spread = self.spread and (*self.spread.held_by.described, self.spread.first, self.spread.length)
+        return rebuild_interval_tensor, (tuple(self.shape), self.start, piece, spread)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return f"IntervalTensor(shape={shape}, start={self.start}, piece={self.piece!r})"
+
+
+_LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allclose.default}
+"""What comparing needs; they tell of what this rank holds."""
+
+_ON_PIECES = {
+    _aten.detach.default,
+    _aten.clone.default,
+    to_copy_operator,
+    _aten.alias.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.zero_.default,
+    _aten.fill_.Scalar,
+    _aten.is_pinned.default,
+    pin_memory_operator,
+    *_LOOKS,
+}
+
+
+def rebuild_interval_tensor(
+    shape: tuple[int, ...], start: int, piece: torch.Tensor, described: tuple[Any, ...] | None = None
+) -> IntervalTensor:
+    spread = described and Spread(HeldBy(*described[:-2]), *described[-2:])
+    return IntervalTensor(torch.Size(shape), start, piece, spread=spread)
+
+
+_BEFORE = "fsdp_wrap._interval_tensor._rebuild"  # what older files name
+torch.serialization.add_safe_globals(
+    [IntervalTensor, rebuild_interval_tensor, (rebuild_interval_tensor, _BEFORE)]
+)
+
+
+def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kwargs.pop("memory_format", None)  # pieces are 1-D
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    first = next(leaf for leaf in leaves if isinstance(leaf, IntervalTensor))
+    for leaf in leaves:
+        if isinstance(leaf, IntervalTensor):
+            _refuse_other(first, leaf)
+        elif isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            raise TypeError(f"{func}: a value of a sharded state dict cannot combine with a full tensor")
+    pieces = [leaf.piece if isinstance(leaf, IntervalTensor) else leaf for leaf in leaves]
+    piece_args, piece_kwargs = pytree.tree_unflatten(pieces, spec)
+    result = func(*piece_args, **piece_kwargs)
+    if not isinstance(result, torch.Tensor) or func in _LOOKS:
+        return result
+    return first if result is first.piece else first.with_piece(result)  # the former: in place
+
+
+def _refuse_other(one: IntervalTensor, other: IntervalTensor) -> None:
+    if (one.shape, one.start, one.stop) != (other.shape, other.start, other.stop):
+        raise ValueError(
+            f"elements {other.start} to {other.stop} do not match elements {one.start} to {one.stop}, which "
+            "this rank holds: the value comes from another rank, wrapping or number of ranks; load it by "
+            "torch.distributed.checkpoint, which fits it"
+        )
+
+
+def _new_empty(like: IntervalTensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    if torch.Size(size) != like.shape:
+        return like.piece.new_empty(size, **kwargs)
+    return like.with_piece(like.piece.new_empty(like.piece.shape, **kwargs))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if isinstance(target, IntervalTensor) and isinstance(source, IntervalTensor):
+        _refuse_other(target, source)
+        target.piece.copy_(source.piece)
+    elif isinstance(target, IntervalTensor):
+        full = source.expand(target.shape).reshape(-1)
+        target.piece.copy_(full[target.start : target.stop])
+    else:
+        assert isinstance(source, IntervalTensor)
+        if source.piece.numel() != source.shape.numel():
+            raise TypeError(
+                "a full tensor cannot take what this rank holds of a sharded one: use full_tensor(), or "
+                "load under FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)"
+            )
+        target.copy_(source.piece.view(source.shape))
+    return target
+
+
+_OTHERWISE: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.copy_.default: _copy,
+    _aten.new_empty.default: _new_empty,
+}
+
+
+def assemble(
+    like: torch.Tensor, write: Callable[[torch.Tensor], None], combine: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """Puts a full tensor together from what every rank has of it.
+
+    Args:
+        like: Gives shape, dtype and device.
+        write: Writes what this rank has into a full tensor of zeros.
+        combine: Replaces bytes by the largest over the ranks: what a rank does not have is zero, and what
+            several have is the same.
+    """
+    full = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    write(full)
+    if full.numel() > 0:
+        combine(full.view(-1).view(torch.uint8))
+    return full
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Returns the same host memory as a tensor whose storage is no larger than it.
+
+    DCP's writer copies a tensor that shares a storage with others, and keeps such copies until its file is
+    done: in all as much as the rank's shards.
+    """
+    if view.device.type != "cpu" or view.numel() == 0 or view.untyped_storage().nbytes() == view.nbytes:
+        return view
+    data = torch.from_numpy(view.detach().view(-1).view(torch.uint8).numpy())
+    return data.view(view.dtype).view(view.shape)
+
+
+def _device_in(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Returns a device from which a group can communicate: the given one, if it can."""
+    group = dist.group.WORLD if group is None else group
+    types = {each.type for each in group._device_types}  # type: ignore[union-attr]
+    return device if device.type in types else default_device_of(group)
+
+
+def _device_of(rank: int, like: torch.device) -> str:
+    """Returns on which device another rank has its part, by the custom of one rank for each device."""
+    count = 0 if like.index is None else torch.get_device_module(like).device_count()
+    return f"{like.type}:{rank % count}" if count else like.type

@@ -1,0 +1,487 @@
+"""`Layout`: how the original parameters of one segment lie in 1-D buffers, and what stands for them."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, run_gradient_hooks
+from fsdp_wrap._params.shown import Cover, Shown
+from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
+
+__all__ = ["Extent", "Interval", "Layout", "round_up", "stretches"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+_ALIGNMENT_BYTES = 16
+"""Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The contiguous piece of one flattened original parameter that a rank holds.
+
+    Attributes:
+        fqn: Name of the original parameter within its unit.
+        shape: Its shape.
+        start: Index of the piece's first element in the flattened parameter.
+        data: The piece, 1-D, in master dtype; writing into it changes the sharded parameter.
+        source: The sharded parameter that holds it.
+        offset: Index of the piece's first element in the flattened `source`.
+        at: Index of the parameter's first element in a buffer of which each rank has an even part; 0 where it
+            is cut by itself.
+    """
+
+    fqn: str
+    shape: torch.Size
+    start: int
+    data: torch.Tensor
+    source: nn.Parameter
+    offset: int
+    at: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Index after the piece's last element in the flattened parameter."""
+        return self.start + self.data.numel()
+
+    def within(self, like_source: torch.Tensor) -> torch.Tensor:
+        """Returns the part of something of `source`'s shape (optimizer state, say) that belongs here."""
+        return like_source.reshape(-1).narrow(0, self.offset, self.data.numel())
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where one original parameter lies in the unsharded buffer: [start, stop).
+
+    Attributes:
+        fqn: Name within the unit.
+        shape: Of the parameter.
+        start: Index of its first element.
+    """
+
+    fqn: str
+    shape: torch.Size
+    start: int
+
+    @functools.cached_property
+    def stop(self) -> int:
+        """Index after its last element."""
+        return self.start + self.shape.numel()
+
+    def within(self, first: int, length: int) -> tuple[int, int]:
+        """Returns the part (start, stop) that lies in [first, first + length), relative to `first`.
+
+        Both are equal where nothing does.
+        """
+        start = min(max(self.start - first, 0), length)
+        return start, max(start, min(self.stop - first, length))
+
+
+def stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:
+    """Tells how to cut a 1-D tensor in which pieces lie one after the other, perhaps with gaps.
+
+    Args:
+        bounds: The (start, stop) of each, in order; equal ones, wherever, for one that is empty.
+        length: Of the tensor.
+
+    Returns:
+        The lengths of all that one call cuts it into, and which of these the pieces are.
+    """
+    sizes: list[int] = []
+    indices: list[int] = []
+    end = 0
+    for start, stop in bounds:
+        if stop > start > end:
+            sizes.append(start - end)  # a gap
+        indices.append(len(sizes) if stop > start else -1)
+        if stop > start:
+            sizes.append(stop - start)
+            end = stop
+    return [*sizes, length - end, 0], indices  # the last for all that are empty
+
+
+class Layout(ABC):
+    """The parameters of one segment: how they lie in buffers, what is shown of them, their gradients.
+
+    The shards of all ranks, one after the other, are the buffer that travels. The leaves alias the unsharded
+    buffer, which is the same where that is possible; else parameters are copied from one to the other.
+
+    Args:
+        name: Name of the segment within its unit.
+        slots: The original parameters.
+        communicator: Allocates the shard.
+        offload: Whether the shard lives in host memory.
+        pin: Whether that is pinned.
+
+    Attributes:
+        name: Name of the segment within its unit.
+        fqns: Names of the original parameters within the unit.
+        places: For each original parameter, every place that shows it.
+        extents: Where the original parameters lie in the unsharded buffer.
+        dtype: Master dtype.
+        numel: Elements of the buffer that travels, padding included: `shard_numel` x ranks.
+        full_numel: Elements of the unsharded buffer, padding included: a multiple of the ranks.
+        in_place: Whether the buffer that travels is the unsharded one.
+        shard_numel: Elements of this rank's part.
+        noted_numel: How many at the end of each part hold what `note_used` notes.
+        sharded: Whether each rank has a part of its own; otherwise its part is the whole.
+        leaves: The leaves that were made last.
+        flat_param: The parameter whose data are this rank's shard, whether or not the optimizer sees it.
+        sources: For each leaf, the sharded parameter that stands for it.
+        sharded_params: The sharded parameters, each once.
+        show_leaves: Shows the leaves that were made last in the modules.
+        show_sharded: Shows the sharded parameters in the modules.
+        shown_sharded: What the modules show while they are sharded.
+        cover: The leaves, to stand before the sharded parameters.
+        note_used: Notes in what `notes` returns which original parameters this rank has contributed to the
+            gradients of, where other ranks must know it.
+        note_in_shard: The same for all ranks, in a shard (1-D, in the reduce dtype) that was reduced in a way
+            which loses notes.
+        average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
+    """
+
+    dtype: torch.dtype
+    extents: Sequence[Extent]
+    numel: int
+    full_numel: int
+    in_place: bool
+    shard_numel: int
+    noted_numel: int
+    sharded: bool
+    flat_param: nn.Parameter
+    sources: Sequence[nn.Parameter]
+    sharded_params: Sequence[nn.Parameter]
+    show_leaves: Callable[[], None]
+    show_sharded: Callable[[], None]
+    shown_sharded: Shown
+    cover: Cover
+    note_used: Callable[[torch.Tensor, Sequence[bool]], None]
+    note_in_shard: Callable[[torch.Tensor, Sequence[bool]], None]
+    _shard: torch.Tensor
+    _shows_plain = False  # whether plain tensors stand for the sharded parameters in the modules
+
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[ParamSlot],
+        communicator: Communicator,
+        offload: bool,
+        pin: bool = True,
+    ) -> None:
+        self.name = name
+        self.fqns = [slot.fqn for slot in slots]
+        self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
+        self.leaves: list[nn.Parameter] = []
+        self.average_hook: Callable[[torch.Tensor], None] | None = None
+        self._alignment = max(1, _ALIGNMENT_BYTES // slots[0].param.element_size())
+        self._allocate = (
+            functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
+        )
+        self._attributes = [dict(slot.param.__dict__) for slot in slots]
+        self._marks = GradientMarks()
+
+    # what there is
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """The unsharded buffer, where it is the shard itself and always in memory."""
+        return None
+
+    @property
+    def without_values(self) -> Sequence[str]:
+        """Names of the parameters that are on the meta device still."""
+        return ()
+
+    @property
+    def trains(self) -> list[bool]:
+        """For each leaf, whether it needs a gradient: as its sharded parameter does."""
+        return [*map(_REQUIRES_GRAD, self.sources)]
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Grows whenever the sharded parameters are written to in place."""
+
+    @abstractmethod
+    def written(self) -> tuple[list[int], list[int]]:
+        """For each original parameter, two numbers that change when the sharded one is written to.
+
+        Not when it is written to through an alias without a version counter of its own, as `.data` is.
+        """
+
+    def shapes(self) -> dict[Place, torch.Size]:
+        """Every (module, name) that shows an original parameter, with its shape."""
+        return {place: extent.shape for places, extent in zip(self.places, self.extents) for place in places}
+
+    @abstractmethod
+    def intervals(self) -> list[Interval]:
+        """What this rank holds of each original parameter, perhaps nothing, for all that saves."""
+
+    @abstractmethod
+    def held_by_rank(self) -> list[list[int]]:
+        """For each original parameter, how many of its elements each rank holds; these lie in rank order."""
+
+    @abstractmethod
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts something of the shard's size into this rank's pieces of the original parameters, as views."""
+
+    @abstractmethod
+    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts something of the shard's size into views, one for each sharded parameter and in its shape."""
+
+    # buffers
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of an unsharded buffer, one per original parameter, in its shape."""
+        return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
+
+    @abstractmethod
+    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Views of a buffer that travels: for each original parameter the boxes in which it lies."""
+
+    @abstractmethod
+    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
+
+    @abstractmethod
+    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        """Returns what writes one tensor for each original parameter into a buffer that travels.
+
+        Zeros are written to its `padding`.
+        """
+
+    @abstractmethod
+    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
+        """Views of those parts of a buffer that travels that belong to no parameter."""
+
+    def same_elements(
+        self, travelling: torch.Tensor, full: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs views of the two buffers that must hold the same; none where they are one."""
+        if self.in_place:
+            return []
+        return [
+            pair
+            for index, (view, parts) in enumerate(zip(self.views(full), self.parts(travelling)))
+            for pair in zip(parts, self.split(index, view))
+        ]
+
+    def unpack(self, travelling: torch.Tensor) -> torch.Tensor:
+        """Returns an unsharded buffer with what has travelled: the same tensor where that is possible."""
+        if self.in_place:
+            return travelling
+        full = travelling.new_empty(self.full_numel)
+        for source, target in self.same_elements(travelling, full):
+            target.copy_(source)
+        return full
+
+    def pack(self, full: torch.Tensor) -> torch.Tensor:
+        """Undoes `unpack`."""
+        if self.in_place:
+            return full
+        travelling = full.new_zeros(self.numel)
+        for target, source in self.same_elements(travelling, full):
+            target.copy_(source)
+        return travelling
+
+    def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
+        """Makes the leaves: parameters that alias the unsharded buffer and need no gradient yet."""
+        # Each with a version counter of its own.
+        self.leaves = [nn.Parameter(view.data, requires_grad=False) for view in self.views(buffer)]
+        for leaf, attributes in zip(self.leaves, self._attributes):
+            leaf.__dict__.update(attributes)
+        self._follow_places()
+        return self.leaves
+
+    def write_shard(self, out: torch.Tensor) -> None:
+        """Copies this rank's shard to where it travels from, cast to that dtype."""
+        out.copy_(self._shard, non_blocking=True)
+
+    def read_shard(self, own: torch.Tensor) -> None:
+        """Copies this rank's part of an unsharded buffer back into the shard."""
+        self._shard.copy_(own.detach())
+
+    # what the modules show
+
+    def show(self, params: Sequence[torch.Tensor]) -> None:
+        """Shows one tensor per original parameter in the modules."""
+        Display(self.places, params, self._shows_plain).show()
+
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        """Shows full parameters to the user, who may edit them in place.
+
+        Args:
+            params: One per original parameter.
+            copies: Whether they are the user's to keep. Otherwise the user's own Parameter objects, where
+                those are the sharded parameters, stand for them.
+        """
+        self.show(params)
+
+    def hide_full(self) -> None:
+        """Undoes `show_full`: the modules show the sharded parameters again."""
+        self.show_sharded()
+
+    def shown(self) -> list[nn.Parameter | None]:
+        """What the modules show now, one per original parameter."""
+        return [*map(dict.get, self._registries, self._names)]
+
+    def add_place(self, index: int, place: Place) -> None:
+        """Lets one more place show an original parameter, which is sharded now."""
+        self.places[index].add(*place)
+        self._follow_places()
+        self.show_sharded()
+
+    def _stand_ins(self) -> Sequence[torch.Tensor]:
+        """What modules show of the sharded parameters, for each original one."""
+        return self.sources
+
+    def _follow_places(self) -> None:
+        """Goes over to where the places are now, and to what they are to show."""
+        firsts = [next(iter(places)) for places in self.places]
+        self._registries = [module._parameters for module, _ in firsts]
+        self._names = [name for _, name in firsts]
+        self.show_leaves = Display(self.places, self.leaves, self._shows_plain).show
+        self.cover = Cover(self.places, self.leaves)
+        self.show_sharded = Display(self.places, self._stand_ins()).show
+        self.shown_sharded = Shown(self.places, self._stand_ins())
+
+    # who contributed to the gradients
+
+    @abstractmethod
+    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
+        """Views where in a buffer that will be reduced `note_used` notes something."""
+
+    @abstractmethod
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        """Tells which original parameters any rank has used, all ranks alike.
+
+        Args:
+            shard: What was reduced, with what the ranks noted; neither divided nor cast since.
+            used: For each original parameter, whether this rank has contributed to its gradient.
+        """
+
+    # gradients
+
+    def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        """Adds a reduced gradient shard to the sharded parameters' gradients.
+
+        Args:
+            reduced: The shard, 1-D, in the gradients' dtype.
+            used: For each original parameter, whether any rank contributed to its gradient. One that no
+                rank used gets none, so that optimizers pass over it as they do on a plain module.
+        """
+        if self._marks:
+            self._marks.take_away()
+        grads, used = self._cut_gradients(reduced.to(self._shard.device)), self._having_gradients(used)
+        for param, grad, by_any in zip(self.sharded_params, grads, used):
+            if by_any and param.requires_grad:
+                if param.grad is None:
+                    param.grad = grad
+                else:
+                    held_by_this_rank(param.grad).add_(held_by_this_rank(grad))
+        if any(map(HOOKS_OF, self.sharded_params)):
+            run_gradient_hooks(self.sharded_params, used)
+
+    @abstractmethod
+    def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Cuts a shard of gradients as `cut` does, into what sharded parameters take."""
+
+    def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
+        """Tells which sharded parameters have gradients, if these original ones have."""
+        return used
+
+    @abstractmethod
+    def take_gradients_in(self, dtype: torch.dtype) -> None:
+        """Lets the sharded parameters take gradients of another dtype than their own."""
+
+    def mark_unsynced(self) -> None:
+        """Makes the sharded parameters' gradients tell later whether they were zeroed meanwhile."""
+        self._marks.put(self.sharded_params)
+
+    def zeroed(self) -> list[bool]:
+        """For each leaf, whether its gradient was zeroed since `mark_unsynced`."""
+        return self._marks.zeroed(self.sources)
+
+    def write_gradient(self, out: torch.Tensor) -> None:
+        """Copies this rank's shard of the gradient to where it travels from: zeros where there is none."""
+        out.zero_()
+        for param, piece in zip(self.sharded_params, self.cut(out)):
+            if param.grad is not None:
+                piece.copy_(held_by_this_rank(param.grad))
+
+    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
+        """Replaces the sharded parameters' gradients.
+
+        Args:
+            own: This rank's part of the unsharded gradient; None where no parameter has one.
+            present: For each original parameter, whether it has one. Gradients that would not change are
+                left untouched, so that `zeroed` does not take them for the user's doing.
+        """
+        pieces = [None] * len(self.sharded_params) if own is None else self.cut(own)
+        for param, piece, wanted in zip(self.sharded_params, pieces, self._having_gradients(present)):
+            if piece is None or not wanted:
+                param.grad = None
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype or piece.dtype)
+            held = held_by_this_rank(param.grad)
+            if not torch.equal(held, piece.to(held)):
+                held.copy_(piece)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """For each original parameter, this rank's piece of its gradient; None without a gradient."""
+        return [None if param.grad is None else held_by_this_rank(param.grad) for param in self.sources]
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        """This rank's gradients in as few tensors as possible, none empty; zero padding may be among them."""
+        return [grad for grad in self.gradients() if grad is not None and grad.numel()]
+
+    # changes from outside
+
+    @abstractmethod
+    def follow_replaced(self) -> bool:
+        """Takes over what the user has put, by `param.data = ...`, in the place of sharded parameters' data.
+
+        Where all of it has another dtype, that becomes the master dtype.
+
+        Returns:
+            Whether the shard lies elsewhere now.
+
+        Raises:
+            ValueError: If it does not have the shape of the shard, or not one dtype.
+        """
+
+    def copied(self, memo: dict[int, Any]) -> Layout:
+        """Returns a layout with sharded parameters of its own, of the same values, for the same modules.
+
+        Args:
+            memo: Of `copy.deepcopy`; the old sharded parameters stand for the new ones in it afterwards.
+        """
+        new = copy(self)
+        new._marks = GradientMarks()
+        new._part(memo)
+        return new
+
+    @abstractmethod
+    def _part(self, memo: dict[int, Any]) -> None:
+        """Goes over from the shard and the sharded parameters of whose copy this is to some of its own."""
+
+    def follow_modules(self, memo: dict[int, Any]) -> None:
+        """Goes over to the copies of its modules, and shows the sharded parameters there."""
+        self.places = deepcopy(self.places, memo)
+        self._follow_places()
+        self.hide_full()

@@ -1,0 +1,210 @@
+"""`Segment`: the memory of one layout: unsharded buffer, leaves and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
+from sys import getrefcount
+
+import torch
+
+from fsdp_wrap._comm import Communicator, ResidentBuffer
+from fsdp_wrap._core import SegmentDtypes
+from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
+from fsdp_wrap._params.gradients import Gradients
+from fsdp_wrap._params.layout import Layout
+
+__all__ = ["Segment"]
+
+
+_VERSION = attrgetter("_version")
+_DATA_PTR = torch.Tensor.data_ptr
+
+_FREED = 1 << 31
+"""The version of leaves whose memory is freed, which no graph has saved."""
+
+
+class Segment:
+    """One layout with its unsharded buffer, its leaves and their gradients.
+
+    Args:
+        layout: How the parameters lie in the buffers.
+        dtypes: Of the buffers.
+        communicator: Allocates the buffers.
+        contributors: By how much summed gradients are divided: over so many ranks they are averaged.
+
+    Attributes:
+        trainable: Whether any leaf needs a gradient now.
+        write_shard: Copies this rank's shard to where it travels from.
+        versions: Of the leaves, when they were filled or freed last, or `edited` was called; the runtime's
+            writes do not move them.
+    """
+
+    def __init__(
+        self, layout: Layout, dtypes: SegmentDtypes, communicator: Communicator, contributors: float
+    ) -> None:
+        self.layout = layout
+        self.dtypes = dtypes
+        self._communicator = communicator
+        resident = layout.resident if dtypes.param == dtypes.master else None
+        self.full = (
+            communicator.buffer(layout.full_numel, dtypes.param)
+            if resident is None
+            else ResidentBuffer(resident)
+        )
+        self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
+        self.leaves = layout.make_leaves(self.full.tensor)
+        if dtypes.arriving != dtypes.param:
+            for leaf in self.leaves:
+                leaf.grad_dtype = dtypes.arriving
+        self.trainable = False
+        self._keeps_memory = False
+        self._lie_at: list[int] = []
+        self._references: list[int] = []
+        self._held: dict[int, int] = {}  # leaves that somebody keeps: how many references without
+        self._apart: list[int] = []  # those with memory of their own
+        self.versions = [*map(_VERSION, self.leaves)]
+        self._counted, self._freed = tuple(self.leaves), (_FREED,) * len(self.leaves)
+        set_version_counters(self._counted, self._freed)
+        self._alias_full()
+        self.full.free()  # before the other one is allocated
+        self.gathered.free()
+        self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves)
+
+    def describe(self) -> str:
+        """Says how many elements this rank holds of how many, and of which dtypes."""
+        held = sum(interval.data.numel() for interval in self.layout.intervals())
+        frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
+        return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}"
+
+    def edited(self) -> list[int]:
+        """Returns which leaves were written to since the last call, where that does not reach the shard."""
+        before, self.versions = self.versions, [*map(_VERSION, self.leaves)]
+        pairs = zip(before, self.versions) if self.full.temporary else ()
+        return [number for number, (old, new) in enumerate(pairs) if old != new]
+
+    def cover(self) -> None:
+        """Lets the modules' attributes show the leaves, to whoever looks until `uncover`."""
+        self._lie_at, self._references = [*map(_DATA_PTR, self.leaves)], [*map(getrefcount, self.leaves)]
+        for index, alone in self._held.items():
+            self._references[index] = alone
+        self.layout.cover.put()
+
+    def uncover(self) -> list[int]:
+        """Ends that; returns which leaves were changed meanwhile, where that reaches no shard."""
+        self.layout.cover.take_away()
+        before, references = self._references, [*map(getrefcount, self.leaves)]
+        if references != before or self._held:
+            held = [index for index, alone in enumerate(before) if references[index] > alone]
+            self._held = {index: before[index] for index in held}
+        lie_at = [*map(_DATA_PTR, self.leaves)]
+        if lie_at != self._lie_at:
+            self._apart = [index for index, known in enumerate(self._lie_at) if lie_at[index] != known]
+        return sorted({*self.edited(), *self._apart})
+
+    def _part_from_held(self) -> None:
+        """Gives leaves that somebody has kept memory of their own until they are filled again.
+
+        To read what is freed would end the process.
+        """
+        references = [*map(getrefcount, self.leaves)]
+        self._held = {index: alone for index, alone in self._held.items() if references[index] > alone}
+        for index in self._held:
+            self.leaves[index].data = self.leaves[index].data.clone()
+        self._apart += self._held
+
+    def _rejoin(self) -> None:
+        views = self.layout.views(self.full.tensor)
+        for index in self._apart:
+            self.leaves[index].data = views[index]
+        self._apart = []
+
+    def arrange(self) -> None:
+        """Fills the unsharded buffer with what was gathered into another."""
+        self.full.allocate()
+        foreach_copy_(*self._copies)
+        self.gathered.free()
+
+    def admit(self, changed: bool) -> None:
+        """Lets autograd use the leaves, whose memory is filled.
+
+        Args:
+            changed: Whether their values are others than before: what graphs saved then is refused.
+        """
+        if self._apart:
+            self._rejoin()
+        if changed:
+            self.versions = [version + 1 for version in self.versions]
+        set_version_counters(self._counted, tuple(self.versions))
+
+    def free(self) -> None:
+        """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
+
+        Autograd refuses the leaves until they are filled again, as it does tensors that were changed since
+        it saved them. Gradients that took the parameters' place stay until they are reduced.
+        """
+        self.versions = [*map(_VERSION, self.leaves)]
+        if self._held and self.full.temporary:
+            self._part_from_held()
+        set_version_counters(self._counted, self._freed)
+        if self._keeps_memory or self.gradients.buffer is self.full:
+            return
+        if self.full.free():
+            return
+        self.full = self._communicator.buffer(self.layout.full_numel, self.dtypes.param)
+        if self.layout.in_place:
+            self.gathered = self.full
+        self.gathered.allocate()
+        self._alias_full()
+        self.full.free()
+        self.gathered.free()
+
+    def refuse_conversion(self) -> None:
+        """Refuses another dtype of the sharded parameters while gradients wait in the old one.
+
+        Raises:
+            RuntimeError: If it is so.
+        """
+        layout = self.layout
+        converted = any(param.dtype != layout.dtype for param in (layout.flat_param, *layout.sources))
+        if converted and self.gradients.accumulated:
+            raise RuntimeError(
+                f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while gradients "
+                "left by no_sync wait for a backward; convert before or after the accumulation"
+            )
+
+    def follow_resident(self) -> None:
+        """Goes over to where a layout's resident buffer lies now."""
+        if self.layout.resident is not None and self.dtypes.param == self.dtypes.master:
+            self.full = self.gathered = ResidentBuffer(self.layout.resident)
+            self._alias_full()
+
+    def keep_memory(self, keep: bool) -> None:
+        """Decides whether `free` leaves the unsharded buffer where it is."""
+        self._keeps_memory = keep
+
+    def _alias_full(self) -> None:
+        self.write_shard = partial(self.layout.write_shard, self._communicator.own_part(self.gathered.data))
+        pairs = self.layout.same_elements(self.gathered.data, self.full.data)
+        self._copies = [target for _, target in pairs], [source for source, _ in pairs]
+        for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
+            leaf.data = view
+
+    def train(self, wanted: Sequence[bool]) -> None:
+        """Lets the leaves need gradients, or not."""
+        for leaf, trains in zip(self.leaves, wanted):
+            leaf.requires_grad_(trains)
+        self.trainable = True in wanted
+
+    def take_in_place(self, index: int) -> None:
+        """Moves a leaf's gradient to where the leaf lies, if that may serve as the reduce buffer.
+
+        Raises:
+            RuntimeError: If a gradient lies there already.
+        """
+        param, reduce = self.dtypes.param, self.dtypes.reduce
+        fits = self.layout.in_place and torch.promote_types(param, reduce) == reduce
+        fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
+        if fits and self.full.temporary and self.full.resizable:
+            self.gradients.take_in(self.full, index)

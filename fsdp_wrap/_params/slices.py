@@ -1,0 +1,139 @@
+"""`SliceLayout`: the flat layout of which the optimizer sees the user's own Parameter objects."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from fsdp_wrap._params.flat import FlatLayout, HiddenFlatParameter
+
+__all__ = ["SliceLayout"]
+
+_DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
+
+
+@final
+class SliceLayout(FlatLayout):
+    """The optimizer sees the user's own Parameter objects, each holding its slice of the shard.
+
+    Their `.data` is a slice while sharded and the full parameter while shown in full, so whoever holds
+    such an object (an optimizer made meanwhile, say) holds the right one.
+    """
+
+    _kind = HiddenFlatParameter
+    _one_for_all = False
+    cut = _cut_gradients = FlatLayout.pieces
+
+    def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        self.sources = self.sharded_params = originals
+        self._filled = [stop > start for start, stop in self._bounds]
+        self._grads: list[torch.Tensor | None] | None = None  # while `sources` are shown in full
+
+    def _lie_in(self, shard: torch.Tensor) -> None:
+        super()._lie_in(shard)
+        self._memory = _memory(self._pieces)
+
+    # what the modules show
+
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        if copies:
+            self.show(params)
+            return
+        self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
+        for source, param in zip(self.sources, params):
+            source.grad = None
+            source.data = param.data
+        self.show_sharded()
+
+    def hide_full(self) -> None:
+        for param, piece in zip(self.sources, self._pieces):
+            param.data = piece
+        self.show_sharded()
+        if self._grads is not None:
+            for param, grad in zip(self.sources, self._grads):
+                param.grad = grad
+            self._grads = None
+
+    # gradients
+
+    def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [*map(operator.and_, used, self._filled)]  # an empty slice has nothing to update
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        grads = self._held(self.gradients())
+        present = [(grad, start) for grad, _, start in grads if grad is not None]
+        shard = self._shard_around(present) if len(present) == len(grads) else None
+        return [grad for grad, _ in present] if shard is None else [shard]
+
+    def joint_gradient(self) -> torch.Tensor | None:
+        grads = self._held(self._grads or self.gradients())
+        present = [(grad, start) for grad, _, start in grads if grad is not None]
+        if not present:
+            return None
+        around = self._shard_around(present)
+        joint = present[0][0].new_zeros(self.shard_numel) if around is None else around
+        pieces = self.pieces(joint)
+        for grad, index, _ in grads:
+            if grad is None:
+                pieces[index].zero_()
+            elif around is None:
+                pieces[index].copy_(grad)
+                if not self._marks and self._grads is None:
+                    self.sources[index].grad = pieces[index]
+        return joint
+
+    def _held(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor | None, int, int]]:
+        """Returns (gradient, number, where it begins in the shard) of the slices that are not empty."""
+        bounds = enumerate(self._bounds)
+        return [(grads[index], index, start) for index, (start, stop) in bounds if stop > start]
+
+    def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
+        """Returns the shard of which all given gradients are views, each at its place, if there is one."""
+        shard = grads[0][0]._base if grads else None
+        if shard is None or shard.numel() != self.shard_numel:
+            return None
+        begin, size = shard.data_ptr(), shard.element_size()
+        return shard if all(grad.data_ptr() == begin + start * size for grad, start in grads) else None
+
+    # changes from outside
+
+    def follow_replaced(self) -> bool:
+        if self.flat_param.data_ptr() != self._shard.data_ptr():
+            return super().follow_replaced()
+        memory = _memory(self.sources)
+        if memory == self._memory or memory == _memory(self._pieces):  # the latter: all have moved as one
+            return False
+        self._check_replaced()
+        shard = self._shard.to(self.sources[0].dtype, copy=True)
+        for param, piece, new in zip(self.sources, self._pieces, self.cut(shard)):
+            if param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel():
+                new.copy_(param.data)
+        self._go_to(shard)
+        return True
+
+    def _check_replaced(self) -> None:
+        dtype = self.sources[0].dtype
+        for fqn, param, piece in zip(self.fqns, self.sources, self._pieces):
+            if param.shape != piece.shape or param.dtype != dtype:
+                raise ValueError(
+                    f"the data of the sharded parameter '{fqn}' were replaced by a tensor of shape "
+                    f"{tuple(param.shape)} and dtype {param.dtype}; they must keep {tuple(piece.shape)}, and "
+                    f"the dtype of '{self.fqns[0]}', {dtype}"
+                )
+
+    def _part(self, memo: dict[int, Any]) -> None:
+        before = self.sources
+        super()._part(memo)
+        for source, param in zip(before, self.sources):
+            param.__dict__.update(source.__dict__)
+            memo[id(source)] = param
+
+
+def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[torch.dtype]]:
+    """Says where tensors lie, how many elements they have, and of which dtype."""
+    return [*map(_DATA_PTR, tensors)], [*map(_NUMEL, tensors)], [*map(_DTYPE, tensors)]

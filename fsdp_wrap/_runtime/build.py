@@ -1,0 +1,202 @@
+"""Makes a unit of a module: checks it, places it on the device, and assembles layout, handle and unit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator, ShardMesh, make_communicator
+from fsdp_wrap._core import (
+    BufferCasts,
+    Ignored,
+    ParamSlot,
+    SegmentPolicy,
+    announce_sharded,
+    collect_borrowed,
+    collect_slots,
+    is_owned,
+    mark_managed,
+    note_fused_steps,
+    own_modules,
+)
+from fsdp_wrap._core.torch_private import trace_rules
+from fsdp_wrap._params import HeldBy, Layout, ParamHandle
+from fsdp_wrap._runtime.initial_values import InitialValues, sample
+from fsdp_wrap._runtime.materialize import (
+    Values,
+    broadcast,
+    check_materializable,
+    materialize,
+    move,
+    own_tensors,
+    refuse_together,
+)
+from fsdp_wrap._runtime.param_checks import check_tensors
+from fsdp_wrap._runtime.refusals import refuse_earlier_optimizers, refuse_pieces
+from fsdp_wrap._runtime.registry import REGISTRY
+from fsdp_wrap._runtime.schedule import guard_parametrizations
+from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
+
+__all__ = ["FLAT_PARAM", "LayoutMaker", "UnitSpec", "assemble_unit", "build_unit", "check_module"]
+
+FLAT_PARAM = "_flat_param"
+"""Name under which a unit's module holds its `FlatParameter` (torch's name)."""
+
+LayoutMaker = Callable[..., Layout]
+"""Makes the layout of a segment, given its parameters, the communicator and `name=`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """How to make a unit.
+
+    Attributes:
+        mesh: The ranks to shard over.
+        device: Where the unit computes.
+        make_layout: How its parameters lie in buffers.
+        policy_of: Dtypes of computation and communication of a parameter.
+        options: How the schedule treats the unit.
+        ignored: What not to touch.
+        parts: The modules that run, where the unit's own only holds them together.
+        shared_memory: Whether ranks that share a host may communicate through its memory.
+        buffer_dtype: Dtype of buffers from the first forward on; None for their own.
+    """
+
+    mesh: ShardMesh
+    device: torch.device
+    make_layout: LayoutMaker
+    policy_of: Callable[[nn.Parameter], SegmentPolicy]
+    options: UnitOptions
+    ignored: Ignored = field(default_factory=Ignored)
+    parts: tuple[nn.Module, ...] = ()
+    shared_memory: bool = True
+    buffer_dtype: torch.dtype | None = None
+
+    def communicators(self) -> tuple[Communicator, Communicator]:
+        """Returns those of the ranks that hold one copy between them, and of the replicas."""
+        shard, replicate = (
+            make_communicator(ranks, self.device, self.shared_memory)
+            for ranks in (self.mesh.shard, self.mesh.replicate)
+        )
+        return shard, replicate
+
+
+def check_module(
+    module: nn.Module, ignored: Ignored, values: Values, mesh: ShardMesh, instead: str | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Checks all that a module would shard, in units below it as well, before anything changes.
+
+    Args:
+        module: The module.
+        ignored: What is left alone.
+        values: Where tensors get their values from.
+        mesh: The ranks to shard over.
+        instead: As `check_tensors` takes it.
+
+    Returns:
+        The tensors concerned by name, parameters first.
+
+    Raises:
+        ValueError: If a tensor is on the meta device and nothing can initialise it. Where values come from
+            the first rank, also if another rank refused its module.
+        TypeError, ValueError: As `check_tensors` does.
+    """
+    slots = collect_slots(module, ignored)
+    error: Exception | None = None
+    try:
+        check_tensors(module, slots, ignored, instead)
+        check_materializable(module, slots, ignored, values)
+    except (TypeError, ValueError) as found:
+        error = found
+    if values.synchronised:  # what ranks hold may differ, and so may what is wrong with it
+        refuse_together(error, mesh.groups)
+    if error is not None:
+        raise error
+    return own_tensors(module, slots, ignored)
+
+
+def build_unit(module: nn.Module, spec: UnitSpec, values: Values) -> Unit:
+    """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
+    left = (param for unit in units_in(module).values() for param in unit.left)
+    slots = collect_slots(module, spec.ignored, {param for param in left if not is_owned(param)})
+    materialize(module, slots, spec.ignored, values, spec.device, _stand_ins(module, spec.ignored))
+    tensors = own_tensors(module, slots, spec.ignored)
+    move(tensors, spec.device)
+    if values.synchronised:
+        broadcast(tensors, spec.communicators()[::-1], spec.mesh.groups)
+    return assemble_unit(module, slots, spec)
+
+
+def assemble_unit(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec) -> Unit:
+    """Makes a unit of a module whose tensors are where they belong."""
+    segments = _segments(slots, spec.policy_of)
+    communicator, replicas = spec.communicators()
+    samples = sample([slot.param for slot in segment] for segment in segments.values())
+    lenders = REGISTRY.borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
+    layouts = [
+        spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
+        for number, segment in enumerate(segments.values())
+    ]
+    policies = [kind[-1] for kind in segments]
+    held_by = HeldBy.of(spec.mesh, spec.device)
+    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None
+    modules = [each for _, each in own_modules(module, spec.ignored.modules)]
+    unit = Unit(
+        module,
+        handle,
+        spec.options,
+        left=spec.ignored.left,
+        lenders=lenders,
+        buffers=BufferCasts(modules, spec.buffer_dtype),
+        parts=spec.parts,
+        initial=InitialValues(samples, layouts),
+    )
+    for fqn, below in units_in(module).items():
+        below.nest(fqn)
+    guard_parametrizations(unit, modules)
+    _skip_runtime_frames()
+    if handle is not None or any(each._buffers for each in modules):  # else it may become a unit again
+        REGISTRY.take(modules)
+    for each in modules:
+        mark_managed(each)
+    for each in spec.parts or (module,):
+        announce_sharded(each)
+    REGISTRY.note(unit, [[slot.param for slot in segment] for segment in segments.values()])
+    refuse_earlier_optimizers(unit, segments.values())
+    refuse_pieces(unit)
+    note_fused_steps()
+    return unit
+
+
+def _stand_ins(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, nn.Parameter]:
+    """Returns, for the sharded parameters of other units, parameters of full shape on the meta device."""
+    result: dict[nn.Parameter, nn.Parameter] = {}
+    for fqn, _, param in collect_borrowed(module, ignored):
+        _, layout, index = REGISTRY.owner(fqn, param)
+        buffer = torch.empty(layout.full_numel, dtype=layout.dtype, device="meta")
+        result[param] = nn.Parameter(layout.views(buffer)[index], requires_grad=param.requires_grad)
+    return result
+
+
+@functools.cache
+def _skip_runtime_frames() -> None:
+    """Tells dynamo not to trace this package's frames, but what they call: it breaks graphs at every unit."""
+    trace_rules().add(__name__.partition(".")[0])
+
+
+_Kind = tuple[torch.dtype, bool, bool, SegmentPolicy]
+
+
+def _segments(
+    slots: Iterable[ParamSlot], policy_of: Callable[[nn.Parameter], SegmentPolicy]
+) -> dict[_Kind, list[ParamSlot]]:
+    by_kind: dict[_Kind, list[ParamSlot]] = {}
+    for slot in slots:
+        param = slot.param
+        kind = param.dtype, param.requires_grad, param.is_meta, policy_of(param)
+        by_kind.setdefault(kind, []).append(slot)
+    return by_kind

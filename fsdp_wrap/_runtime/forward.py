@@ -1,0 +1,206 @@
+"""`run_forward`: one forward call of a unit, with those that lend it parameters.
+
+What a transform of `torch.func` calls computes with tensors of its own kind, and neither may buffers be
+written to nor hooks be registered there. So the runtime does its part outside of all transforms, and the
+modules compute with copies of the full parameters: graphs that need them later need no gather. Gradients
+reach the leaves through the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_wrap._core import cast_floating, floating_dtype, iter_tensors, map_tensors
+from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
+from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._runtime.refusals import refuse_edits
+from fsdp_wrap._runtime.schedule import Schedule, schedule_of
+from fsdp_wrap._runtime.unit import Copies, Unit, Use
+
+__all__ = ["prepared_inputs", "run_forward"]
+
+
+def run_forward(
+    unit: Unit,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    part: nn.Module | None = None,
+) -> Any:
+    """Runs `call` as a forward of the unit, or of one of its parts, and of those that lend it parameters.
+
+    Without gradients it may run inside `summon_full_params`, and computes with what that shows, in master
+    dtype and without communication: a rank may do so alone.
+
+    Raises:
+        RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the forward
+            has written to a parameter.
+    """
+    if not torch.is_grad_enabled() and _shown_in_full(unit):
+        unit.buffers.hold_original()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            unit.buffers.release()
+    own, returned = unit.schedule or schedule_of(unit), None
+    if unit.casts or own.device.type != "cpu":
+        returned, args, kwargs = _prepared(unit, own, args, kwargs)
+    if current_transform() is not None:
+        output = _Transformed([*unit.lenders, unit], part).run(call, args, kwargs)
+        return output if returned is None else cast_floating(output, returned)
+    uses: list[tuple[Schedule, Use]] = []
+    try:
+        for lender in unit.lenders:
+            schedule = schedule_of(lender)
+            uses.append((schedule, schedule.pre_forward(lender, part)))
+        uses.append((own, own.pre_forward(unit, part)))
+        inputs = []
+        for schedule, use in uses:
+            args, kwargs, nodes = schedule.watch_inputs(use, args, kwargs)
+            inputs.append(nodes)
+        output = call(*args, **kwargs)
+        if returned is not None:
+            output = cast_floating(output, returned)
+        for (schedule, use), nodes in zip(uses, inputs):
+            handle = use.unit.handle
+            if handle is not None:
+                refuse_edits(use.unit, handle)
+                output, tensors = _without_parameters(handle, output)
+                schedule.post_forward(use, tensors, nodes)
+        return output
+    finally:
+        for schedule, use in uses:
+            schedule.exit_forward(use)
+
+
+def _prepared(
+    unit: Unit, schedule: Schedule, args: Any, kwargs: Any
+) -> tuple[torch.dtype | None, tuple[Any, ...], dict[str, Any]]:
+    """Returns the dtype of the outputs, if that is given, and the inputs moved and cast."""
+    device = schedule.device
+    if schedule.depth == 0 and device.type != "cpu":  # inputs may be elsewhere
+        args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs))
+    casts = unit.options.casts
+    if unit.options.full_in_eval and unit.leaves_mixed_precision:
+        return None, args, kwargs
+    returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
+    computed = casts.root if unit is schedule.root else casts.nested
+    if computed is not None:
+        args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
+    return returned, args, kwargs
+
+
+def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns inputs as a forward of the unit would take them, moved and cast."""
+    _, args, kwargs = _prepared(unit, schedule_of(unit), args, kwargs)
+    return args, kwargs
+
+
+def _shown_in_full(unit: Unit) -> bool:
+    """Whether the user holds the full parameters that the unit computes with."""
+    handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
+    return bool(handles) and all(handle.shows_full for handle in handles)
+
+
+def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Puts copies in the place of a unit's parameters, and of views of them, in what its forward returned.
+
+    The caller gets copies, since a unit's full parameters are freed. Gradients pass through the copies. What
+    was one tensor stays one; an edit of it stays with the copy.
+
+    Returns:
+        The output, and the tensors in it.
+    """
+    tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
+    for tensor in tensors:
+        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
+            output = _copied(handle, output)
+            return output, list(iter_tensors(output))
+    return output, tensors
+
+
+def _copied(handle: ParamHandle, output: Any) -> Any:
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or not handle.owns_memory_of(tensor):
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    return map_tensors(copy, output)
+
+
+class _Transformed:
+    """One forward call of units inside a transform of `torch.func`.
+
+    Args:
+        units: Those that run.
+        part: The module whose forward it is, where a unit has several.
+    """
+
+    def __init__(self, units: Sequence[Unit], part: nn.Module | None) -> None:
+        self._units, self._part = units, part
+        self._uses: list[tuple[Schedule, Use]] = []
+        self._shown: list[tuple[Unit, Copies, Copies | None]] = []
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the call.
+
+        Raises:
+            RuntimeError: If a unit's parameters are in the user's hands, or the call has written to one.
+        """
+        try:
+            self._enter()
+            output = call(*args, **kwargs)
+            self._require_unchanged()
+            return output
+        finally:
+            self._exit()
+
+    def _enter(self) -> None:
+        """Unshards, and lets the modules compute with copies."""
+        with outside_transforms():
+            for unit in self._units:
+                schedule = schedule_of(unit)
+                self._uses.append((schedule, schedule.pre_forward(unit, self._part)))
+                if unit.handle is not None:
+                    copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.handle.segments]
+                    self._shown.append((unit, copies, unit.show_copies(copies)))
+
+    def _require_unchanged(self) -> None:
+        """Refuses a forward that has written to the copies, which are lost."""
+        for unit, copies, _ in self._shown:
+            assert unit.handle is not None
+            for segment, of_segment in zip(unit.handle.segments, copies):
+                for fqn, copy in zip(segment.layout.fqns, of_segment):
+                    if copy._version:
+                        raise RuntimeError(
+                            f"the forward of {unit.name} wrote to the parameter '{unit.name_of(fqn)}' in "
+                            f"place on rank {dist.get_rank()}, which is lost: inside a transform of "
+                            "torch.func it computes with a copy; edit parameters between steps (inside "
+                            "summon_full_params, or each shard by itself)"
+                        )
+
+    def _exit(self) -> None:
+        """Ends the call, whether it returned or raised, and reshards."""
+        with outside_transforms():
+            for unit, _, before in reversed(self._shown):
+                unit.show_copies(before)
+            for schedule, use in self._uses:
+                schedule.exit_forward(use)
+                if graph_task() == -1:  # or the backward that recomputes will reshard
+                    schedule.reshard(use.unit)
+
+
+def _copy_leaf(leaf: nn.Parameter) -> torch.Tensor:
+    copy = leaf.clone()
+    copy.__dict__.update(leaf.__dict__)
+    copy._is_param = True  # modules may ask whether it is a parameter
+    return copy

@@ -1,0 +1,307 @@
+"""Gives a unit's tensors values and places them on its device: initialised there, moved, or received.
+
+A tensor that leaves the meta device stays the same Python object. So ties hold, attributes stay, and what was
+decided about a parameter (ignored, left to another unit) remains true.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_wrap._comm import Communicator, all_gather_object
+from fsdp_wrap._core import Ignored, ParamSlot, children_first, joined, own_modules, replace_tensor
+from fsdp_wrap._core.torch_private import swap_tensor_impl
+
+__all__ = [
+    "MaterializationError",
+    "Values",
+    "broadcast",
+    "check_materializable",
+    "materialize",
+    "move",
+    "own_tensors",
+]
+
+_MESSAGE_BYTES = 32 << 20
+"""Most that one message of `broadcast` carries."""
+
+_Named = tuple[str, torch.Tensor]
+
+
+class MaterializationError(RuntimeError):
+    """A `param_init_fn` that did not do its part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Where tensors on the meta device get their values from.
+
+    Attributes:
+        param_init_fn: The user's function, which initialises the tensors that a module holds directly; None
+            for the module's own `reset_parameters`.
+        synchronised: Whether all tensors, on the meta device or not, are overwritten by the first rank's.
+        first: Whether this is that rank.
+    """
+
+    param_init_fn: Callable[[nn.Module], Any] | None
+    synchronised: bool
+    first: bool
+
+    @property
+    def received(self) -> bool:
+        """Whether other ranks' values come, so that nothing is initialised here."""
+        return self.synchronised and not self.first
+
+    def can_initialise(self, module: nn.Module) -> bool:
+        """Whether there is a way to initialise what `module` holds directly."""
+        return self.received or self.param_init_fn is not None or _reset_method(module) is not None
+
+
+def own_tensors(module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored) -> list[_Named]:
+    """Returns a unit's parameters and buffers by name, each once, parameters first."""
+    named: list[_Named] = [(slot.fqn, slot.param) for slot in slots]
+    seen: set[torch.Tensor] = set()
+    for prefix, owner in own_modules(module, ignored.modules):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer not in seen:
+                seen.add(buffer)
+                named.append((joined(prefix, name), buffer))
+    return named
+
+
+def check_materializable(
+    module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored, values: Values
+) -> None:
+    """Checks that every tensor on the meta device can get values.
+
+    Raises:
+        ValueError: Naming the first that cannot.
+    """
+    holders = _holders(module, ignored)
+    for fqn, tensor in own_tensors(module, slots, ignored):
+        if tensor.is_meta and not any(values.can_initialise(holder) for holder in holders[tensor]):
+            holder = type(holders[tensor][0]).__name__
+            raise ValueError(
+                f"'{fqn}' is on the meta device and has no values, and {holder}, which holds it, has no "
+                "reset_parameters(); pass param_init_fn, or materialise the module before wrapping it "
+                "(module.to_empty(device=...) and initialise it)"
+            )
+
+
+def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Lets no rank wait for one that has refused its module.
+
+    Raises:
+        ValueError: Where `error` is None, but another rank has one.
+    """
+    seen = None if error is None else f"on rank {dist.get_rank()}, {error}"
+    for group in groups:
+        seen = next((each for each in all_gather_object(seen, group) if each is not None), None)
+    if error is None and seen is not None:
+        raise ValueError(f"nothing was wrapped here, since {seen}")
+
+
+def materialize(
+    module: nn.Module,
+    slots: Sequence[ParamSlot],
+    ignored: Ignored,
+    values: Values,
+    device: torch.device,
+    stand_ins: Mapping[nn.Parameter, nn.Parameter],
+) -> None:
+    """Gives memory and values to the unit's tensors on the meta device; leaves all others as they are.
+
+    Children come before parents, as in `torch.nn.Module.apply`. A parameter that several modules share gets
+    the values that the first of them gives it.
+
+    Args:
+        module: The unit's module.
+        slots: Its parameters.
+        ignored: What to leave alone.
+        values: Where values come from.
+        device: Where `reset_parameters` initialises.
+        stand_ins: For parameters that other units have sharded, what to show to initialising functions.
+
+    Raises:
+        MaterializationError: Naming what the user's function has left on the meta device, or given a class
+            that cannot be sharded.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if values.received:
+            _allocate((tensor for _, tensor in own_tensors(module, slots, ignored)), device)
+        else:
+            for fqn, owner, initialise in _initialisers(module, ignored, values.param_init_fn, device):
+                _initialise(fqn, owner, initialise, stand_ins)
+    left = [fqn for fqn, tensor in own_tensors(module, slots, ignored) if tensor.is_meta]
+    if left:
+        names = ", ".join(f"'{fqn}'" for fqn in left)
+        raise MaterializationError(
+            f"still on the meta device after initialisation: {names}; param_init_fn(module) must materialise "
+            "all that a module holds directly (module.to_empty(device=..., recurse=False)) and initialise it"
+        )
+
+
+def move(named: Iterable[_Named], device: torch.device) -> None:
+    """Moves tensors, which stay the same objects, to a device."""
+    for _, tensor in named:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+def broadcast(
+    named: Sequence[_Named], steps: Sequence[Communicator], groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Overwrites tensors, of any dtype, by those of the first rank, in messages of bounded size.
+
+    Args:
+        named: The tensors by name.
+        steps: One after the other: the first rank's values reach one rank of every copy, then the others.
+        groups: Of all these ranks.
+
+    Raises:
+        ValueError: On every rank, if the ranks' names, shapes or dtypes differ.
+    """
+    _check_same(named, groups)
+    for _, tensor in named:
+        target = tensor.detach()
+        travelling = target.resolve_conj().resolve_neg().contiguous()
+        # Bytes, since backends know few dtypes.
+        data = travelling.reshape(-1).view(torch.uint8)
+        for message in torch.split(data, _MESSAGE_BYTES) if data.numel() else ():
+            for communicator in steps:
+                communicator.broadcast(message)
+        if travelling.data_ptr() != target.data_ptr():
+            target.copy_(travelling)
+
+
+def _check_same(named: Sequence[_Named], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Refuses tensors that are not the same on all ranks: messages would mix or abort the process."""
+    own = [_describe(fqn, tensor) for fqn, tensor in named]
+    digests = {hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()}
+    for group in groups:
+        digests = set().union(*all_gather_object(digests, group))
+    if len(digests) <= 1:
+        return
+    expected = own
+    for group in reversed(groups):  # the first rank's, to one rank of every copy, then to the others
+        expected = all_gather_object(expected, group)[0]
+    differing = next(((a, b) for a, b in zip_longest(own, expected, fillvalue="nothing") if a != b), None)
+    here = f"rank {dist.get_rank()} has {differing[0]}, the first {differing[1]}" if differing else ""
+    raise ValueError(
+        "sync_module_states needs the same parameters and buffers on all ranks, but they differ: "
+        + (here or "those of some rank from this one's; see the errors of the other ranks")
+    )
+
+
+def _describe(fqn: str, tensor: torch.Tensor) -> str:
+    kind = "trainable" if tensor.requires_grad else "fixed"
+    return f"'{fqn}' ({kind}, shape {tuple(tensor.shape)}, {tensor.dtype})"
+
+
+def _holders(module: nn.Module, ignored: Ignored) -> dict[torch.Tensor, list[nn.Module]]:
+    holders: dict[torch.Tensor, list[nn.Module]] = {}
+    for _, owner in own_modules(module, ignored.modules):
+        for tensor in _direct(owner).values():
+            holders.setdefault(tensor, []).append(owner)
+    return holders
+
+
+def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a module itself holds."""
+    found = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _initialisers(
+    module: nn.Module, ignored: Ignored, function: Callable[[nn.Module], Any] | None, device: torch.device
+) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
+    """Yields, by name, the unit's modules that are to be initialised, and how; children come first."""
+    touched: set[nn.Module] = set()
+    for fqn, each in children_first(own_modules(module, ignored.modules)):
+        wanted = (tensor for tensor in _direct(each).values() if tensor not in ignored.params)
+        meta = [tensor for tensor in wanted if tensor.is_meta]
+        reset = _reset_method(each)
+        if function is not None and (meta or not touched.isdisjoint(each.children())):
+            touched.add(each)  # parents as well, which may adjust what their children got
+            yield fqn, each, partial(function, each)
+        elif function is None and meta and reset is not None:
+            yield fqn, each, partial(_allocate_and_reset, meta, device, reset)
+
+
+def _initialise(
+    fqn: str,
+    module: nn.Module,
+    initialise: Callable[[], Any],
+    stand_ins: Mapping[nn.Parameter, nn.Parameter],
+) -> None:
+    """Initialises what a module holds directly; what had values before keeps them."""
+    before = _direct(module)
+    borrowed = {
+        name: tensor
+        for name, tensor in before.items()
+        if isinstance(tensor, nn.Parameter) and tensor in stand_ins
+    }
+    real = (name for name, tensor in before.items() if not tensor.is_meta and name not in borrowed)
+    kept = {name: before[name].clone() for name in real}
+    try:
+        for name, param in borrowed.items():
+            replace_tensor(module, name, stand_ins[param])
+        initialise()
+    finally:
+        for name, param in borrowed.items():
+            replace_tensor(module, name, param)
+    _restore_identity(fqn, module, before)
+    for name, value in kept.items():
+        before[name].data = value
+
+
+def _restore_identity(fqn: str, module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Puts the earlier tensors back where others took their place; those on the meta device become these."""
+    for name, found in _direct(module).items():
+        tensor = before.get(name, found)
+        if type(tensor) is not type(found):
+            raise MaterializationError(
+                f"initialisation made '{joined(fqn, name)}' a {type(found).__name__}, whose behaviour "
+                f"sharding would lose; it must stay a {type(tensor).__name__}"
+            )
+        if tensor is not found:
+            if tensor.is_meta:
+                _become(tensor, found)
+            replace_tensor(module, name, tensor)
+
+
+def _become(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
+    """Gives a tensor object the contents of another, which is not to be used any more."""
+    requires_grad = tensor.requires_grad and replacement.requires_grad
+    swap_tensor_impl(tensor, replacement)
+    tensor.requires_grad_(requires_grad)
+    tensor.__dict__.update(replacement.__dict__)
+
+
+def _allocate(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.is_meta:
+            empty = torch.empty_like(tensor, device=device)
+            _become(tensor, empty.requires_grad_(tensor.requires_grad))
+
+
+def _allocate_and_reset(meta: Iterable[torch.Tensor], device: torch.device, reset: Callable[[], Any]) -> None:
+    _allocate(meta, device)
+    reset()
+
+
+def _reset_method(module: nn.Module) -> Callable[[], Any] | None:
+    for name in ("reset_parameters", "_reset_parameters"):  # the latter in nn.MultiheadAttention
+        method = getattr(module, name, None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    return None

@@ -1,0 +1,150 @@
+"""The order in which units run: read backwards for prefetching, and checked in debug level DETAIL."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from fsdp_wrap._comm import Note
+from fsdp_wrap._core import Phase
+from fsdp_wrap._params import ParamHandle
+
+__all__ = ["ExecOrder", "OrderCheck"]
+
+UnitT = TypeVar("UnitT")
+
+
+class ExecOrder(Generic[UnitT]):
+    """Order of the last outermost forward.
+
+    By the end of each unit's forward for the backward that follows, by its start for the next forward.
+    A unit that ran several times stands in it several times. A wrong guess costs time only, so nothing
+    here needs to be exact.
+
+    Attributes:
+        started: Units in the order in which their forwards have begun; whoever begins one adds it.
+        ended: The same for the ends.
+    """
+
+    def __init__(self) -> None:
+        self.ended: list[UnitT] = []
+        self.started: list[UnitT] = []
+        self._started_before: list[UnitT] = []
+        self._cursor = 0
+
+    def begin_forward(self) -> None:
+        """Starts a new record."""
+        self.ended = []
+        self._started_before, self.started = self.started, []
+
+    def next_in_forward(self) -> UnitT | None:
+        """Returns the unit that came next in the last iteration after the one that has started last."""
+        place, before = len(self.started), self._started_before
+        as_expected = place < len(before) and before[place - 1] is self.started[-1]
+        return before[place] if as_expected else None
+
+    def begin_backward(self) -> None:
+        """Sets the place from which `next_in_backward` reads behind the last forward."""
+        self._cursor = len(self.ended)
+
+    def next_in_backward(self, unit: UnitT) -> UnitT | None:
+        """Returns the unit whose backward is expected after that of `unit`."""
+        for index in range(self._cursor - 1, -1, -1):
+            if self.ended[index] is unit:
+                self._cursor = index
+                return self.ended[index - 1] if index > 0 else None
+        return None
+
+
+class _Unit(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    handle: ParamHandle | None
+
+
+class OrderCheck:
+    """Compares the forward order across ranks in the first iteration, and with that one in later iterations.
+
+    Does anything in debug level DETAIL only, since ranks are compared by a collective of its own before each
+    unit. Only forwards that train count. The first iteration ends with the first backward.
+
+    Attributes:
+        counts: Whether it does anything in the running forward; if not, nobody needs to call `enter`.
+    """
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._first: list[str] | None = None
+        self._order: list[str] = []
+        self._iteration = 0
+        self._warned = False
+
+    def begin_forward(self, trains: bool, iteration: int) -> None:
+        """Begins an outermost forward.
+
+        Args:
+            trains: Whether it runs in training mode with gradients.
+            iteration: Its number.
+        """
+        self.counts = trains and _in_detail()
+        self._order = []
+        self._iteration = iteration
+
+    def enter(self, unit: _Unit) -> None:
+        """Notes that the forward of a unit with parameters begins.
+
+        Raises:
+            RuntimeError: In the first iteration, if another rank begins another unit's.
+        """
+        assert unit.handle is not None
+        if self._first is None:
+            _compare_across_ranks(unit.name, unit.handle, self._iteration)
+        else:
+            self._compare_with_first(unit.name)
+        self._order.append(unit.name)
+
+    def begin_backward(self) -> None:
+        """Ends the record of the last forward."""
+        if self.counts and self._first is None:
+            self._first = self._order
+        elif self.counts:
+            self._compare_with_first(None)
+        self.counts = False
+
+    def _compare_with_first(self, name: str | None) -> None:
+        assert self._first is not None
+        expected = next(iter(self._first[len(self._order) :]), None)
+        if name == expected or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            "Forward order differs from that of the first iteration: "
+            f"expected {expected or 'its end'}, got {name or 'its end'} (rank {dist.get_rank()}, iteration "
+            f"{self._iteration}). Prefetching follows the order of the last forward and may be less useful",
+            stacklevel=2,
+        )
+
+
+def _in_detail() -> bool:
+    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+
+
+_EXCHANGE = Note("compares the forward order")
+
+
+def _compare_across_ranks(name: str, handle: ParamHandle, iteration: int) -> None:
+    running = {dist.get_rank(): name}
+    for communicator in (handle.communicator, handle.replicas):
+        if communicator.positions is not None:
+            communicator.positions.issue(_EXCHANGE, Phase.FORWARD, iteration)
+            for told in communicator.all_gather_object(running):
+                running.update(told)
+    if len(set(running.values())) > 1:
+        raise RuntimeError(
+            "Forward order differs across ranks: "
+            + ", ".join(f"rank {rank} runs {unit}" for rank, unit in sorted(running.items()))
+            + ". All ranks must run the same units in the same order"
+        )

@@ -1,0 +1,260 @@
+"""What must not be done with a unit's parameters, and is refused by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._core import (
+    NOT_ELEMENTWISE,
+    ChangedBetweenError,
+    ParamSlot,
+    ReplacedError,
+    refuse_in_steps,
+    refuse_pieces_in_steps,
+)
+from fsdp_wrap._params import HandleState, Layout, ParamHandle, Segment
+from fsdp_wrap._runtime.unit import Unit, Use
+
+__all__ = [
+    "ParametrizationGuard",
+    "converted",
+    "refuse_changes",
+    "refuse_earlier_optimizers",
+    "refuse_edits",
+    "refuse_graph",
+    "refuse_outdated",
+    "refuse_pieces",
+    "refuse_replaced",
+]
+
+_VERSION = attrgetter("_version")
+
+
+def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
+    """Refuses a leaf's gradient that has a graph of its own.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    if leaf.grad is not None and leaf.grad.requires_grad:
+        leaf.grad = None
+        raise RuntimeError(
+            f"backward(create_graph=True) reached the parameters of {unit.name}, whose reduced gradients "
+            "can have no graph; use torch.autograd.grad(outputs, inputs, create_graph=True) for the "
+            "inner derivative and backward() without create_graph for the outer one"
+        )
+
+
+def converted(
+    unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], instead: str
+) -> list[tuple[Segment, torch.dtype]]:
+    """Returns the segments of a unit, each with the dtype to which a function converts its shard.
+
+    Raises:
+        ValueError: If that moves a shard from its device; it ends with what to do instead.
+    """
+    found = []
+    for segment in unit.handle.segments if unit.handle is not None else ():
+        shard = segment.layout.flat_param.data
+        before = torch.empty(0, dtype=shard.dtype, device=shard.device)
+        after = fn(before)
+        if after.device != before.device and not before.is_meta:
+            raise ValueError(
+                f"the sharded parameters of {unit.name} cannot go from {before.device} to {after.device}; "
+                f"{instead}"
+            )
+        found.append((segment, after.dtype))
+    return found
+
+
+def refuse_outdated(use: Use) -> None:
+    """Refuses the backward of a forward that computed with other values of the parameters.
+
+    Raises:
+        ChangedBetweenError: In any case.
+    """
+    name = use.unit.name
+    changed = _forget_changed(use.unit)
+    if use.converted:
+        what = f"parameters of {name} were converted to another dtype"
+        why = " (or it was evaluated in full precision)" if use.unit.options.full_in_eval else ""
+    else:
+        written = changed or _written_since(use)
+        of = f"parameter '{written}' of {name} was" if written else f"parameters of {name} were"
+        what, why = f"{of} written to, or its data replaced,", " (by a step, say)"
+    raise ChangedBetweenError(
+        f"the {what} between forward and backward on rank {dist.get_rank()}{why}; backward needs the "
+        "forward's values: change parameters after the last backward of what was computed, or run the "
+        "forward again"
+    )
+
+
+def _forget_changed(unit: Unit) -> str | None:
+    """Names a parameter that was changed while shown in full, and forgets all of them."""
+    assert unit.handle is not None
+    changed, unit.handle.shown.changed = unit.handle.shown.changed, []
+    return unit.name_of(changed[0]) if changed else None
+
+
+def _written_since(use: Use) -> str | None:
+    """Names the first parameter that was written to since a use's forward, as far as that can be seen."""
+    handle = use.unit.handle
+    for segment, before in zip(handle.segments if handle is not None else (), use.written):
+        for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.layout.written())):
+            if old != now:
+                return use.unit.name_of(fqn)
+    return None
+
+
+def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
+    """Refuses a forward that has written to full parameters, which are freed without a trace.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    for segment in handle.segments if handle.state is HandleState.UNSHARDED else ():
+        if [*map(_VERSION, segment.leaves)] != segment.versions:
+            for index in segment.edited():
+                name = unit.name_of(segment.layout.fqns[index])
+                raise RuntimeError(
+                    f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
+                    f"{dist.get_rank()} (as clamp_ and Embedding(max_norm=...) do), which is lost when the "
+                    "unit reshards: compute with a changed copy, edit parameters between steps (inside "
+                    "summon_full_params, or each shard by itself), or leave the module out by ignored_states"
+                )
+
+
+def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
+    """Refuses what users have put in the place of sharded parameters, and hooks that cannot run.
+
+    Raises:
+        ReplacedError: If anything stands in the place of a sharded parameter.
+        ValueError: If there is a hook that cannot run.
+        ChangedBetweenError: If a full parameter was written to after the last forward.
+    """
+    for segment in handle.segments:
+        if not segment.layout.shown_sharded.is_untouched():
+            refuse_replaced(unit, segment.layout)
+            _refuse_hooked(unit, segment.layout)
+    if handle.shown.changed:
+        raise ChangedBetweenError(
+            f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
+            f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
+            "edit it inside summon_full_params, or each shard by itself (model.parameters())"
+        )
+
+
+def refuse_replaced(unit: Unit, layout: Layout) -> None:
+    """Refuses what users have put in the place of sharded parameters.
+
+    Raises:
+        ReplacedError: If there is any.
+    """
+    for index, found in layout.shown_sharded.replaced():
+        what = "was removed" if found is None else f"was replaced by {_described(found)}"
+        raise ReplacedError(
+            f"the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its "
+            f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
+            "former object back, and write new values into it; or replace it before sharding, or, with the "
+            "wrapper, inside summon_full_params"
+        )
+
+
+def _refuse_hooked(unit: Unit, layout: Layout) -> None:
+    for index in layout.shown_sharded.hooked():
+        raise ValueError(
+            f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
+            f"'{unit.name_of(layout.fqns[index])}' would never be called, since its gradient comes from a "
+            "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the module's "
+            "parameter inside its forward"
+        )
+
+
+def _described(found: Any) -> str:
+    if not isinstance(found, torch.Tensor):
+        return f"a {type(found).__name__}"
+    return f"a {type(found).__name__} of shape {tuple(found.shape)} and dtype {found.dtype}"
+
+
+class ParametrizationGuard:
+    """A forward pre-hook that refuses to compute a parametrised tensor from sharded parameters."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        unit = self._unit()
+        if unit is not None and unit.handle is not None and unit.handle.shows_shards:
+            raise RuntimeError(
+                f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
+                "read it inside summon_full_params"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParametrizationGuard:
+        unit = self._unit()
+        return self if unit is None else ParametrizationGuard(memo.get(id(unit), unit))
+
+
+def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
+    """Lets optimizers raise when they step that hold the Parameter objects for which others stand now."""
+    handle = unit.handle
+    slots = chain.from_iterable(segments)
+    sources = chain.from_iterable(each.layout.sources for each in handle.segments) if handle else ()
+    refuse_in_steps(
+        (slot.param, _why(_LEFT, unit, slot.fqn))
+        for slot, source in zip(slots, sources)
+        if slot.param is not source
+    )
+
+
+def refuse_pieces(unit: Unit) -> None:
+    """Lets optimizers that are not elementwise raise when they step with pieces of original parameters.
+
+    `DTensor`s are left alone: operations on them know of the other ranks. So are parameters that are whole.
+    """
+    handle = unit.handle
+    if handle is None:
+        return
+    cut = handle.communicator.size > 1
+    of_whole = tuple(kind for kind in NOT_ELEMENTWISE if kind is not torch.optim.LBFGS)
+    found = []
+    for layout in (segment.layout for segment in handle.segments):
+        # A `FlatParameter` stands for many: the first is named.
+        for fqn, source, places in reversed([*zip(layout.fqns, layout.sources, layout.places)]):
+            whole = source.shape == layout.shapes()[next(iter(places))]
+            if not isinstance(source, DTensor) and (cut or not whole):
+                found.append((source, NOT_ELEMENTWISE if cut else of_whole, _why(_IN_PIECES, unit, fqn)))
+    refuse_pieces_in_steps(found)
+
+
+_LEFT = (
+    "was made before the model was sharded and holds the parameter '{name}' as it was then, which training "
+    "no longer reaches (seen on rank {rank}): make it from model.parameters() after sharding, or wrap with "
+    "FullyShardedDataParallel(..., use_orig_params=True), which keeps the Parameter objects"
+)
+_IN_PIECES = (
+    "computes with whole parameters, and of '{name}' it gets a flat piece (on rank {rank}): its numbers "
+    "would be other ones than without sharding. Use an optimizer that is elementwise (SGD, AdamW), "
+    "use_orig_params=True with ShardingStrategy.NO_SHARD, or fully_shard, whose DTensors are computed with "
+    "over all ranks"
+)
+
+
+def _why(reason: str, unit: Unit, fqn: str) -> Callable[[], str]:
+    """Returns what tells, of an optimizer, why it cannot step with a parameter; it does not hold the unit."""
+    reference = weakref.ref(unit)
+
+    def tell() -> str:
+        unit = reference()
+        return reason.format(name=fqn if unit is None else unit.name_of(fqn), rank=dist.get_rank())
+
+    return tell

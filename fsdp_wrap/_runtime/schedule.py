@@ -1,0 +1,576 @@
+"""`Schedule`: which unit runs when. The only registrar of runtime hooks.
+
+Two triggers end a unit's backward (docs/architecture.md): when all trainable leaves have their gradients the
+reduction starts; when the gradients of the unit's inputs are done as well, the unit reshards. What no trigger
+reached is finished in the backward's final callback.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fsdp_wrap._core import (
+    BackwardPrefetch,
+    EventKind,
+    NotIdleError,
+    Phase,
+    emit,
+    map_tensors,
+    observers,
+    step_in_backward,
+    with_optimizers,
+)
+from fsdp_wrap._core.torch_private import execution_engine, graph_task
+from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle, Showing
+from fsdp_wrap._runtime.arrivals import Progress
+from fsdp_wrap._runtime.finalization import BackwardEnd
+from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
+from fsdp_wrap._runtime.refusals import ParametrizationGuard, refuse_changes, refuse_graph, refuse_outdated
+from fsdp_wrap._runtime.same_model import SameModel, communicators_of
+from fsdp_wrap._runtime.unit import Unit, Use, units_in
+
+__all__ = ["Schedule", "require_idle", "schedule_of"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class Schedule:
+    """Runs the units of one tree: before and after each forward and backward.
+
+    Args:
+        root: The unit whose forward is outermost; all units below it join.
+
+    Attributes:
+        ending: Who waits for the last reduction of a backward.
+        iteration: How many outermost forwards have begun.
+        device: Where the units compute.
+        depth: Forward calls in progress.
+    """
+
+    def __init__(self, root: Unit) -> None:
+        self.root = root
+        units = units_in(root.module)
+        names: dict[Unit, list[str]] = {}
+        for fqn, unit in units.items():
+            names.setdefault(unit, []).append(fqn)
+        self._units = list(names)
+        self._order: ExecOrder[Unit] = ExecOrder()
+        self._order_check = OrderCheck()
+        self.iteration = 0
+        self.depth = 0
+        self._backward_open = False
+        self._trains = False
+        self._syncs = True
+        self._keeps_graph = False
+        self._reducing: Unit | None = None
+        self._prefetching_later: Unit | None = None
+        self._prefetched: list[Unit] = []
+        below = {unit: unit.schedule.ending for unit in self._units if unit.schedule is not None}
+        self.ending: BackwardEnd = BackwardEnd(below)
+        self._event: Any = None
+        communicators = [each for unit in self._units for each in communicators_of(unit)]
+        self._communicators = dict.fromkeys(communicators)
+        self.device = communicators[0].device if communicators else torch.device("cpu")
+        ranks = SameModel()
+        for unit, fqns in names.items():
+            unit.join(self, ", ".join(fqns), ranks.positions_of)
+
+    # forward
+
+    def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> Use:
+        """Begins a forward call: unshards, and lets the modules compute with the leaves.
+
+        `exit_forward` must follow, whatever happens in between.
+
+        Raises:
+            RuntimeError: If the unit's parameters are in the user's hands.
+        """
+        recompute = graph_task() != -1  # a forward inside a backward
+        if self.depth == 0 and not recompute:
+            self._begin_iteration()
+        handle, options = unit.handle, unit.options
+        if handle is not None:
+            if self._order_check.counts and not recompute:
+                self._order_check.enter(unit)
+            unit.unshard(Phase.BACKWARD if recompute else Phase.FORWARD)
+            if handle.follow_requires_grad() or unit.hooked_generation != handle.generation:
+                self._hook_leaves(unit)
+            if not recompute:
+                self._order.started.append(unit)
+                if options.forward_prefetch or options.forward_targets or self._prefetched:
+                    self._prefetch_forward(unit)
+        self.depth += 1
+        unit.running += 1
+        if unit.buffers.casts:
+            unit.show_buffers()
+        if handle is not None:
+            handle.shown.show_leaves()
+        return Use(unit, part)
+
+    def watch_inputs(self, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any, list[Node]]:
+        """Puts a view between each input that needs a gradient and this use, to see when that is done.
+
+        Returns:
+            The inputs to compute with, and the views' nodes.
+        """
+        seen: dict[int, torch.Tensor] = {}
+        nodes: list[Node] = []
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad or tensor.layout != torch.strided:
+                return tensor
+            if id(tensor) not in seen:  # what was one tensor stays one: modules test `query is key`
+                view = seen[id(tensor)] = tensor.view_as(tensor)
+                assert view.grad_fn is not None
+                view.grad_fn.register_prehook(partial(self._on_input_gradient, use))
+                nodes.append(view.grad_fn)
+            return seen[id(tensor)]
+
+        if use.unit.handle is not None and torch.is_grad_enabled():
+            args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
+            use.watched = len(nodes)
+        return args, kwargs, nodes
+
+    def post_forward(self, use: Use, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
+        """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
+
+        Args:
+            use: The forward call, of a unit with parameters.
+            tensors: Those in what the module returned.
+            inputs: The nodes from `watch_inputs`. Only the outputs' hooks keep them: a reference from
+                `use`, which the nodes' own hooks hold, would be a cycle that is never collected.
+        """
+        unit, handle = use.unit, use.unit.handle
+        assert handle is not None
+        with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
+        if with_grad:
+            use.written = [*map(WRITTEN, handle.layouts)]
+        for tensor in with_grad:
+            tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
+        if graph_task() != -1:
+            return  # the backward that recomputes will reshard
+        if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
+            self._order.ended.append(unit)
+        over = unit.running == 1 and (not unit.parts or unit.ran(use.part))
+        if over and not unit.keeps_parameters(use, bool(with_grad), unit is self.root):
+            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None)
+        elif over:
+            handle.shown.show_kept()
+
+    def exit_forward(self, use: Use) -> None:
+        """Ends a forward call, whether it returned or raised."""
+        self.depth -= 1
+        unit, handle = use.unit, use.unit.handle
+        unit.running -= 1
+        if graph_task() != -1:
+            return
+        if handle is not None and unit.running == 0 and handle.shown.state is Showing.LEAVES:
+            handle.shown.show_sharded()
+        if self.depth == 0:
+            self._end_outermost_forward()
+
+    def _end_outermost_forward(self) -> None:
+        prefetched, self._prefetched = self._prefetched, []
+        for unit in prefetched:  # they did not run after all
+            unit.reshard(Phase.FORWARD)
+        for unit in self._units:
+            if unit.parts and unit.partly_ran:
+                unit.restart()
+                if unit.options.reshard_after_forward:
+                    unit.reshard(Phase.FORWARD)
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        expected, options = self._order.next_in_forward(), unit.options
+        if unit in self._prefetched:
+            self._prefetched.remove(unit)
+        elif not options.forward_targets and options.forward_prefetch:
+            for wrong in self._prefetched:  # the order has changed
+                wrong.reshard(Phase.FORWARD)
+            self._prefetched = []
+        targets = options.forward_targets
+        if options.forward_prefetch and expected is not None:
+            targets = targets or (expected,)
+        for target in targets:
+            if target.gather(Phase.FORWARD):
+                self._prefetched.append(target)
+
+    def _begin_iteration(self) -> None:
+        """Starts from a clean state, whatever the last forward or backward left."""
+        self.ending.require_waited("a forward")
+        self._trains = torch.is_grad_enabled()
+        for communicator in self._communicators:
+            communicator.require_group()  # which a mesh may keep alive when it was destroyed
+        self.iteration += 1
+        self._order.begin_forward()
+        self._order_check.begin_forward(self._trains and self.root.module.training, self.iteration)
+        if self._backward_open:
+            self._abandon_backward()
+        if self._event is not None:
+            self._event.wait()
+            self._event = None
+        for unit in self._units:
+            handle = unit.handle
+            if handle is None:
+                continue
+            if handle.state is not HandleState.SHARDED or handle.kept is not None:
+                if unit.survives:
+                    continue
+                unit.reshard(Phase.FORWARD)  # kept for a backward that has not come: may be stale by now
+            if handle.state is HandleState.SHARDED:
+                handle.follow_replaced()
+                if unit.options.full_in_eval:
+                    unit.follow_mode()
+                refuse_changes(unit, handle)
+
+    def _hook_leaves(self, unit: Unit) -> None:
+        """Hooks leaves that need gradients and were not hooked before."""
+        assert unit.handle is not None
+        leaves = unit.newly_trainable()
+        sources = (source for segment in unit.handle.segments for source in segment.layout.sources)
+        for source in with_optimizers(sources, unit.name) if leaves else ():
+            source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
+        for leaf, number, index in leaves:
+            # The leaf holds the hook, and the unit the leaf: a cycle would never go.
+            act = partial(Schedule._on_leaf_gradient, weakref.ref(unit), number, index)
+            hook = unit.arrivals.hook(leaf, act)
+            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    # backward
+
+    def _pre_backward(self, use: Use, inputs: list[Node], grad: torch.Tensor) -> torch.Tensor | None:
+        """Runs when a gradient reaches one of a use's outputs.
+
+        Returns:
+            What stands for the gradient from now on, if it has to be watched.
+
+        Raises:
+            RuntimeError: If the unit's parameters have other values than in the use's forward.
+        """
+        if not self._backward_open:
+            self._open_backward()
+        unit, handle, options = use.unit, use.unit.handle, use.unit.options
+        assert handle is not None
+        if handle.bulky and (self._reducing or self._prefetching_later):
+            self._make_room()
+        self._unshard_again(use)
+        task = graph_task()
+        if use.task != task:
+            use.open(task, inputs)
+            unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
+            if options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+                lends = options.gradients_in_place and handle.bulky and self._takes_in_place(unit)
+                if handle.trainable and (self._reducing or lends):
+                    self._prefetching_later = unit  # until the memory of gradients that travel is free again
+                else:
+                    self._prefetch(unit)
+        return self._watched(use, grad) if torch.is_grad_enabled() else None  # create_graph
+
+    def _unshard_again(self, use: Use) -> None:
+        """Lets the modules of a unit show what they computed with in a use's forward.
+
+        Raises:
+            RuntimeError: If the unit's parameters have other values now.
+        """
+        unit, handle = use.unit, use.unit.handle
+        assert handle is not None  # or nothing had been hooked
+        if unit.options.unshards_in_backward:
+            unit.unshard(Phase.BACKWARD)
+            handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
+        if handle.shown.changed or use.outdated:
+            unit.reshard(Phase.BACKWARD)
+            refuse_outdated(use)
+
+    def _watched(self, use: Use, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Puts a view in the place of a gradient with a graph, where it enters or leaves a unit's backward.
+
+        A later backward, which needs the leaves, comes that way.
+        """
+        if grad is None or not grad.requires_grad:
+            return grad
+        view = grad.view_as(grad)
+        view.register_hook(lambda outer: self._pre_derivative(use, outer))  # type: ignore[no-untyped-call]
+        return view
+
+    def _pre_derivative(self, use: Use, grad: torch.Tensor) -> torch.Tensor | None:
+        """Runs when a gradient reaches one that an earlier backward has computed with a unit's leaves.
+
+        Returns:
+            What stands for the gradient from now on, if it has to be watched.
+
+        Raises:
+            RuntimeError: If the unit's parameters have other values than in the use's forward.
+        """
+        if not self._backward_open:
+            self._open_backward()
+        use.unit.arrivals.enter_derivative()
+        self._unshard_again(use)
+        return self._watched(use, grad) if torch.is_grad_enabled() else None
+
+    @staticmethod
+    def _on_leaf_gradient(reference: weakref.ref[Unit], number: int, index: int, leaf: nn.Parameter) -> None:
+        """Acts after a leaf, given with its place, has its gradient of the running backward."""
+        unit = reference()
+        if unit is None:
+            return
+        self, arrivals, options = unit.schedule or Schedule(unit), unit.arrivals, unit.options
+        if torch.is_grad_enabled():  # create_graph
+            refuse_graph(unit, leaf)
+        if not self._backward_open:
+            self._open_backward()
+            arrivals.expect_all_but(leaf)
+        if options.gradients_in_place and self._takes_in_place(unit):
+            assert unit.handle is not None
+            unit.handle.segments[number].take_in_place(index)
+        all_came = arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
+        if arrivals.quarter_came and (self._reducing or self._prefetching_later):
+            self._make_room()
+        if all_came and not arrivals.open_uses:
+            # Frozen leaves may be needed for gradients of inputs after all trainable ones have theirs:
+            # watched inputs tell when they are done; others leave it to the final callback.
+            if arrivals.needed_to_end or not unit.all_train:
+                self._take_gradients(unit, Phase.BACKWARD)
+            else:
+                self._unit_backward_over(unit)
+
+    def _on_input_gradient(
+        self, use: Use, grads: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor | None] | None:
+        """Runs when the gradient of one of a use's watched inputs is done.
+
+        Returns:
+            What stands for it from now on, if it has to be watched.
+        """
+        unit = use.unit
+        if use.task == graph_task() and use.input_done():
+            if unit.arrivals.missing and unit.gradients_to_come():
+                unit.arrivals.go_on(every=torch.is_grad_enabled() or unit.options.gradients_in_place)
+            else:
+                self._unit_backward_over(unit)
+        return (self._watched(use, grads[0]),) if torch.is_grad_enabled() else None  # create_graph
+
+    def _unit_backward_over(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
+            return
+        if unit.arrivals.needed_to_end:
+            self._take_gradients(unit, Phase.BACKWARD)
+            return
+        unit.arrivals.end()
+        if observers:
+            emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
+        if unit.options.reshards_after_backward:
+            unit.reshard(Phase.BACKWARD)
+        else:
+            unit.end_unsharded(Phase.BACKWARD)
+        self._take_gradients(unit, Phase.BACKWARD)
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch(unit)
+
+    def _open_backward(self) -> None:
+        """Begins the backward of this tree, at the first hook that runs."""
+        self._backward_open = True
+        self._keeps_graph = torch.is_grad_enabled()  # create_graph
+        self.ending.begin()
+        self._order.begin_backward()
+        self._order_check.begin_backward()
+        for unit in self._units:
+            unit.arrivals.begin()
+            if unit.handle is not None and unit.handle.keeps_gradients:
+                unit.handle.forget_zeroed()
+        execution_engine.queue_callback(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """The final callback: finishes what no trigger reached."""
+        for unit in self._units:
+            handle = unit.handle
+            if handle is None:
+                continue
+            finished = unit.arrivals.progress is Progress.FINISHED
+            if not finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
+                self._finish_backward_of(unit, handle)
+            if not (self._syncs and unit.options.syncs):
+                handle.keep_accumulated()
+        if self.ending.automatic:
+            self._make_room()
+            self.ending.finish()
+        self._backward_open = False
+
+    def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
+        if not (self._keeps_graph and unit.reached):
+            if unit.arrivals.end() and observers:
+                emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
+            unit.end_unsharded(Phase.FINAL_CALLBACK)
+        else:
+            unit.arrivals.forget()
+            if not unit.running:
+                handle.shown.show_sharded()
+        self._take_gradients(unit, Phase.FINAL_CALLBACK)
+
+    def end_failed_backward(self) -> None:
+        """Shows the sharded parameters again after a backward that raised."""
+        if self._backward_open and graph_task() == -1:
+            self._abandon_backward()
+            for unit in self._units:
+                unit.reshard(Phase.IDLE)
+
+    def _abandon_backward(self) -> None:
+        """Cleans up after a backward that raised, whose final callback never ran."""
+        self._reducing = self._prefetching_later = None
+        self._backward_open = False
+        for unit in self._units:
+            unit.arrivals.forget()
+            if unit.handle is not None:
+                unit.handle.abandon_backward()
+
+    # by hand
+
+    def unshard(self, unit: Unit) -> None:
+        """Issues a unit's all-gather; the next iteration takes its parameters over unless they change."""
+        handle = unit.handle
+        if handle is None:
+            return
+        if not handle.is_current and graph_task() == -1 and not self.depth:
+            unit.reshard(Phase.IDLE)
+            if handle.state is HandleState.SHARDED:
+                handle.follow_replaced()
+                unit.follow_mode()
+        unit.gather(Phase.IDLE)
+        unit.hold()
+
+    def show_unsharded(self, unit: Unit) -> None:
+        """Lets the modules of a unit show its full parameters, until it is resharded or its forward ends."""
+        if unit.handle is not None:
+            unit.unshard(Phase.IDLE)
+            if unit.handle.follow_requires_grad() or unit.hooked_generation != unit.handle.generation:
+                self._hook_leaves(unit)
+            unit.handle.shown.show_leaves()
+
+    def reshard(self, unit: Unit) -> None:
+        """Frees a unit's full parameters, unless its forward is running."""
+        unit.reshard(Phase.IDLE)
+        if unit.handle is not None and not unit.running:
+            unit.handle.reshard()  # what it keeps within a smaller group as well
+
+    @torch.no_grad()
+    def finalize(self) -> None:
+        """Ends the backwards since the last end, by hand, save for `await_reduction`."""
+        if not self.iteration:
+            return
+        if any(unit.handle is not None and unit.handle.replicas.size > 1 for unit in self._units):
+            self._make_room()  # sums over replicas begin there
+        self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
+        for unit in self._units:
+            self.end_backwards_of(unit)
+
+    @torch.no_grad()
+    def end_backwards_of(self, unit: Unit) -> None:
+        """Ends the backwards that one unit has had, by hand, save for `await_reduction`."""
+        if unit.handle is not None:
+            unit.handle.forget_zeroed()
+            unit.end_unsharded(Phase.IDLE)
+            self._take_gradients(unit, Phase.IDLE)
+
+    def await_reduction(self) -> None:
+        """Waits for the last reduction."""
+        self._make_room()
+        self.ending.finish()
+
+    def wait_for(self, event: Any) -> None:
+        """Lets the next iteration begin after an event on another stream."""
+        self._event = event
+
+    def reset(self) -> None:
+        """Drops whatever a forward or backward left, and gradients that wait for a reduction."""
+        self._abandon_backward()
+        self.ending.finish()
+        for unit in self._units:
+            unit.reshard(Phase.IDLE)
+            if unit.handle is not None:
+                unit.handle.drop_gradients()
+
+    # steps that several of the above share
+
+    def _takes_in_place(self, unit: Unit) -> bool:
+        """Whether nothing speaks against gradients in the place of the unit's parameters."""
+        options = unit.options
+        freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
+        return freed and self._syncs and options.syncs and not torch.is_grad_enabled()
+
+    def _prefetch(self, unit: Unit) -> None:
+        expected = self._order.next_in_backward(unit)
+        for target in unit.options.backward_targets or (expected,):
+            if target is not None and target.options.unshards_in_backward:
+                target.gather(Phase.BACKWARD)
+
+    def _take_gradients(self, unit: Unit, phase: Phase) -> None:
+        """Takes what gradients a unit has off its leaves, to be reduced or kept."""
+        if unit.handle is None or not unit.handle.holds_gradients:
+            return
+        if self._reducing or self._prefetching_later:
+            self._make_room()  # one is in flight at most
+        if self._syncs and unit.options.syncs:
+            unit.reduce(phase)
+            self._reducing = unit
+        else:
+            unit.handle.accumulate_gradients()
+
+    def _make_room(self) -> None:
+        """Finishes the reduction in flight, and issues the prefetch that waited for its memory."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None:
+            reducing.finish_reduction()
+        waiting, self._prefetching_later = self._prefetching_later, None
+        if waiting is not None:
+            self._prefetch(waiting)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients without communication while the context is open."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def require_idle(self, doing: str) -> None:
+        """Refuses what must not happen in the middle of a forward or backward.
+
+        Raises:
+            NotIdleError: If a unit's forward is running or a backward is in progress.
+        """
+        running = next((unit for unit in self._units if unit.running), None)
+        if running is not None or graph_task() != -1:
+            where = f"the forward of {running.name}" if running is not None else "a backward"
+            raise NotIdleError(f"{doing} must not run inside {where}")
+
+
+def schedule_of(unit: Unit) -> Schedule:
+    """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
+    return Schedule(unit) if unit.schedule is None else unit.schedule
+
+
+def require_idle(units: Iterable[Unit], doing: str) -> None:
+    """Refuses what must not happen in the middle of a forward or backward of any of the units.
+
+    Raises:
+        NotIdleError: As `Schedule.require_idle`.
+    """
+    for schedule in dict.fromkeys(map(schedule_of, units)):
+        schedule.require_idle(doing)
+
+
+def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Refuses to compute a parametrised tensor from sharded parameters, which do not fit each other."""
+    for module in modules:
+        if isinstance(module, ParametrizationList):
+            module.register_forward_pre_hook(ParametrizationGuard(unit))

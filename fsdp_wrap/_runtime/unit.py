@@ -1,0 +1,489 @@
+"""`Unit`: a wrapped module with its handle; its verbs communicate, and tell other ranks and observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from fsdp_wrap._comm import Communicator, UnitPositions
+from fsdp_wrap._core import (
+    NO_CASTS,
+    UNIT_ATTR,
+    WRAPPED_ATTR,
+    BackwardPrefetch,
+    BufferCasts,
+    EventKind,
+    InputCasts,
+    NoValuesError,
+    Phase,
+    clean_fqn,
+    emit,
+    observers,
+    walk,
+)
+from fsdp_wrap._core.torch_private import graph_task, will_execute
+from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle
+from fsdp_wrap._runtime.arrivals import Arrivals, Progress
+from fsdp_wrap._runtime.initial_values import InitialValues
+
+if TYPE_CHECKING:
+    from fsdp_wrap._runtime.schedule import Schedule
+
+__all__ = [
+    "FULL_PRECISION_IN_EVAL",
+    "Copies",
+    "Unit",
+    "UnitOptions",
+    "Use",
+    "graph_task",
+    "units_in",
+]
+
+Copies = Sequence[Sequence[torch.Tensor]]
+"""Of the leaves, by segment."""
+
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""The environment variable, torch's, that leaves out mixed precision in eval mode where it is 1."""
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How the schedule treats one unit.
+
+    Attributes:
+        reshard_after_forward: Free the full parameters between forward and backward.
+        backward_prefetch: When backward issues the next unit's all-gather; None for never.
+        forward_prefetch: Whether forward issues the all-gather of the unit that came next last time.
+        keeps_as_root: Whether as the root it keeps its parameters for backward, which needs them first.
+        casts: Casts of inputs and outputs.
+        reshards_within: Ranks that keep the full parameters between them from forward to backward.
+        reshards_after_backward: Free the full parameters after backward.
+        unshards_in_backward: Whether backward needs the parameters' values at all.
+        syncs: Whether gradients are reduced, or kept for a later backward.
+        sums_over_replicas: Whether reduced gradients are summed over the replicas as well.
+        counts_unused: Whether parameters that no rank used get gradients of zeros.
+        forward_targets: Units whose all-gathers forward issues with this one; none for the default.
+        backward_targets: The same for backward.
+        gradients_in_place: Whether a gradient may take the memory of its parameter.
+        full_in_eval: Whether mixed precision is left out while the module is in eval mode.
+    """
+
+    reshard_after_forward: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    keeps_as_root: bool = True
+    casts: InputCasts = NO_CASTS
+    reshards_within: Communicator | None = None
+    reshards_after_backward: bool = True
+    unshards_in_backward: bool = True
+    syncs: bool = True
+    sums_over_replicas: bool = True
+    counts_unused: bool = False
+    forward_targets: tuple[Unit, ...] = ()
+    backward_targets: tuple[Unit, ...] = ()
+    gradients_in_place: bool = False
+    full_in_eval: bool = False
+
+    def copied(self, memo: dict[int, Any]) -> UnitOptions:
+        """Returns the same for a unit's deep copy; units that are not copied stay what they are."""
+        forward, backward = (
+            tuple(memo.get(id(unit), unit) for unit in targets)
+            for targets in (self.forward_targets, self.backward_targets)
+        )
+        return replace(self, forward_targets=forward, backward_targets=backward)
+
+
+class Unit:
+    """A wrapped module with the parameters that it owns.
+
+    Args:
+        module: The module that the front-end made a unit.
+        handle: Owner of its parameters; None where it owns none.
+        options: How to schedule it.
+        left: Tied parameters of the module that a unit above owns.
+        lenders: Owners of parameters that the module uses as well; they run whenever this unit does.
+        buffers: The casts of its buffers.
+        parts: The modules of which each has a forward of its own, where `module` only holds them together.
+        initial: What its parameters began with, if known.
+
+    Attributes:
+        running: Forward calls in progress.
+        casts: Whether it casts inputs or outputs.
+        held: Whether the user has unsharded it by hand.
+        schedule: In which it runs; None before its first use.
+        positions: Where it tells other ranks what it does, once it runs in a schedule.
+        arrivals: What it has got of the running backward.
+        hooked_generation: The generation of the handle's leaves that were hooked last.
+        all_train: Whether every leaf needs a gradient.
+    """
+
+    positions: UnitPositions
+
+    def __init__(
+        self,
+        module: nn.Module,
+        handle: ParamHandle | None,
+        options: UnitOptions,
+        *,
+        left: frozenset[nn.Parameter] = frozenset(),
+        lenders: Sequence[Unit] = (),
+        buffers: BufferCasts | None = None,
+        parts: Iterable[nn.Module] = (),
+        initial: InitialValues | None = None,
+    ) -> None:
+        self.module = module
+        self.parts = frozenset(parts)
+        self._to_run: set[nn.Module | None] = set(self.parts)
+        self.held = False
+        self.handle = handle
+        self.options = options
+        self.casts = options.casts != NO_CASTS
+        self.left = left
+        self.initial = initial
+        self.lenders = lenders
+        self.buffers = buffers or BufferCasts((), None)
+        self.fqn = ""
+        self.running = 0
+        self.nested = False
+        self.schedule: Schedule | None = None
+        self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
+        self.hooked_generation = -1
+        self.all_train = handle is None
+        self.arrivals = Arrivals()
+        self._copies: Copies | None = None
+
+    @property
+    def name(self) -> str:
+        """The unit as messages name it."""
+        wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
+        return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
+
+    def name_of(self, param: str) -> str:
+        """Returns the name below the root of a parameter that is given by its name within the unit."""
+        prefix = self.fqn.split(", ")[0]
+        return f"{prefix}.{param}" if prefix else param
+
+    def join(self, schedule: Schedule, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
+        """Makes this a unit of `schedule`, under its name relative to the root.
+
+        Args:
+            schedule: The schedule.
+            fqn: The name.
+            tell: Makes that by which it tells other ranks what it does.
+        """
+        self.schedule = schedule
+        self.fqn = fqn
+        self.positions = tell(self)
+
+    def leave(self) -> None:
+        """Takes it out of its schedule; it joins one again when it is used."""
+        self.schedule = None
+
+    def nest(self, fqn: str) -> None:
+        """Notes that another unit encloses this one, under its name there."""
+        self.nested = True
+        self.fqn = fqn
+
+    def set(self, **options: Any) -> None:
+        """Schedules it differently from now on."""
+        self.options = replace(self.options, **options)
+        self.casts = self.options.casts != NO_CASTS
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Decides whether the full parameters are freed after forward, as the root as well."""
+        self.set(reshard_after_forward=reshard, keeps_as_root=not reshard, reshards_within=None)
+
+    # communication
+
+    def unshard(self, phase: Phase) -> None:
+        """Makes the leaves usable, gathering if they are not, or not being gathered already.
+
+        Raises:
+            RuntimeError: If the parameters are in the user's hands or in a state dict's.
+            ValueError: If they have no values.
+        """
+        handle = self.handle
+        assert handle is not None and self.schedule is not None
+        state = handle.state
+        if state is HandleState.SUMMONED or state is HandleState.REPLACED:
+            raise _not_ours(self, state)
+        self.positions.enter(phase, self.schedule.iteration)
+        if state is HandleState.SHARDED:
+            self.gather(phase)
+        if handle.state is HandleState.UNSHARDING:
+            handle.wait()
+            self.positions.gathered()
+
+    def gather(self, phase: Phase) -> bool:
+        """Issues the all-gather; returns False if the unit is unsharded, or being so, already.
+
+        Raises:
+            NoValuesError: If parameters are on the meta device.
+        """
+        handle = self.handle
+        if handle is None or handle.state is not HandleState.SHARDED:
+            return False
+        assert self.schedule is not None
+        if handle.without_values:
+            raise NoValuesError(
+                f"parameters of {self.name} are on the meta device and have no values: "
+                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                "or load them before the first forward"
+            )
+        if handle.reduction is not None and handle.lends:
+            self.finish_reduction()
+        gather = self.positions.gather if handle.kept is None else self.positions.gather_kept
+        gather.issue(phase, self.schedule.iteration)
+        handle.gather(lasting=phase is Phase.IDLE or not self.options.reshards_after_backward)
+        if observers:
+            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator)
+        return True
+
+    def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
+        """Frees the full parameters, unless a forward that is running needs them.
+
+        Args:
+            phase: Where in the iteration this is.
+            within: Ranks that keep the full parameters between them.
+        """
+        handle = self.handle
+        # A backward may run inside a forward, which still needs its leaves.
+        if handle is None or self.running > (phase is Phase.FORWARD):
+            return
+        if handle.reshard(within):
+            self.held = False
+            if observers:
+                emit(EventKind.RESHARD, self.fqn, phase, handle.unsharded_nbytes)
+
+    def reduce(self, phase: Phase) -> None:
+        """Issues the reduction of the gradients; none may be in flight."""
+        handle, options = self.handle, self.options
+        assert handle is not None and self.schedule is not None
+        sums, positions = options.sums_over_replicas, self.positions
+        reduction = positions.reduction if sums else positions.reduction_in_copy
+        reduction.issue(phase, self.schedule.iteration)
+        nbytes = handle.start_reduction(sums, options.counts_unused)
+        if observers:
+            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator)
+
+    def finish_reduction(self) -> None:
+        """Waits for the reduction in flight, if any, and hands on its result."""
+        handle = self.handle
+        if handle is not None and handle.reduction is not None:
+            handle.finish_reduction()
+            if not handle.has_own_reduction:  # which may have waited for nobody
+                self.positions.reduced()
+
+    # forward
+
+    def hold(self) -> None:
+        """Notes that the user has unsharded it by hand."""
+        self.held = True
+
+    @property
+    def survives(self) -> bool:
+        """Whether a new iteration takes over its full parameters."""
+        wanted = self.held or not self.options.reshards_after_backward
+        if not wanted or self.handle is None or not self.handle.is_current:
+            return False
+        return self.handle.in_full == self.leaves_mixed_precision
+
+    @property
+    def leaves_mixed_precision(self) -> bool:
+        """Whether a forward that begins now leaves out the unit's mixed precision."""
+        options = self.options
+        if not options.full_in_eval or (self.module._modules.get(WRAPPED_ATTR) or self.module).training:
+            return False
+        if self.handle is None:
+            return not options.casts.restores_outputs  # those are to full precision
+        return self.handle.mixes
+
+    def show_buffers(self) -> None:
+        """Lets the modules compute with buffers in the dtype of a forward that begins now."""
+        if self.leaves_mixed_precision:
+            self.buffers.show_original()
+        else:
+            self.buffers.show_cast()
+
+    def follow_mode(self) -> None:
+        """Lets a sharded unit compute in the precision that its module's mode asks for.
+
+        Raises:
+            RuntimeError: If that changes while gradients in the former precision wait for a backward.
+        """
+        in_full, handle = self.leaves_mixed_precision, self.handle
+        if handle is None or handle.in_full == in_full:
+            return
+        if handle.accumulates:
+            raise RuntimeError(
+                f"{self.name} went to {'eval' if in_full else 'train'} mode, and so to another precision "
+                f"({FULL_PRECISION_IN_EVAL}=1), on rank {dist.get_rank()} while gradients left by no_sync "
+                "wait for a backward; evaluate before or after the accumulation"
+            )
+        handle.compute_in_full(in_full)
+
+    def keeps_parameters(self, use: Use, has_grad_outputs: bool, as_root: bool) -> bool:
+        """Whether its full parameters stay for the backward of a use, after the forward."""
+        if not torch.is_grad_enabled():
+            return False
+        if not has_grad_outputs:  # gradients may enter through something that no hook can see
+            return use.watched > 0 or (self.handle is not None and self.handle.trainable)
+        if as_root and self.options.keeps_as_root:
+            return self.module.training
+        return not self.options.reshard_after_forward
+
+    def ran(self, part: nn.Module | None) -> bool:
+        """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
+        self._to_run.discard(part)
+        over = not self._to_run
+        if over:
+            self.restart()
+        return over
+
+    @property
+    def partly_ran(self) -> bool:
+        """Whether some of its parts have run and others not."""
+        return self._to_run != self.parts
+
+    def restart(self) -> None:
+        """Waits for the forwards of all parts again."""
+        self._to_run = set(self.parts)
+
+    def show_copies(self, copies: Copies | None) -> Copies | None:
+        """Lets the modules compute with copies of the leaves, by segment, or with the leaves again.
+
+        Returns:
+            The copies that they computed with before, if they did.
+        """
+        before, self._copies = self._copies, copies
+        for number, segment in enumerate([] if self.handle is None else self.handle.segments):
+            if copies is None:
+                segment.layout.show_leaves()
+            else:
+                segment.layout.show(copies[number])
+        return before
+
+    def newly_trainable(self) -> list[tuple[nn.Parameter, int, int]]:
+        """Returns (leaf, segment, index) of leaves that need gradients and were not returned before."""
+        handle = self.handle
+        assert handle is not None
+        leaves = [
+            (leaf, number, index)
+            for number, segment in enumerate(handle.segments)
+            for index, leaf in enumerate(segment.leaves)
+        ]
+        trainable = [found for found in leaves if found[0].requires_grad]
+        self.hooked_generation = handle.generation
+        self.arrivals.expect(found[0] for found in trainable)
+        self.all_train = len(trainable) == len(leaves)
+        self._hooked = {id(found[0]): found[0] for found in leaves if id(found[0]) in self._hooked}
+        new = [found for found in trainable if id(found[0]) not in self._hooked]
+        self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
+        return new
+
+    # backward
+
+    def gradients_to_come(self) -> bool:
+        """Whether the running backward will reach a leaf whose gradient has not arrived."""
+        missing = self.arrivals.missing
+        if self.handle is None or not missing:
+            return False
+        leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
+        return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
+
+    def end_unsharded(self, phase: Phase) -> None:
+        """Reshards where a backward has ended, or shows the sharded parameters at least."""
+        if self.options.reshards_after_backward:
+            self.reshard(phase)
+        elif self.handle is not None and not self.running:
+            self.handle.shown.show_sharded()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the running backward of the tree has reached the unit and not left it."""
+        return self.arrivals.progress is Progress.RUNNING
+
+
+class Use:
+    """One forward call of a unit whose backward may follow."""
+
+    def __init__(self, unit: Unit, part: nn.Module | None = None) -> None:
+        self.unit = unit
+        self.part = part
+        self.watched = 0
+        """How many of its inputs report when their gradients are done."""
+        self.task = -1
+        """The graph task in which its backward is open."""
+        self.written: list[tuple[list[int], list[int]]] = []
+        """What the layouts said when the forward was over."""
+        self._awaited = 0
+        self._values = 0 if unit.handle is None else unit.handle.values
+        self._generation = 0 if unit.handle is None else unit.handle.generation
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the leaves have other values now than it computed with, or the shards were written to."""
+        handle = self.unit.handle
+        if handle is None:
+            return False
+        if handle.resident:
+            handle.note_values()
+        if self._values != handle.values:
+            return True
+        return bool(self.written) and self.written != [*map(WRITTEN, handle.layouts)]
+
+    @property
+    def converted(self) -> bool:
+        """Whether the leaves it computed with have been replaced by others of another dtype."""
+        handle = self.unit.handle
+        return handle is not None and self._generation != handle.generation
+
+    def open(self, task: int, inputs: list[Node]) -> None:
+        """Begins its backward in a graph task."""
+        self.task = task
+        self._awaited = _will_run(inputs) if len(inputs) > 1 else len(inputs)
+        self.unit.arrivals.open_uses += self.watched > 0
+
+    def input_done(self) -> bool:
+        """Notes that an input's gradient is done; returns whether no use of the unit awaits any more."""
+        self._awaited -= 1
+        if self._awaited:
+            return False
+        self.task = -1
+        self.unit.arrivals.open_uses -= 1
+        return self.unit.arrivals.open_uses == 0
+
+
+def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:
+    if state is HandleState.REPLACED:
+        return RuntimeError(
+            f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
+            "backward after that"
+        )
+    return RuntimeError(
+        f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+        "before running forward or backward"
+    )
+
+
+def _will_run(nodes: Iterable[Node]) -> int:
+    """Counts the nodes that the running backward will execute."""
+    try:
+        return sum(will_execute(node) for node in nodes)
+    except RuntimeError:  # leaves captured by torch.autograd.grad: they are not executed
+        return 0
+
+
+def units_in(module: nn.Module) -> dict[str, Unit]:
+    """Returns the units at and below `module` by name, parents before children."""
+    return {
+        clean_fqn(name): child.__dict__[UNIT_ATTR]
+        for name, child in walk(module)
+        if UNIT_ATTR in child.__dict__
+    }

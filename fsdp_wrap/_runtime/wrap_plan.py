@@ -1,0 +1,307 @@
+"""Which modules of a tree become units, and the rewriting of the tree.
+
+Two steps: `plan_wrapping` makes every decision and refuses what is wrong while the tree is untouched,
+`WrapPlan.apply` then replaces modules by units. The wrapper class is always passed in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
+
+from fsdp_wrap._core import joined
+
+__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "is_container", "plan_wrapping", "warn_of_container"]
+
+AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
+Kwargs: TypeAlias = dict[str, Any]
+Targets: TypeAlias = dict[nn.Module, Kwargs]
+Chain: TypeAlias = tuple[nn.Module, ...]
+MakeUnit: TypeAlias = Callable[[nn.Module, Kwargs, Set[nn.Parameter]], nn.Module]
+
+_COMPILED = "_orig_mod"  # under which what `torch.compile` returns holds the module
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """Which submodules become units, decided before anything changes.
+
+    Attributes:
+        targets: The modules to wrap, children before parents, with their wrapper's arguments.
+        owners: Each tied parameter that meets a unit which must not take it, with the module that owns
+            it: the lowest target above all its uses, or the root. In the order of the module tree.
+        left_to_ancestor: For each target, the parameters in its subtree that an ancestor owns.
+    """
+
+    targets: Targets
+    owners: dict[nn.Parameter, nn.Module]
+    left_to_ancestor: dict[nn.Module, frozenset[nn.Parameter]]
+    _places: dict[nn.Module, list[tuple[nn.Module, str]]] = field(repr=False)
+
+    def apply(self, make_unit: MakeUnit) -> None:
+        """Puts `make_unit(module, kwargs, left_to_ancestor)` in every place that holds a target."""
+        for module, kwargs in self.targets.items():
+            unit = make_unit(module, kwargs, self.left_to_ancestor[module])
+            for parent, name in self._places[module]:
+                setattr(parent, name, unit)
+
+
+def plan_wrapping(
+    root: nn.Module,
+    policy: AutoWrapPolicy,
+    wrapper_cls: Callable[..., nn.Module],
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    wrapper_kwargs: Mapping[str, Any] | None = None,
+    apart: tuple[tuple[type[nn.Module], ...], Kwargs] = ((), {}),
+) -> WrapPlan:
+    """Decides which submodules of `root` become units; never `root` itself, which the caller wraps.
+
+    Args:
+        root: The module whose submodules are looked at.
+        policy: A function `(module, recurse, nonwrapped_numel) -> bool`, or a policy object of this
+            module or of torch.
+        wrapper_cls: The class (or function) that will make the units.
+        ignored_modules: Modules to leave alone together with everything below them.
+        ignored_params: Parameters that do not count.
+        wrapper_kwargs: Arguments of the units' wrappers, where the policy does not override them.
+        apart: Classes whose instances become units whatever the policy says, and what then overrides
+            their wrapper's arguments; they are named in a warning.
+
+    Raises:
+        ValueError: If a module is already wrapped, or the policy refuses the tree.
+        TypeError: If `policy` is no policy, or `wrapper_cls` cannot take a unit's arguments.
+    """
+    tree = _ModuleTree(root, ignored_modules, ignored_params)
+    _refuse_nested_wrapping(tree, wrapper_cls)
+    kwargs = dict(wrapper_kwargs or {})
+    if isinstance(policy, torch_wrap._Policy):
+        targets = _ask_policy_object(tree, policy, kwargs)
+    elif callable(policy):
+        targets = _ask_policy_function(tree, policy, kwargs)
+    else:
+        raise TypeError(
+            f"auto_wrap_policy must be a function or a policy object, not {policy!r}; "
+            "for a set of module classes use ModuleWrapPolicy"
+        )
+    targets = _outside_of_scripts(tree, _with_those_apart(tree, targets, kwargs, *apart))
+    targets = _outside_of_compiled(tree, targets)
+    _check_arguments(tree, targets, wrapper_cls)
+    owners, left = _assign_tied_params(tree, targets)
+    return WrapPlan(targets, owners, left, tree.places)
+
+
+class _ModuleTree:
+    """A module tree as planning sees it; modules and parameters may be reachable along several paths.
+
+    A module *encloses* a parameter if every path from the root to a use of the parameter passes
+    through it. Only an enclosing module can own the parameter as a unit.
+
+    Attributes:
+        names: The FQN of each module, the first of several.
+        order: The modules, children before parents.
+        places: For each module, the (parent, name) pairs under which it is registered.
+        ignored: The ignored modules, with everything below them.
+        chains: For each parameter that counts, the modules that enclose it, from the root downwards.
+    """
+
+    def __init__(
+        self, root: nn.Module, ignored_modules: Iterable[nn.Module], ignored_params: Iterable[nn.Parameter]
+    ) -> None:
+        self.root = root
+        self.names: dict[nn.Module, str] = {root: ""}
+        self.order: list[nn.Module] = []
+        self.places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root: []}
+        self._visit(root)
+        self.ignored = {inner for module in ignored_modules for inner in module.modules()}
+        self.chains = self._enclosing_modules(set(ignored_params))
+        self._enclosed: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in self.order}
+        for param, chain in self.chains.items():
+            for module in chain:
+                self._enclosed[module].append(param)
+
+    def _visit(self, module: nn.Module) -> None:
+        # Not `named_children`: it hides that one child is registered under two names.
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            self.places.setdefault(child, []).append((module, name))
+            if child not in self.names:
+                self.names[child] = joined(self.names[module], name)
+                self._visit(child)
+        self.order.append(module)
+
+    def _enclosing_modules(self, ignored_params: set[nn.Parameter]) -> dict[nn.Parameter, Chain]:
+        above: dict[nn.Module, Chain] = {self.root: (self.root,)}
+        uses: dict[nn.Parameter, list[Chain]] = {}
+        skipped = ignored_params.union(*(module.parameters() for module in self.ignored))
+        for module in reversed(self.order):  # parents before children
+            if module is not self.root:
+                parents = [above[parent] for parent, _ in self.places[module] if parent in above]
+                above[module] = (*_common(parents), module)
+            for param in module.parameters(recurse=False):
+                if param not in skipped:
+                    uses.setdefault(param, []).append(above[module])
+        return {param: _common(uses[param]) for param in self.root.parameters() if param in uses}
+
+    def free_numel(self, module: nn.Module, targets: Targets) -> int:
+        """Counts the elements that `module` would own as a unit, given the targets below it."""
+        free = (p for p in self._enclosed[module] if targets.keys().isdisjoint(self.chains[p]))
+        return sum(param.numel() for param in free)
+
+    def owner(self, param: nn.Parameter, targets: Targets) -> nn.Module:
+        """Returns the lowest target that encloses `param`, or the root."""
+        return next((module for module in reversed(self.chains[param]) if module in targets), self.root)
+
+    def describe(self, module: nn.Module) -> str:
+        return describe(self.names[module], module)
+
+
+def _common(chains: list[Chain]) -> Chain:
+    first, *rest = chains
+    return tuple(module for module in first if all(module in chain for chain in rest))
+
+
+def describe(name: str, module: nn.Module) -> str:
+    return f"{name!r} ({type(module).__name__})" if name else f"the root module ({type(module).__name__})"
+
+
+def _refuse_nested_wrapping(tree: _ModuleTree, wrapper_cls: Callable[..., nn.Module]) -> None:
+    if not isinstance(wrapper_cls, type):
+        return
+    for module in tree.names:
+        if isinstance(module, wrapper_cls) and module not in tree.ignored:
+            raise ValueError(
+                f"an auto_wrap_policy needs a module that holds no {wrapper_cls.__name__} yet, but "
+                f"{tree.describe(module)} is one; wrap it by the policy too, or wrap everything by hand"
+            )
+
+
+def _ask_policy_function(tree: _ModuleTree, policy: Callable[..., bool], kwargs: Kwargs) -> Targets:
+    targets: Targets = {}
+    seen = {tree.root}
+
+    def visit(module: nn.Module) -> None:
+        if not policy(module=module, recurse=True, nonwrapped_numel=tree.free_numel(module, targets)):
+            return
+        for child in module.children():
+            if child not in seen and child not in tree.ignored:
+                seen.add(child)
+                visit(child)
+        if module is tree.root or is_container(module):
+            return
+        if policy(module=module, recurse=False, nonwrapped_numel=tree.free_numel(module, targets)):
+            targets[module] = dict(kwargs)
+
+    visit(tree.root)
+    return targets
+
+
+def _ask_policy_object(tree: _ModuleTree, policy: torch_wrap._Policy, kwargs: Kwargs) -> Targets:
+    chosen = policy._run_policy(tree.root, tree.ignored, kwargs)
+    targets: Targets = {}
+    for module in tree.order:
+        if module not in chosen or module in tree.ignored or module is tree.root:
+            continue
+        if is_container(module):
+            warnings.warn(
+                f"{tree.describe(module)} has no forward and is not wrapped; "
+                "what no unit in it owns belongs to the unit above",
+                stacklevel=2,
+            )
+        else:
+            targets[module] = dict(chosen[module])
+    return targets
+
+
+def _with_those_apart(
+    tree: _ModuleTree,
+    targets: Targets,
+    kwargs: Kwargs,
+    classes: tuple[type[nn.Module], ...],
+    overrides: Kwargs,
+) -> Targets:
+    result: Targets = {}
+    apart: list[str] = []
+    for module in tree.order:
+        if isinstance(module, classes) and module not in tree.ignored and module is not tree.root:
+            result[module] = {**targets.get(module, kwargs), **overrides}
+            apart.append(tree.describe(module))
+        elif module in targets:
+            result[module] = targets[module]
+    if apart:
+        warnings.warn(
+            f"mixed_precision leaves out modules of {', '.join(each.__name__ for each in classes)} "
+            "(_module_classes_to_ignore). These modules will be wrapped as separate FSDP units, in full "
+            f"precision: {', '.join(apart)}",
+            stacklevel=5,
+        )
+    return result
+
+
+def _outside_of_scripts(tree: _ModuleTree, targets: Targets) -> Targets:
+    """Leaves out what TorchScript modules hold, which call no wrapper that is put there."""
+    inside = {
+        module
+        for module, places in tree.places.items()
+        if any(isinstance(parent, torch.jit.ScriptModule) for parent, _ in places)
+    }
+    return {module: kwargs for module, kwargs in targets.items() if module not in inside}
+
+
+def _outside_of_compiled(tree: _ModuleTree, targets: Targets) -> Targets:
+    """Takes compiled modules for those of which they were made: they would call no wrapper put there."""
+    found: Targets = {}
+    for module, kwargs in targets.items():
+        compiled = next((parent for parent, name in tree.places[module] if name == _COMPILED), module)
+        if compiled is not tree.root:
+            found[compiled] = kwargs
+    return found
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether the module is a container without a forward: as a unit it would never be unsharded."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
+
+
+def warn_of_container(module: nn.Module) -> None:
+    """Warns if a module that the user wraps is a container without a forward."""
+    if is_container(module):
+        warnings.warn(
+            f"a {type(module).__name__} has no forward, in which its parameters would be gathered when it is "
+            "wrapped; wrap the modules in it, or the one above",
+            stacklevel=4,
+        )
+
+
+def _check_arguments(tree: _ModuleTree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:
+    """Finds arguments that the wrapper does not know before the first one is constructed."""
+    signature = inspect.signature(wrapper_cls)
+    for module, kwargs in targets.items():
+        try:
+            signature.bind(module, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"cannot wrap {tree.describe(module)}: {error}") from None
+
+
+def _assign_tied_params(
+    tree: _ModuleTree, targets: Targets
+) -> tuple[dict[nn.Parameter, nn.Module], dict[nn.Module, frozenset[nn.Parameter]]]:
+    owners = {param: tree.owner(param, targets) for param in tree.chains}
+    left: dict[nn.Module, frozenset[nn.Parameter]] = {}
+    for unit in targets:
+        inside = set(unit.modules())
+        counted = (param for param in unit.parameters() if param in owners)
+        left[unit] = frozenset(param for param in counted if owners[param] not in inside)
+    tied = frozenset().union(*left.values())
+    return {param: owner for param, owner in owners.items() if param in tied}, left

@@ -1,0 +1,105 @@
+"""Full values, and state dicts of models and optimizers.
+
+Lives here: `summon_full_params`, streams of full tensors, state dicts and their loading; in
+`gradients/` norms, clipping and scaling.
+May import: all below: `_core`, `_comm`, `_params`, `_runtime`.
+Must never know: which front-end made a unit, and where a checkpoint lies.
+"""
+
+from fsdp_wrap._state.copies import deepcopy_wrapper
+from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handles, summon_full_params
+from fsdp_wrap._state.full_stream import FullParams, iter_full_params, param_aliases, settled_units
+from fsdp_wrap._state.full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
+from fsdp_wrap._state.gradients.clip_grad import GradientNorms
+from fsdp_wrap._state.gradients.hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    compress,
+    compression,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+    register_comm_hook,
+)
+from fsdp_wrap._state.gradients.in_place import set_gradients_in_place
+from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
+from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
+from fsdp_wrap._state.optim_load import load_optim_state_dict
+from fsdp_wrap._state.optim_params import options_of, refuse_shared
+from fsdp_wrap._state.optim_pieces import refitted
+from fsdp_wrap._state.optim_state_dict import (
+    full_optim_state_dict,
+    iter_full_optim_state,
+    rekey_optim_state_dict,
+    sharded_optim_state_dict,
+)
+from fsdp_wrap._state.originals import Originals
+from fsdp_wrap._state.state_dict import (
+    FullLoad,
+    ShardedLoad,
+    add_wrapped_prefix,
+    begin_load,
+    clean_keys,
+    default_settings,
+    expand_local,
+    resolve_settings,
+    take_state_dict,
+    unshard_values,
+    wants_result,
+    with_wrapped_metadata,
+)
+from fsdp_wrap._state.taking import taking
+
+__all__ = [
+    "DefaultState",
+    "FirstRank",
+    "FullLoad",
+    "FullParams",
+    "GradientNorms",
+    "LowPrecisionState",
+    "Originals",
+    "ReadsOnAccess",
+    "ShardedGradScaler",
+    "ShardedLoad",
+    "Targets",
+    "add_wrapped_prefix",
+    "allreduce_hook",
+    "begin_load",
+    "bf16_compress_hook",
+    "clean_keys",
+    "compress",
+    "compression",
+    "deepcopy_wrapper",
+    "default_settings",
+    "expand_local",
+    "fp16_compress_hook",
+    "full_optim_state_dict",
+    "full_units",
+    "handles_of",
+    "is_first_rank",
+    "is_sharded",
+    "is_summoned",
+    "iter_full_optim_state",
+    "iter_full_params",
+    "load_optim_state_dict",
+    "options_of",
+    "param_aliases",
+    "reduce_scatter_hook",
+    "refitted",
+    "refuse_shared",
+    "register_comm_hook",
+    "rekey_optim_state_dict",
+    "resolve_settings",
+    "set_gradients_in_place",
+    "settled_units",
+    "sharded_handles",
+    "sharded_optim_state_dict",
+    "summon_full_params",
+    "take_state_dict",
+    "taking",
+    "unshard_values",
+    "unsharded",
+    "wants_result",
+    "with_wrapped_metadata",
+]

@@ -1,0 +1,94 @@
+"""`copy.deepcopy` of wrapped modules: a second model with shards of its own, without communication."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fsdp_wrap._core import is_owned
+from fsdp_wrap._params import Layout
+from fsdp_wrap._runtime import REGISTRY, Unit, refuse_pieces, schedule_of, units_in
+from fsdp_wrap._state.full_params import refuse_summoned
+
+__all__ = ["deepcopy_wrapper"]
+
+Wrapper = TypeVar("Wrapper", bound=nn.Module)
+
+
+def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrapper:
+    """Copies a wrapper with all units in it; the copies use the same process groups.
+
+    As with plain parameters, gradients are not copied.
+
+    Args:
+        wrapper: The wrapper.
+        unit: Its unit.
+        memo: Of `copy.deepcopy`.
+
+    Raises:
+        RuntimeError: Inside a forward, a backward or `summon_full_params`.
+    """
+    if id(unit) in memo:  # its unit is made by the copying of a wrapper that encloses or uses this one
+        return _copy_module(wrapper, memo)
+    units = [each for each in _with_lenders(units_in(wrapper).values()) if id(each) not in memo]
+    for each in units:
+        _refuse_in_use(each)
+    layouts: dict[Unit, list[Layout]] = {}
+    for each in units:
+        memo[id(each)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
+        segments = each.handle.segments if each.handle is not None else ()
+        layouts[each] = [segment.layout.copied(memo) for segment in segments]
+    copied = _copy_module(wrapper, memo)
+    for each in units:
+        _make_unit(each, layouts[each], memo)
+    for each in reversed(units):  # so that the outermost names them last
+        for fqn, below in units_in(memo[id(each)].module).items():
+            if below is not memo[id(each)]:
+                below.nest(fqn)
+    return copied
+
+
+def _with_lenders(units: Iterable[Unit]) -> list[Unit]:
+    found = dict.fromkeys(units)
+    for unit in list(found):
+        found.update(dict.fromkeys(_with_lenders(unit.lenders)))
+    return list(found)
+
+
+def _refuse_in_use(unit: Unit) -> None:
+    schedule = schedule_of(unit)
+    schedule.require_idle("copy.deepcopy()")
+    schedule.end_failed_backward()
+    refuse_summoned(unit, "copying the wrapped module")
+    if unit.handle is not None:
+        unit.handle.shown.show_sharded()
+
+
+def _copy_module(wrapper: Wrapper, memo: dict[int, Any]) -> Wrapper:
+    new = object.__new__(wrapper.__class__)
+    memo[id(wrapper)] = new
+    new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in wrapper.__dict__.items()})
+    return new
+
+
+def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
+    new: Unit = memo[id(old)]
+    module = copy.deepcopy(old.module, memo)
+    for layout in layouts:
+        layout.follow_modules(memo)
+    Unit.__init__(
+        new,
+        module,
+        None if old.handle is None else old.handle.with_layouts(layouts),
+        old.options.copied(memo),
+        left=frozenset(copy.deepcopy(param, memo) for param in old.left if not is_owned(param)),
+        lenders=[memo[id(lender)] for lender in old.lenders],
+        buffers=copy.deepcopy(old.buffers, memo),
+        parts=[copy.deepcopy(part, memo) for part in old.parts],
+    )
+    REGISTRY.take(memo[id(each)] for each in REGISTRY.taken_in(old.module) if id(each) in memo)
+    REGISTRY.note(new, [layout.sources for layout in layouts])
+    refuse_pieces(new)

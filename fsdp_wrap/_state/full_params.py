@@ -1,0 +1,246 @@
+"""`summon_full_params`: full parameters in the user's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_wrap._core import NotIdleError
+from fsdp_wrap._params import HandleState, ParamHandle, Summoning
+from fsdp_wrap._runtime import Unit, refuse_replaced, require_idle, units_in
+from fsdp_wrap._state.full_values import handles_of, used_by
+
+__all__ = [
+    "dismiss",
+    "full_units",
+    "is_summoned",
+    "original_buffers",
+    "refuse_hidden",
+    "refuse_summoned",
+    "settle",
+    "sharded_handles",
+    "summon",
+    "summon_full_params",
+]
+
+_EVERYWHERE = Summoning()
+
+
+def is_summoned(unit: Unit) -> bool:
+    """Whether the unit's full parameters are in the user's hands."""
+    return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
+
+    Buffers stay in the dtype that forwards compute with (`buffer_dtype`); state dicts have them in their own.
+    Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
+    must therefore be the same on all ranks, save with `rank0_only`.
+
+    Args:
+        module: Any module; all units at and below it take part.
+        recurse: Also the units below the outermost one; without it nothing is shown unless `module` itself
+            is a unit.
+        writeback: Keep edits of the parameters (and gradients); otherwise they are forgotten.
+        rank0_only: Show them only on the first rank of each unit's process group (of the first copy, where
+            there are several). The other ranks go on showing sharded parameters, and get the first rank's
+            edits. If any rank leaves by an exception, no edit is kept on any.
+        offload_to_cpu: Show them in host memory, where at most one unit is on the accelerator at a time.
+        with_grads: Show the full gradients as `.grad`; None where no rank has one.
+
+    Raises:
+        NotIdleError: Inside a forward, a backward, or another summon of the same unit.
+        RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced; on
+            leaving, if another rank's edits are lost (`rank0_only`).
+        ReplacedError: If something else was put in the place of a sharded parameter before.
+        ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
+    """
+    units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
+    # Programs know torch's words.
+    require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
+    for unit in units:
+        if is_summoned(unit):
+            raise NotIdleError(
+                f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
+            )
+        if with_grads and unit.handle is not None and unit.handle.accumulates:
+            raise RuntimeError(
+                f"{unit.name} holds gradients accumulated under no_sync, which are not reduced yet; call "
+                "summon_full_params(with_grads=True) after a backward outside of no_sync, or zero them"
+            )
+    how = Summoning(rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
+    with full_units(units, writeback=writeback, how=how):
+        yield
+
+
+@contextmanager
+def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
+    """Shows the full parameters that units use; after an exception inside, nothing is written back."""
+    summoned: list[Unit] = []
+    kept = False
+    try:
+        for unit in units:
+            summoned += summon(unit, how)
+        with _all_or_none(summoned if how.rank0_only and writeback else ()):
+            yield
+            if writeback:
+                _take_edits(summoned)
+        kept = writeback
+    finally:
+        _release(summoned, kept)
+
+
+@contextmanager
+def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
+    """Raises at the end if any rank of the units' groups has raised inside; collective in either case."""
+    try:
+        yield
+    except Exception:
+        _agree(units, False)
+        raise
+    if not _agree(units, True):
+        raise RuntimeError(
+            "another rank left summon_full_params(rank0_only=True) by an exception; no edit was written back"
+        )
+
+
+def _agree(units: Sequence[Unit], fine: bool) -> bool:
+    groups = (each for handle in handles_of(units) for each in (handle.communicator, handle.replicas))
+    for communicator in dict.fromkeys(groups):
+        flag = torch.tensor([fine], dtype=torch.int32, device=communicator.device)
+        communicator.all_reduce([flag], dist.ReduceOp.MIN).wait()
+        fine = bool(flag.item())
+    return fine
+
+
+@contextmanager
+def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
+    """Shows the buffers of units in their own dtype."""
+    units = list(units)
+    for unit in units:
+        unit.buffers.hold_original()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.buffers.release()
+
+
+def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
+    """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
+
+    Raises:
+        ReplacedError: If something else was put in the place of a sharded parameter.
+        RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
+    """
+    summoned = []
+    for each in used_by([unit]):
+        if not is_summoned(each):
+            if each.handle is not None:
+                sharded_handles([each])  # summoning would leave no trace of what was replaced
+                each.handle.summon(how)
+            summoned.append(each)
+        elif not how.rank0_only:
+            refuse_hidden(each)
+    return summoned
+
+
+def refuse_hidden(unit: Unit) -> None:
+    """Refuses to use full parameters that only the first rank has.
+
+    Raises:
+        RuntimeError: If the unit is summoned by `rank0_only` and this rank does not show it.
+    """
+    if is_summoned(unit) and unit.handle is not None and not unit.handle.shows_full:
+        raise RuntimeError(
+            f"the full parameters of {unit.name} are on the first rank only: this call must come after "
+            f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
+        )
+
+
+def dismiss(units: Sequence[Unit], writeback: bool) -> None:
+    """Takes full parameters back, all of them; if one cannot be written back, none is.
+
+    Raises:
+        ValueError: If a parameter was replaced by one of another shape or dtype.
+    """
+    kept = False
+    try:
+        if writeback:
+            _take_edits(units)
+        kept = writeback
+    finally:
+        _release(units, kept)
+
+
+def _take_edits(units: Iterable[Unit]) -> None:
+    for unit in units:
+        if unit.handle is not None:
+            unit.handle.take_edits(f"{unit.fqn}." if unit.fqn else "")
+
+
+def _release(units: Iterable[Unit], writeback: bool) -> None:
+    for handle in handles_of(units):
+        handle.dismiss(writeback)
+
+
+def refuse_summoned(unit: Unit, doing: str) -> None:
+    """Refuses what needs sharded parameters while the user holds the full ones.
+
+    Raises:
+        RuntimeError: If the unit is summoned.
+    """
+    if is_summoned(unit):
+        raise RuntimeError(
+            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+            f"before {doing}"
+        )
+
+
+def settle(units: Iterable[Unit], doing: str) -> None:
+    """Reshards what units use, to read what it holds.
+
+    Raises:
+        RuntimeError: If a state dict of them is being taken or loaded.
+        NotIdleError: If they are in use otherwise, by name.
+        ReplacedError: If something else was put in the place of a sharded parameter.
+    """
+    used = used_by(units)
+    require_idle(used, doing)
+    for unit in used:
+        if is_summoned(unit):
+            raise NotIdleError(
+                f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"
+            )
+    ready = {None, *sharded_handles(used)}
+    for unit in used:
+        if unit.handle not in ready:
+            raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
+
+
+def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
+    """Reshards what units use, and returns its handles, save those that show something else on purpose.
+
+    Raises:
+        ReplacedError: If something else was put in the place of a sharded parameter.
+    """
+    handles = []
+    for unit in used_by(units):
+        if unit.handle is not None and unit.handle.settle():
+            for segment in unit.handle.segments:
+                refuse_replaced(unit, segment.layout)
+            handles.append(unit.handle)
+    return handles

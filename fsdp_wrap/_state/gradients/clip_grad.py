@@ -1,0 +1,148 @@
+"""Clipping of gradients by their norm over all ranks, and their norms by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import NotIdleError
+from fsdp_wrap._runtime import Unit, schedule_of, units_in
+from fsdp_wrap._state.full_params import is_summoned
+from fsdp_wrap._state.gradients.held import HeldGradients
+from fsdp_wrap._state.gradients.norms import (
+    accumulation_dtype,
+    by_kind,
+    merged,
+    over_ranks,
+    power,
+    powers_and_presence,
+    root,
+    scale,
+)
+
+__all__ = ["GradientNorms"]
+
+
+class GradientNorms:
+    """The norms of a wrapper's gradients.
+
+    Who holds these is found out anew only when modules or parameters have come or gone.
+
+    Args:
+        module: The wrapper.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: HeldGradients | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
+        return GradientNorms(copy.deepcopy(self._module, memo))
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scales all gradients so that their total norm is at most `max_norm`.
+
+        One all-reduce; none where no unit is sharded; more only where units are sharded over groups of which
+        none holds the others. Gradients of parameters that no unit owns must be the same on all ranks. A
+        gradient that `no_sync` has left unreduced is passed over, with a warning.
+
+        Args:
+            max_norm: Upper bound of the norm.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            The total norm before clipping, a 0-d tensor on the device of the sharded parameters, the same on
+            all ranks. It is computed in float32 at least, and returned in the widest dtype of the gradients,
+            also of those that are not there. One that is not finite scales the gradients of all ranks alike.
+
+        Raises:
+            RuntimeError: Inside a forward, a backward or `summon_full_params`, or below the root.
+            ValueError: If `norm_type` is not positive or `max_norm` negative.
+        """
+        p, bound = _norm_type(norm_type), float(max_norm)
+        if not bound >= 0:
+            raise ValueError(f"max_norm must not be negative, but is {max_norm}")
+        known = self._found("clip_grad_norm_()")
+        _require_root(known.units[0])
+        grads = {share: by_kind(known.held(share)) for share in known.shares}
+        powers = {share: power(held, p, known.device) for share, held in grads.items()}
+        total = root(merged(over_ranks(powers, p), p), p).squeeze(0)
+        if unreduced := known.unreduced:
+            _warn(
+                "gradients that no_sync() has left unreduced are not clipped; call clip_grad_norm_() after a "
+                "backward outside of no_sync()"
+            )
+            grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
+        elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
+            _warn("clip_grad_norm_() found no gradients: the norm is zero")
+        scale(chain.from_iterable(grads.values()), total, bound)
+        first = next(known.params(), total)
+        return total.to(first.device, known.widest_dtype())
+
+    @torch.no_grad()
+    def by_name(self, norm_type: float) -> dict[str, torch.Tensor]:
+        """Returns the norm of each parameter's gradient, over all ranks and without unsharding.
+
+        Collective, with the all-reduces of `clip`.
+
+        Args:
+            norm_type: The p of the p-norm.
+
+        Returns:
+            0-d tensors by the names, and in the order, of the unwrapped module's `named_parameters()`, the
+            same on all ranks: float64 for float64 parameters, else float32. A parameter without a gradient is
+            left out; with `use_orig_params=False` it has a zero gradient, and so a norm of zero, where
+            another parameter beside it has one.
+
+        Raises:
+            RuntimeError: Inside a forward, a backward or `summon_full_params`.
+            ValueError: If `norm_type` is not positive.
+        """
+        p = _norm_type(norm_type)
+        known = self._found("grad_norms()")
+        named = {share: known.named(share) for share in known.shares}
+        values = {
+            share: powers_and_presence([piece for _, piece in each], p, known.device)
+            for share, each in named.items()
+        }
+        powers, present = torch.cat([part.view(2, -1) for part in over_ranks(values, p)], dim=1)
+        originals = [original for each in named.values() for original, _ in each]
+        found = [each for each in zip(originals, root(powers, p), present.tolist()) if each[2]]
+        found.sort(key=lambda each: each[0].order)
+        return {each.fqn: norm.to(accumulation_dtype(each.source.dtype)) for each, norm, _ in found}
+
+    def _found(self, doing: str) -> HeldGradients:
+        known = self._known if self._known is not None and self._known.is_current else None
+        units = units_in(self._module).values() if known is None else known.units
+        for schedule in dict.fromkeys(map(schedule_of, units)):
+            schedule.require_idle(doing)
+            schedule.end_failed_backward()
+        if any(map(is_summoned, units)):
+            raise NotIdleError(f"{doing} must not run inside summon_full_params, which hides gradients")
+        self._known = HeldGradients(self._module) if known is None else known
+        return self._known
+
+
+def _norm_type(norm_type: float) -> float:
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type must be positive, but is {norm_type}: it is the p of the p-norm")
+    return p
+
+
+def _require_root(unit: Unit) -> None:
+    if unit.nested:
+        raise RuntimeError(
+            f"clip_grad_norm_() must be called on the root, and this is {unit.name}: gradients are clipped "
+            "by the norm of all of them"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)

@@ -1,0 +1,229 @@
+"""Which gradients there are at and below a module, and which ranks hold them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core import is_owned
+from fsdp_wrap._params import ParamHandle, Segment, held_by_this_rank
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state.full_values import handles_of
+from fsdp_wrap._state.originals import Original, Originals
+
+__all__ = ["HeldGradients", "Share"]
+
+_TRAINS, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_BASE = operator.attrgetter("grad._base")
+_GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")
+_DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Gradients that the same ranks hold between them.
+
+    Attributes:
+        handles: Who reduces them; None stands for the parameters that no unit owns.
+        group: The ranks that hold all of them between them; None where each rank does by itself.
+        copies: How many copies of each that group holds.
+    """
+
+    handles: Sequence[ParamHandle | None]
+    group: Communicator | None
+    copies: int
+
+
+class HeldGradients:
+    """What was found at and below a module; it holds as long as `is_current`.
+
+    Attributes:
+        units: The units.
+        shares: The gradients, by the ranks that hold them.
+        device: Where the units compute.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.units = list(dict.fromkeys(units_in(module).values()))
+        self._handles = handles_of(self.units)
+        self._segments = _segments(self._handles)
+        self.device = next((one.communicator.device for one in self._handles), torch.device("cpu"))
+        sharded = {id(source) for segment in self._segments for source in segment.layout.sources}
+        self._others = [param for param in module.parameters() if id(param) not in sharded]
+        self.shares = _shares([*self._handles, None] if self._others else self._handles)
+        self._blocks = {share: _Blocks(share.handles) for share in self.shares}
+        self._generations = [*map(_GENERATION, self._handles)]
+        self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        """Notes the modules and what they show.
+
+        Units' own parameters are only counted: the next forward refuses any other in their place.
+        """
+        owned = {place for segment in self._segments for places in segment.layout.places for place in places}
+        self._counted, watched = list[dict[str, Any]](), list[dict[str, Any]]()
+        for one in module.modules():
+            watched.append(one._modules)
+            only_owned = all((one, name) in owned for name in one._parameters)
+            (self._counted if only_owned else watched).append(one._parameters)
+        self._counts = [*map(len, self._counted)]
+        self._watched = [*(registry.values() for registry in watched), (self,)]  # which marks the end
+        self._found = [*chain.from_iterable(self._watched)]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the modules below, what they show as parameters, and dtypes are those that were found."""
+        if [*map(_GENERATION, self._handles)] != self._generations:
+            return False
+        if [*map(len, self._counted)] != self._counts:
+            return False
+        return all(map(operator.is_, chain.from_iterable(self._watched), self._found))
+
+    @property
+    def replicated(self) -> list[nn.Parameter]:
+        """The parameters that no unit owns; tied ones of a unit elsewhere count there."""
+        return [param for param in self._others if not is_owned(param)]
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Yields all parameters, as the optimizer sees them; some more than once."""
+        for segment in self._segments:
+            yield from segment.layout.sources
+        yield from self.replicated
+
+    def widest_dtype(self) -> torch.dtype:
+        """Returns that of the gradients that there may be: a rank may have none of them."""
+        dtypes = {segment.dtypes.grad for segment in self._segments}
+        dtypes |= {param.dtype for param in self.replicated}
+        if len(dtypes) != 1:  # else asking each parameter would change nothing
+            trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
+            dtypes = {segment.dtypes.grad for segment in trained}
+            dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+    @property
+    def unreduced(self) -> list[ParamHandle]:
+        """Those whose gradients `no_sync` has left for a later backward to reduce."""
+        if not any(map(_ACCUMULATED, self._segments)):
+            return []
+        return [handle for handle in self._handles if handle.accumulates]
+
+    def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
+        """Returns what this rank holds of a share, in as few tensors as possible, none of them empty.
+
+        Args:
+            share: The gradients.
+            without: Those of these are passed over.
+        """
+        handles = [each for each in share.handles if each not in without] if without else share.handles
+        found = (_Blocks(handles) if without else self._blocks[share]).find()
+        if None in handles:
+            strided = map(_strided, self.replicated)
+            found += [grad for grad in strided if grad is not None and grad.numel() > 0]
+        return found
+
+    def named(self, share: Share) -> list[tuple[Original, torch.Tensor | None]]:
+        """Returns the parameters of a share, each with what this rank holds of its gradient, or None."""
+        gradients = {id(each): each.layout.gradients() for each in _segments(share.handles)}
+        found: list[tuple[Original, torch.Tensor | None]] = []
+        for original in Originals(self._module).by_name.values():
+            if id(original.segment) in gradients:
+                found.append((original, gradients[id(original.segment)][original.index]))
+            elif original.handle is None and None in share.handles and not is_owned(original.source):
+                found.append((original, _strided(original.source)))
+        return found
+
+
+class _Blocks:
+    """The gradients of several units, in as few tensors as possible.
+
+    Slices of one shard have gradients that are views of one reduced shard, most of the time, and lie in it
+    as the slices lie in theirs. Whether they do is seen for all at once, in a fraction of the time that it
+    takes to ask the layouts.
+
+    Args:
+        handles: Of the units; None among them stands for none.
+    """
+
+    def __init__(self, handles: Iterable[ParamHandle | None]) -> None:
+        self._layouts = [segment.layout for segment in _segments(handles)]
+        held = [
+            [param for param in dict.fromkeys(layout.sources) if held_by_this_rank(param).numel()]
+            for layout in self._layouts
+        ]
+        self._params = [*chain.from_iterable(held)]
+        shards = [(layout.flat_param, params) for layout, params in zip(self._layouts, held) if params]
+        self._firsts = [params[0] for _, params in shards]
+        self._counts = [len(params) for _, params in shards]
+        self._numels = [shard.numel() for shard, _ in shards]
+        begins = self._spread([shard for shard, _ in shards])
+        self._offsets = [*map(operator.sub, map(_DATA_PTR, self._params), begins)]
+
+    def find(self) -> list[torch.Tensor]:
+        """Returns them as `Layout.gradient_blocks` does: none empty, zero padding perhaps among them."""
+        try:
+            blocks = [*map(_BASE, self._firsts)]
+            expected = [*map(operator.add, self._spread(blocks), self._offsets)]
+            if [*map(_NUMEL, blocks)] == self._numels:
+                if [*map(_DATA_PTR, map(_GRAD, self._params))] == expected:
+                    return blocks
+        except (AttributeError, TypeError):  # a parameter has no gradient, or one that is no view
+            pass
+        return [block for layout in self._layouts for block in layout.gradient_blocks()]
+
+    def _spread(self, blocks: Sequence[torch.Tensor]) -> chain[int]:
+        """For each parameter, the address of its block."""
+        return chain.from_iterable(map(repeat, map(_DATA_PTR, blocks), self._counts))
+
+
+def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:
+    return [segment for handle in handles if handle is not None for segment in handle.segments]
+
+
+def _strided(param: nn.Parameter) -> torch.Tensor | None:
+    """Returns the gradient's memory on this rank: of a sparse one the values, each element's once."""
+    if param.grad is None or not param.grad.is_sparse:
+        return None if param.grad is None else held_by_this_rank(param.grad)
+    param.grad = param.grad.coalesce()
+    return param.grad.values()
+
+
+def _shares(handles: Iterable[ParamHandle | None]) -> list[Share]:
+    """Divides units among as few groups as possible: the widest takes all of which it holds whole copies."""
+    left = list(handles)
+    shares: list[Share] = []
+    for group in _groups(left):
+        copies = {handle: count for handle in left if (count := _copies(handle, group))}
+        if not any(handle is not None and handle.communicator == group for handle in copies):
+            continue  # a wider group has them
+        left = [handle for handle in left if handle not in copies]
+        for count in dict.fromkeys(copies.values()):
+            shares.append(Share([each for each in copies if copies[each] == count], group, count))
+    return [*shares, Share(left, None, 1)] if left else shares
+
+
+def _groups(handles: Iterable[ParamHandle | None]) -> list[Communicator]:
+    """Returns those over which handles are sharded, the widest first."""
+    found = dict.fromkeys(handle.communicator for handle in handles if handle is not None)
+    return sorted((group for group in found if group.size > 1), key=lambda group: -group.size)
+
+
+def _copies(handle: ParamHandle | None, group: Communicator) -> int:
+    """Returns how many copies of a unit's gradients a group holds; 0 if it does not hold whole ones."""
+    if handle is None:
+        return group.size
+    members, shard, replicas = group.members, handle.communicator.members, handle.replicas.members
+    if members == shard:
+        return 1
+    if len(shard) == 1 and members <= replicas:
+        return group.size
+    whole = len(shard) * len(replicas) == group.size and shard | replicas <= members
+    return len(replicas) if whole else 0

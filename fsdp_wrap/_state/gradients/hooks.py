@@ -1,0 +1,299 @@
+"""Communication hooks: the user's own way of reducing gradients, and ready-made ones; and `compress`.
+
+A hook averages by itself. The ready-made ones have the names of torch's hooks for its wrapper. They divide
+once before and once after they sum, by about the root of the number of ranks each time, so that low precision
+neither overflows nor underflows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_wrap._comm import Pending, lane_of, make_communicator, reduce_scatter_single
+from fsdp_wrap._core import OtherCommsError, Seam
+from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._runtime import Unit, require_idle, units_in
+
+__all__ = [
+    "DefaultState",
+    "LowPrecisionState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "compress",
+    "compression",
+    "fp16_compress_hook",
+    "reduce_scatter_hook",
+    "register_comm_hook",
+]
+
+_TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+
+# ready-made
+
+
+class DefaultState:
+    """What the ready-made hooks need to know.
+
+    Args:
+        process_group: The ranks to average over.
+
+    Attributes:
+        process_group: See there.
+        world_size: How many they are.
+        gradient_predivide_factor: What gradients are divided by before they are summed, a power of two.
+        gradient_postdivide_factor: What the sum is divided by; the product of both is `world_size`.
+
+    Raises:
+        ValueError: If there is no process group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        if process_group is None:
+            raise ValueError("a communication hook's state needs the process group to average over, not None")
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.gradient_predivide_factor = 2.0 ** math.ceil(math.log2(self.world_size) / 2)
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+
+
+class LowPrecisionState(DefaultState):
+    """What the compressing hooks need to know.
+
+    Args:
+        process_group: The ranks to average over.
+        parameter_type: Accepted as torch's is; gradients come back in the dtype in which they were given.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32) -> None:
+        super().__init__(process_group)
+        self.parameter_type = parameter_type
+
+
+def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
+    """Averages gradients that every rank holds whole, in place.
+
+    Args:
+        state: The ranks and the divisors.
+        grad: 1-D, of any floating dtype.
+    """
+    _average(grad.dtype, state, grad, None)
+
+
+def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+    """Averages gradients of which every rank keeps its part.
+
+    Args:
+        state: The ranks and the divisors.
+        grad: This rank's gradients of all parameters of a unit, 1-D; spoiled.
+        output: Gets this rank's part of the average: 1-D, of `grad.numel() / state.world_size` elements.
+    """
+    _average(grad.dtype, state, grad, output)
+
+
+def fp16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """As `allreduce_hook`, or with an output `reduce_scatter_hook`, but float16 travels."""
+    _average(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """As `allreduce_hook`, or with an output `reduce_scatter_hook`, but bfloat16 travels."""
+    _average(torch.bfloat16, state, grad, output)
+
+
+def _average(
+    dtype: torch.dtype, state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None
+) -> None:
+    travelling = grad.div_(state.gradient_predivide_factor).to(dtype)
+    if output is None:
+        dist.all_reduce(travelling, group=state.process_group)
+        output, averaged = grad, travelling
+    else:
+        averaged = output if output.dtype == dtype else travelling.new_empty(output.shape)
+        reduce_scatter_single(averaged, travelling, group=state.process_group)
+    output.copy_(averaged).div_(state.gradient_postdivide_factor)
+
+
+# registered
+
+
+def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., None]) -> None:
+    """Lets a hook reduce the gradients of all units of a wrapped module.
+
+    Nothing is divided by the number of ranks before: the hook averages. It runs in each backward outside of
+    `no_sync`, once for each unit and dtype, on the stream of the reductions where there is one.
+
+    Units whose parameters are sharded call `hook(state, grad, output)`: `output`, all zeros, is to get this
+    rank's part of the average of `grad` over the ranks that the unit is sharded over. With hybrid strategies
+    these are the ranks of the shard group (which `state` should name), and the results are averaged over
+    the replicas afterwards. Units under NO_SHARD call `hook(state, grad)`, which averages in place.
+
+    Args:
+        module: The root wrapper.
+        state: What the hook gets first.
+        hook: The hook. Torch's own ones may be given.
+
+    Raises:
+        RuntimeError: Below the root, if there is a hook already (both are an `AssertionError` as well) or
+            compressed reductions, inside a forward or backward, or while gradients wait that were accumulated
+            under `no_sync`.
+        ValueError: If `hook` cannot be called as the units will call it, or is a ready-made one and `state`
+            names other ranks than a unit's gradients are to be averaged over.
+    """
+    units = units_in(module)
+    root = next(iter(units.values()))
+    if root.nested:
+        raise OtherCommsError(f"register_comm_hook() must be called on the root, and this is {root.name}")
+    require_idle(units.values(), "register_comm_hook()")
+    owning = [(unit, unit.handle) for unit in units.values() if unit.handle is not None]
+    for unit, handle in owning:
+        _check_unit(unit, handle)
+        _check_hook(hook, unit, handle)
+        if _module_of(hook) in (__name__, _TORCH_HOOKS):
+            _check_ranks(state, unit, handle)
+    for unit, handle in owning:
+        alone = make_communicator(None, handle.communicator.device)
+        replicas = handle.replicas if _is_sharded(handle) else alone
+        handle.reduce_by(_HookedReduction(unit, handle, state, _working(hook)), replicas)
+
+
+def _check_unit(unit: Unit, handle: ParamHandle) -> None:
+    if handle.has_own_reduction:
+        raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one only")
+    if handle.transport.compresses_reductions:
+        raise RuntimeError(
+            f"compress() compresses the reductions of {unit.name}, and a communication hook would take "
+            "their place; call compress() without reductions first"
+        )
+    if handle.holds_gradients:
+        raise RuntimeError(
+            f"{unit.name} holds gradients that no_sync() left unreduced; "
+            "register a communication hook before the first backward"
+        )
+
+
+def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
+    if not callable(hook):
+        raise ValueError(f"a communication hook must be callable, but is {hook!r}")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:  # not every callable tells
+        return
+    arguments = ("state", "grad", "output") if _is_sharded(handle) else ("state", "grad")
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{unit.name} will call the communication hook as hook({', '.join(arguments)}), which its "
+            f"signature {signature} does not allow: {error}"
+        ) from None
+
+
+def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
+    group = getattr(state, "process_group", None)
+    if group is None:
+        raise ValueError(f"a ready-made hook needs a DefaultState or LowPrecisionState, not {state!r}")
+    named = sorted(dist.get_process_group_ranks(group))
+    needed = sorted((handle.communicator if _is_sharded(handle) else handle.replicas).members)
+    if named != needed:
+        raise ValueError(
+            f"the hook has to average the gradients of {unit.name} over ranks {needed}, but the group of "
+            f"its state has ranks {named}; make the state with that group, or where units differ write a "
+            "hook that chooses"
+        )
+
+
+def _is_sharded(handle: ParamHandle) -> bool:
+    return all(segment.layout.sharded for segment in handle.segments)
+
+
+def _module_of(hook: Callable[..., None]) -> str:
+    return getattr(hook, "__module__", "")
+
+
+def _working(hook: Callable[..., None]) -> Callable[..., None]:
+    """Returns ours for those of torch's hooks that fail on the CPU."""
+    ours = {each.__name__: each for each in (fp16_compress_hook, bf16_compress_hook)}
+    return ours.get(hook.__name__, hook) if _module_of(hook) == _TORCH_HOOKS else hook
+
+
+class _HookedReduction:
+    """The reduction of one unit by a hook (a `ReduceScatter`)."""
+
+    def __init__(self, unit: Unit, handle: ParamHandle, state: object, hook: Callable[..., None]) -> None:
+        self._name = unit.name  # not the unit, which holds this
+        self._lane = lane_of(handle.communicator.device, "reduce")
+        self._sharded = _is_sharded(handle)
+        self._state, self._hook = state, hook
+
+    def __call__(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
+        def run(_: bool) -> None:
+            for shard, grad in zip(shards, full):
+                self._reduce(shard, grad.data.to(shard.dtype))  # an alias: hooks may replace its data
+
+        return self._lane.issue(run)
+
+    def _reduce(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
+        expected = shard.shape
+        result = shard.zero_() if self._sharded else grad
+        self._hook(self._state, *((grad, shard) if self._sharded else (grad,)))
+        if result.shape != expected:
+            raise RuntimeError(
+                f"the communication hook left gradients of shape {tuple(result.shape)} for {self._name}; "
+                f"they must keep {tuple(expected)}"
+            )
+        if not self._sharded:
+            shard.copy_(grad)
+
+
+# compressed
+
+
+class _Compress(Protocol):
+    def __call__(self, module: nn.Module, *, gathers: str | None, reductions: str | None) -> None: ...
+
+
+compression: Seam[_Compress] = Seam("compression")
+
+
+def compress(module: nn.Module, *, gathers: str | None = None, reductions: str | None = None) -> None:
+    """Lets the units of a module gather parameters and reduce gradients in fewer bytes.
+
+    Each may travel as "bf16", or as "int8" or "int4": whole numbers from -127 to 127 or from -7 to 7, of
+    which 128 consecutive ones of a rank's part share a scale s, the largest absolute value / 127 or / 7. A
+    number comes back with an error of at most s / 2, before it is rounded to its dtype; a block with a NaN or
+    an infinity comes back without a finite number. Of fp32's bytes these are 0.5, 0.258 and 0.133.
+
+    All ranks compute with the same rounded parameters, bit for bit; what optimizers update, and what
+    `summon_full_params` and state dicts show, is not rounded. What a rank sends of its gradients is rounded
+    once; the receiver adds it up in the reduce dtype, with its own in full.
+
+    These travel as they are: integers and 8-bit floats, shards of less than 1,024 elements, what would not
+    shrink, the sum over the replicas of hybrid strategies and of NO_SHARD, and parameters that fewer ranks
+    keep from forward to backward.
+
+    All ranks must call it alike (it is collective), at any time outside of forward and backward. The next
+    call replaces what was chosen; `compress(module)` ends it.
+
+    Args:
+        module: A wrapped module, one that `fully_shard` was applied to, or one that contains such.
+        gathers: How parameters travel; None: in param dtype.
+        reductions: How gradients travel; None: in reduce dtype.
+
+    Raises:
+        MissingAddOn: If this copy of the library has no compression.
+        RuntimeError: Inside a forward or backward, or if reductions are to be compressed that a communication
+            hook does.
+        ValueError: If a name is unknown, there is no unit, or ranks choose differently.
+    """
+    compression.needed("compress()")(module, gathers=gathers, reductions=reductions)

@@ -1,0 +1,156 @@
+"""Norms of tensors of which each rank holds pieces.
+
+Each rank takes the norm of its own pieces to the power of p, and the sums travel. Where a group holds several
+copies of a tensor, each rank's part is divided by their number, so that one all-reduce counts every element
+once. An infinite p needs maxima in place of sums, and no division.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm
+from fsdp_wrap._state.gradients.held import Share
+
+__all__ = [
+    "accumulation_dtype",
+    "by_kind",
+    "merged",
+    "over_ranks",
+    "power",
+    "powers_and_presence",
+    "root",
+    "scale",
+]
+
+_GROUP = attrgetter("group")
+
+_ROW = 2**16
+"""How many elements the host adds in a row; more would lose digits in float32, and take longer in float64."""
+
+_SMALL = 2**12
+"""Up to so many elements, copying a tensor beside others costs less than a kernel of its own."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which gradients of some dtype are summed and scaled."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Groups tensors for the kernels that take many at once: those of one dtype on one device."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [*kinds.values()]
+
+
+def power(kinds: Iterable[Sequence[torch.Tensor]], p: float, device: torch.device) -> torch.Tensor:
+    """Returns the p-norm of all elements to the power of p, or for infinite p that norm; zero for none.
+
+    Args:
+        kinds: Tensors from `by_kind`, none of them empty.
+        p: Positive.
+        device: Where the result is to be: float64, 1-D, of one element.
+    """
+    norms = []
+    for kind in kinds:
+        # Other powers take no faster way, and their sums leave the range of float32 more easily. On the host
+        # neither do sums of absolute values, of which a row of float32 loses a digit.
+        fast = p in (2.0, math.inf) or (p == 1.0 and not kind[0].is_cpu)
+        wide = accumulation_dtype(kind[0].dtype) if fast else torch.float64
+        of_kind = torch.stack(foreach_norm(_rows(kind), p, dtype=wide)).to(device, torch.float64)
+        norms.append(of_kind if math.isinf(p) else of_kind**p)
+    return merged(norms or [torch.zeros(1, dtype=torch.float64, device=device)], p)
+
+
+def powers_and_presence(
+    pieces: Sequence[torch.Tensor | None], p: float, device: torch.device
+) -> torch.Tensor:
+    """Returns the powers of all gradients, and then for each a number that is not zero if there is one."""
+    powers = [power([] if piece is None or not piece.numel() else [[piece]], p, device) for piece in pieces]
+    present = [piece is not None for piece in pieces]
+    return torch.cat([*powers, torch.tensor(present, dtype=torch.float64, device=device)])
+
+
+def _rows(kind: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cuts and joins tensors to what a kernel takes at once."""
+    small: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
+    for tensor in kind:
+        (small if tensor.numel() <= _SMALL else rows).append(tensor)
+    if small:
+        rows.append(_joined([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in small]))
+    if not rows[0].is_cpu:
+        return rows
+    return [
+        row
+        for tensor in rows
+        for row in ([tensor] if tensor.numel() <= _ROW else torch.split(tensor.reshape(-1), _ROW))
+    ]
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def merged(powers: list[torch.Tensor], p: float) -> torch.Tensor:
+    """Returns the power of the norm of all, given those of parts; 1-D, of one element."""
+    every = _joined(powers)
+    if every.numel() == 1:
+        return every
+    return every.amax(0, keepdim=True) if math.isinf(p) else every.sum(0, keepdim=True)
+
+
+def root(powers: torch.Tensor, p: float) -> torch.Tensor:
+    """Returns norms, given their powers."""
+    return powers if math.isinf(p) else powers ** (1.0 / p)
+
+
+def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Tensor]:
+    """Merges 1-D powers over the ranks that hold each share, in one all-reduce a group; in their order.
+
+    Shares of one group must follow each other.
+    """
+    found: list[torch.Tensor] = []
+    for group, shares in groupby(powers, key=_GROUP):
+        counted = [
+            powers[share] if math.isinf(p) or share.copies == 1 else powers[share] / share.copies
+            for share in shares
+        ]
+        if group is not None:
+            lengths = [value.numel() for value in counted]
+            counted = [*_all_reduce(group, _joined(counted), p).split_with_sizes(lengths)]
+        found += counted
+    return found
+
+
+def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Tensor:
+    if not math.isinf(p):
+        group.all_reduce([values]).wait()
+        return values
+    # Backends drop a NaN from a maximum, or not, by the order of the ranks.
+    both = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values)])
+    group.all_reduce([both], dist.ReduceOp.MAX).wait()
+    return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+def scale(kinds: Iterable[list[torch.Tensor]], total: torch.Tensor, bound: float) -> None:
+    """Scales gradients, from `by_kind`, of a total norm, which is 0-d, so that it is at most `bound`."""
+    factor: float | torch.Tensor
+    if total.is_cpu:  # elsewhere, looking would wait for the device
+        factor = bound / (total.item() + 1e-6)
+        if factor >= 1.0:
+            return
+    else:
+        factor = torch.clamp(bound / (total + 1e-6), max=1.0)
+    for kind in kinds:
+        like = torch.empty((), dtype=accumulation_dtype(kind[0].dtype), device=kind[0].device)
+        foreach_mul_(kind, like.fill_(factor))

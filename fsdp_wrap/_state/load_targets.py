@@ -1,0 +1,259 @@
+"""Where the values of a model's state dict go: to check it before anything is loaded, and to load it at once.
+
+Every rank takes its part of full tensors, one by one and without communication. With a state dict that reads
+from a file when asked (`torch.load(..., mmap=True)`, or a mapping that reads on access), no rank ever holds
+more than its shard and one value. What modules load in ways of their own is left to torch's walk over them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import is_tensor_like
+
+from fsdp_wrap._core import (
+    WRAPPED_ATTR,
+    Place,
+    StateDictType,
+    clean_fqn,
+    named,
+    original_class,
+    saved_tensors,
+    walk,
+)
+from fsdp_wrap._core.torch_private import NormBase, pytree
+from fsdp_wrap._params import FlatParameter, IntervalTensor
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state.full_params import original_buffers, sharded_handles
+from fsdp_wrap._state.full_values import handles_of, used_by
+from fsdp_wrap._state.originals import Owned, owned_places
+
+__all__ = ["ReadsOnAccess", "Targets", "copies_values"]
+
+_PLAIN_LOADS = (
+    nn.Module._load_from_state_dict,
+    NormBase._load_from_state_dict,  # adds a count that old versions lack
+)
+_EXTRA = "_extra_state"
+
+
+class ReadsOnAccess(ABC):
+    """A tensor that is elsewhere, in a file say, of which parts can be read; whole in any torch function.
+
+    Attributes:
+        shape: Of the tensor.
+        dtype: Of the tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Returns elements of the flattened tensor, 1-D."""
+
+    def whole(self) -> torch.Tensor:
+        """Returns all of it."""
+        return self.read(0, self.shape.numel()).view(self.shape)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return func(*pytree.tree_map_only(ReadsOnAccess, ReadsOnAccess.whole, args), **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What this rank keeps of one value: elements of a full tensor from `start` on."""
+
+    shape: torch.Size
+    start: int
+    data: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.numel()
+
+    def matches(self, piece: IntervalTensor) -> bool:
+        return (piece.start, piece.stop) == (self.start, self.stop)
+
+    def takes(self, value: Any, pieces: bool) -> bool:
+        if pieces and isinstance(value, IntervalTensor):
+            return value.shape == self.shape and self.matches(value) and not self.data.is_meta
+        plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+        has_values = (plain and not value.is_meta) or _reads_when_asked(value)
+        return has_values and value.shape == self.shape and not self.data.is_meta
+
+    def load(self, value: Any) -> None:
+        if isinstance(value, IntervalTensor):
+            part = value.piece
+        elif isinstance(value, ReadsOnAccess):
+            part = value.read(self.start, self.stop)
+        else:
+            part = torch.detach(value).reshape(-1)[self.start : self.stop]
+        self.data.copy_(part.view_as(self.data))
+
+    def problems(self, key: str, value: Any) -> Iterator[str]:
+        """Yields complaints about a value that does not fit."""
+        if not is_tensor_like(value):  # type: ignore[no-untyped-call]
+            yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
+        found = getattr(value, "shape", self.shape)
+        scalar_as_vector = (self.shape, found) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
+        if found != self.shape and not scalar_as_vector:
+            yield (
+                f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
+                f"the shape in current model is {self.shape}."
+            )
+        elif isinstance(value, IntervalTensor) and not self.matches(value):
+            yield (
+                f"elements {value.start} to {value.stop} of {key} were saved by this rank, which "
+                f"now holds {self.start} to {self.stop}; load through torch.distributed.checkpoint, "
+                "which fits them to other ranks and wrappings."
+            )
+
+
+def _reads_when_asked(value: Any) -> bool:
+    """Whether a value is no tensor, but becomes one in any torch function, as those of Lightning do."""
+    return not isinstance(value, torch.Tensor) and is_tensor_like(value)  # type: ignore[no-untyped-call]
+
+
+class Targets:
+    """Where the values of a module's state dict go, by their clean names.
+
+    Of modules that load in ways of their own (hooks, `_load_from_state_dict`), and of all below them, nothing
+    is known: what they accept shows only when they do.
+
+    Args:
+        module: Its units are idle.
+
+    Raises:
+        ReplacedError: If something else was put in the place of a sharded parameter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._units = module, list(units_in(module).values())
+        handles = handles_of(used_by(self._units))
+        ready = len(sharded_handles(self._units)) == len(handles)
+        modules = [(clean_fqn(f"{name}.").lstrip("."), each) for name, each in walk(module, all_names=True)]
+        self._own_way = tuple({prefix for prefix, each in modules if not copies_values(each)})
+        with original_buffers(self._units):
+            found = [*_all_targets(module, owned_places(self._units))]
+        self._by_name = {key: target for key, target in found if not key.startswith(self._own_way)}
+        counts = (f"{prefix}num_batches_tracked" for prefix, each in modules if isinstance(each, NormBase))
+        self._may_lack = self._by_name.keys() & counts
+        self._is_plain = ready and not self._own_way and None not in self._by_name.values()
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank has of every value that is a tensor."""
+        return {key: target.data for key, target in self._by_name.items() if target is not None}
+
+    def other_names(self, given: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Returns the names that are missing among the given ones, and those that are unexpected."""
+        given, known = dict.fromkeys(given), self._by_name
+        missing = [key for key in known if key not in given]
+        return missing, [key for key in given if key not in known and not key.startswith(self._own_way)]
+
+    def load(self, state_dict: Mapping[str, Any], *, strict: bool = True, pieces: bool = False) -> bool:
+        """Loads full tensors, on every rank the same, without communication.
+
+        Args:
+            state_dict: By clean names.
+            strict: Whether names must match; otherwise those are loaded that do.
+            pieces: Also loads pieces that this rank saved of a sharded state dict.
+
+        Returns:
+            Whether it did. Otherwise nothing has changed: a name is missing or unexpected, a value is no
+            plain tensor of the right shape, a module loads in a way of its own or has extra state, or the
+            user holds full parameters.
+        """
+        if not self._is_plain or (strict and self._by_name.keys() != set(state_dict)):
+            return False
+        pairs = [(target, key) for key, target in self._by_name.items() if target and key in state_dict]
+        if not all(target.takes(state_dict[key], pieces) for target, key in pairs):
+            return False
+        with original_buffers(self._units), torch.no_grad():
+            for target, key in pairs:
+                target.load(state_dict[key])
+        return True
+
+    def check(self, state_dict: Mapping[str, Any], strict: bool, kind: StateDictType) -> bool:
+        """Refuses a state dict that does not fit, before anything is loaded.
+
+        Returns:
+            Whether it is sure to fit.
+
+        Raises:
+            RuntimeError: Naming missing and unexpected keys (if `strict`) and tensors of another shape, as
+                `torch.nn.Module.load_state_dict` does.
+        """
+        given = {clean_fqn(key): value for key, value in state_dict.items()}
+        known = ((key, target) for key, target in self._by_name.items() if target and key in given)
+        problems = [problem for key, target in known for problem in target.problems(key, given[key])]
+        pieces = [key for key, value in given.items() if isinstance(value, IntervalTensor)]
+        if pieces and kind is StateDictType.FULL_STATE_DICT:
+            problems.append(
+                f"{_quoted(pieces)} are pieces of a sharded state dict: load it under "
+                "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+            )
+        missing, unexpected = self.other_names(given)
+        lacking = [key for key in missing if key not in self._may_lack]
+        if strict and unexpected:
+            problems.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
+        if strict and lacking:
+            problems.append(f"Missing key(s) in state_dict: {_quoted(lacking)}.")
+        self.refuse(problems)
+        return not self._own_way and self._may_lack.isdisjoint(missing)
+
+    def refuse(self, problems: Iterable[str]) -> None:
+        """Refuses what is to be loaded.
+
+        Raises:
+            RuntimeError: If there are any problems.
+        """
+        details = "\n\t".join(problems)
+        if details:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._module).__name__} (nothing was loaded):"
+                f"\n\t{details}"
+            )
+
+
+def _quoted(keys: list[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
+
+
+def copies_values(module: nn.Module) -> bool:
+    """Whether a module, those below it aside, copies values as they are; not where users' hooks run."""
+    wrapper = WRAPPED_ATTR in module._modules
+    hooks = [*module._load_state_dict_pre_hooks, *module._load_state_dict_post_hooks]
+    own_way = original_class(module)._load_from_state_dict not in _PLAIN_LOADS and not wrapper
+    return not own_way and len(hooks) == int(wrapper)  # a wrapper has one of its own
+
+
+def _all_targets(module: nn.Module, owned: Mapping[Place, Owned]) -> Iterator[tuple[str, _Target | None]]:
+    """Yields where every value goes, in the order of `state_dict`; None for extra state."""
+    for fqn, place, tensor in named(module, _entries, all_names=True):
+        if place in owned:
+            interval = owned[place].interval
+            yield fqn, _Target(interval.shape, interval.start, interval.data)
+        elif place[1] == _EXTRA:
+            yield fqn, None
+        elif tensor is not None and not isinstance(tensor, FlatParameter):
+            yield fqn, _Target(tensor.shape, 0, tensor.detach())
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    yield from saved_tensors(module)
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        yield _EXTRA, None

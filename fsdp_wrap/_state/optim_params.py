@@ -1,0 +1,265 @@
+"""The parameters of optimizers, by their groups: what users give them, and which originals they stand for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._core import clean_fqn
+from fsdp_wrap._runtime import require_idle, units_in
+from fsdp_wrap._state.originals import Original, Originals
+
+__all__ = [
+    "Group",
+    "given_groups",
+    "groups_of",
+    "options_of",
+    "originals_of",
+    "refuse_shared",
+    "same_values",
+    "saved_options",
+]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of an optimizer, or of what one would be made from.
+
+    Attributes:
+        params: Under what the optimizer's state dict has each parameter, and what that stands for.
+        options: What the group has beside its parameters; None if that is not known.
+    """
+
+    params: dict[Any, list[Original]]
+    options: dict[str, Any] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The originals' names as a plain optimizer's group has them.
+
+        Where a sharded parameter stands for several, the order is that of the unwrapped module.
+        """
+        found = [original for originals in self.params.values() for original in originals]
+        if len(found) > len(self.params):
+            found.sort(key=lambda original: original.order)
+        return [original.fqn for original in found]
+
+    def saved_in(self, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the group with the options of the saved group that has the same parameters.
+
+        Raises:
+            ValueError: If there are several, with other options each, or none and the options are not known.
+        """
+        options = saved_options(self.names, self.options, groups)
+        if options is None:
+            raise ValueError(
+                "the optimizer state dict has no group with any of "
+                f"{', '.join(map(repr, self.names)) or 'nothing'}, "
+                "which are one in optim_input, so the group's options are not known: pass optim instead"
+            )
+        return {**options, "params": [*self.params]}
+
+
+def saved_options(
+    names: Iterable[str], own: dict[str, Any] | None, groups: Iterable[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Returns the options with which the parameters of one group were saved.
+
+    Args:
+        names: Of the parameters.
+        own: The group's options now, which stay where none of them was saved.
+        groups: The saved groups.
+
+    Raises:
+        ValueError: If they were saved in groups with other options each.
+    """
+    by_name = {name: options_of(group) for group in groups for name in group.get("params", ())}
+    known = [(name, _without_names(by_name[name])) for name in names if name in by_name]
+    if not known:
+        return copy.deepcopy(own)
+    (first, saved), *others = known
+    for name, other in others:
+        if saved.keys() != other.keys() or not all(same_values(saved[key], other[key]) for key in saved):
+            raise ValueError(
+                f"parameters '{first}' and '{name}' are in one group of the optimizer, but were saved in "
+                f"groups with other options: {saved} and {other}; make groups as they were"
+            )
+    kept = {key: value for key, value in (own or {}).items() if key == "param_names"}
+    return {**copy.deepcopy(saved), **kept}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a parameter group has beside its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _without_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "param_names"}
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values, perhaps tensors, are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return bool(one == other)
+
+
+# of an optimizer
+
+
+def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
+    """Checks that now is the time for `doing`, and returns the model's parameters.
+
+    Raises:
+        RuntimeError: Inside a forward or backward.
+        TypeError: If `optim` is neither an optimizer nor None.
+        ValueError: If parameters were sharded by `fully_shard`, or the optimizer has one of them twice.
+    """
+    if optim is not None and not isinstance(optim, torch.optim.Optimizer):
+        raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
+    require_idle(units_in(model).values(), doing)
+    if optim is not None:
+        refuse_shared(model, [optim])
+    names = Originals(model)
+    for original in names.by_name.values():
+        if isinstance(original.source, DTensor):
+            raise ValueError(
+                f"parameter '{original.fqn}' was sharded by fully_shard, so its optimizer state is made of "
+                "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
+            )
+    return names
+
+
+def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Group]:
+    """Returns an optimizer's groups.
+
+    Args:
+        names: The parameters of the model.
+        optim: The optimizer.
+        state_dict: Of it; without `param_groups` its parameters go by the keys that the optimizer uses now.
+
+    Raises:
+        ValueError: If the optimizer has parameters that are not the model's.
+    """
+    saved = state_dict if "param_groups" in state_dict else optim.state_dict()
+    groups = []
+    for group, now in zip(saved["param_groups"], optim.param_groups):
+        keys = _in_order(names, group["params"], now["params"])
+        groups.append(Group(dict(zip(keys, map(names.of, now["params"]))), options_of(group)))
+    return groups
+
+
+def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Puts keys into the order of the parameters that they name, if names is what they are.
+
+    Optimizers that name their parameters may sort them in their state dicts.
+    """
+    if not all(isinstance(key, str) for key in keys):
+        return keys
+    named = {id(names.holders.get(clean_fqn(key))): key for key in keys}
+    return [named[id(param)] for param in params] if {*map(id, params)} == named.keys() else keys
+
+
+# of what users give one
+
+
+def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[Group]:
+    """Reads what users give optimizers, in its order: parameters, or groups of them, perhaps with names.
+
+    Args:
+        module: Has the parameters.
+        names: The same, by name.
+        optim_input: Any iterable of these, read once; None for `module.parameters()`.
+
+    Returns:
+        Groups without options, whose keys count the parameters.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is empty, a group has no parameters, or one is given twice or not the model's.
+    """
+    groups = _read(module.parameters() if optim_input is None else optim_input)
+    _refuse_repeated(module, [("", chain.from_iterable(groups))])
+    numbers = count()
+    return [Group({next(numbers): names.of(param) for param in params}) for params in groups]
+
+
+def _read(optim_input: Any) -> list[list[torch.Tensor]]:
+    if isinstance(optim_input, torch.Tensor) or not isinstance(optim_input, Iterable):
+        raise TypeError(
+            "optim_input must be an iterable of parameters or of parameter groups, not "
+            f"{type(optim_input).__name__}"
+        )
+    given = list(optim_input)
+    if not given:
+        raise ValueError("optim_input holds no parameters: pass what the optimizer is made from, or None")
+    if not any(isinstance(each, dict) for each in given):
+        return [[*map(_unnamed, given)]]
+    for each in given:
+        if not isinstance(each, dict):
+            raise TypeError(
+                f"optim_input mixes parameter groups with a {type(each).__name__}; pass one or the other"
+            )
+        if "params" not in each:
+            raise ValueError(f"a parameter group of optim_input has no 'params', only {list(each)}")
+    listed = (each["params"] for each in given)
+    return [[each] if isinstance(each, torch.Tensor) else [*map(_unnamed, each)] for each in listed]
+
+
+def _unnamed(param: Any) -> torch.Tensor:
+    found = param[1] if isinstance(param, tuple) and len(param) == 2 else param  # of named_parameters()
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"optim_input must hold parameters or groups of them, not a {type(found).__name__}")
+    return found
+
+
+# each once
+
+
+def refuse_shared(model: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Refuses optimizers that cannot have one state dict between them.
+
+    Args:
+        model: Has their parameters; wrapped or not.
+        optimizers: Optimizers, or what clients have wrapped them in.
+
+    Raises:
+        ValueError: If a parameter is in two of them, or twice in one, by name.
+    """
+    _refuse_repeated(model, [(type(each).__name__, _params_of(each)) for each in optimizers])
+
+
+def _params_of(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _refuse_repeated(model: nn.Module, named: Sequence[tuple[str, Iterable[torch.Tensor]]]) -> None:
+    owners: dict[int, int] = {}
+    for number, (name, params) in enumerate(named):
+        for param in params:
+            if id(param) not in owners:
+                owners[id(param)] = number
+                continue
+            described, owner = Originals(model).describe(param), owners[id(param)]
+            if owner == number:
+                raise ValueError(
+                    f"{described} occurs twice in the optimizer's parameters, and has one state for both "
+                    f"(rank {rank()}): pass it once"
+                )
+            raise ValueError(
+                f"{described} is in two optimizers ({named[owner][0]} and {name}), and a state dict has one "
+                f"state for it (rank {rank()}): give every parameter to one optimizer"
+            )
+
+
+def rank() -> int:
+    """Returns this rank, as the default group counts; for messages."""
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,202 @@
+"""Optimizer state on all ranks: what each has of it, told to the others; put together, or cut anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state.full_values import FullValue, copier, handles_of
+from fsdp_wrap._state.optim_params import rank
+from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.streaming import stream
+
+__all__ = ["State", "agreed", "refitted"]
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Which elements of a full tensor a rank has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def _told(entry: Mapping[str, Any]) -> State:
+    """Describes pieces; what is whole and no mere count each rank has itself, and is not sent."""
+    told: State = {}
+    for key, value in entry.items():
+        if isinstance(value, IntervalTensor):
+            told[key] = _Extent(value.shape, value.dtype, value.start, value.stop)
+        elif not isinstance(value, torch.Tensor) or value.dim() == 0:
+            told[key] = value
+    return told
+
+
+def _together(
+    original: Original, communicator: Communicator, told: Sequence[Mapping[str, Any]], own: Mapping[str, Any]
+) -> State:
+    """Returns the state of one parameter: a `FullValue` of what is cut, the value of all else.
+
+    Args:
+        original: The parameter.
+        communicator: Of the ranks that hold it between them.
+        told: What each has of its state.
+        own: This rank's pieces and values.
+
+    Raises:
+        ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
+    """
+    found: State = {}
+    for key, value in {key: value for entry in reversed(told) for key, value in entry.items()}.items():
+        extents = [entry.get(key) for entry in told]
+        if any(isinstance(extent, _Extent) for extent in extents):
+            found[key] = _full_value(original, communicator, key, extents, own.get(key))
+        else:
+            found[key] = own.get(key, value)
+    return found
+
+
+def _full_value(
+    original: Original, communicator: Communicator, key: str, extents: Sequence[Any], piece: Any
+) -> FullValue:
+    known = [extent for extent in extents if isinstance(extent, _Extent)]
+    lengths = [each.stop - each.start if isinstance(each, _Extent) else 0 for each in extents]
+    consecutive = all(
+        each.start == start
+        for each, start in zip(extents, accumulate(lengths, initial=0))
+        if isinstance(each, _Extent) and each.start < each.stop
+    )
+    shape = original.shape
+    if not consecutive or sum(lengths) != shape.numel() or {each.shape for each in known} != {shape}:
+        parts = ", ".join(f"[{each.start}, {each.stop}) of {tuple(each.shape)}" for each in known)
+        raise ValueError(
+            f"optimizer state '{key}' of parameter '{original.fqn}', of shape {tuple(shape)}, cannot be "
+            f"put together from what the {communicator.size} ranks have of it: {parts}; save it "
+            "with torch.distributed.checkpoint, which fits it to other numbers of ranks"
+        )
+    write = copier(piece.piece) if isinstance(piece, IntervalTensor) else torch.Tensor.zero_
+    return FullValue((original.fqn, key), shape, known[0].dtype, communicator, lengths, write)
+
+
+# to save
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others of its optimizer's state.
+
+    Attributes:
+        rank: The rank, as the default group counts.
+        error: Why it cannot go on.
+        states: What it has of each parameter of which it holds elements, by name.
+    """
+
+    rank: int
+    error: Exception | None
+    states: dict[str, State]
+
+
+def agreed(names: Originals, pieces: Mapping[str, State], error: ValueError | None) -> dict[str, State]:
+    """Returns, for every parameter with state on any rank, `FullValue`s of what is cut, and all other values.
+
+    A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on all.
+
+    Raises:
+        RuntimeError: If a rank lacks state of what it holds, and another has it.
+    """
+    by_group: dict[Communicator, list[Original]] = {}
+    for original in names.by_name.values():
+        if original.handle is not None and not original.uncut:
+            by_group.setdefault(original.handle.communicator, []).append(original)
+    told: dict[Communicator, list[_Told]] = {}
+    for communicator, originals in by_group.items():
+        own = {each.fqn: _told(pieces.get(each.fqn, {})) for each in originals if not each.left_out}
+        told[communicator] = communicator.all_gather_object(_Told(rank(), error, own))
+    for each_error in (error, *(each.error for of_group in told.values() for each in of_group)):
+        if each_error is not None:
+            raise each_error
+    found = dict(pieces)
+    for communicator, originals in by_group.items():
+        for original in originals:
+            _refuse_lacking(original.fqn, told[communicator])
+            entries = [each.states.get(original.fqn, {}) for each in told[communicator]]
+            found[original.fqn] = _together(original, communicator, entries, pieces.get(original.fqn, {}))
+    return {fqn: found[fqn] for fqn in names.by_name if found.get(fqn)}
+
+
+def _refuse_lacking(fqn: str, told: Sequence[_Told]) -> None:
+    """Refuses that a rank lacks what another has: zeros in its place would be wrong."""
+    having = [each.rank for each in told if each.states.get(fqn)]
+    lacking = [each.rank for each in told if each.states.get(fqn) == {}]
+    if having and lacking:
+        raise RuntimeError(
+            f"rank {lacking[0]} has no optimizer state of parameter '{fqn}', of which rank {having[0]} has: "
+            "every rank holds a part of it, so make all ranks' optimizers of the same parameters"
+        )
+
+
+# to load
+
+
+def refitted(model: nn.Module, state_dict: Any) -> Any:
+    """Returns a state dict of pieces with those pieces that this rank holds of `model`; collective.
+
+    Where all ranks' pieces are those already, the ranks only tell each other so. Otherwise what was cut in
+    another way is gathered, one tensor after the other, and cut anew.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        state_dict: By name, of this rank; what is no optimizer state dict is returned as it is.
+
+    Raises:
+        ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
+    """
+    handles = handles_of(units_in(model).values())
+    if not handles:
+        return state_dict
+    communicator = max((handle.communicator for handle in handles), key=lambda each: each.size)
+    names = Originals(model)
+    states: Mapping[str, State] = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
+    if all(communicator.all_gather_object(_fits(names, states))):
+        return state_dict
+    own = {fqn: _told(entry) for fqn, entry in states.items() if fqn in names.by_name}
+    told: list[dict[str, State]] = communicator.all_gather_object(own)
+    exchanged: dict[str, State] = {}
+    for fqn, original in names.by_name.items():
+        entries = [each.get(fqn, {}) for each in told]
+        entry = _together(original, communicator, entries, states.get(fqn, {}))
+        if any(isinstance(value, FullValue) for value in entry.values()):
+            exchanged[fqn] = entry
+    values = [
+        value for entry in exchanged.values() for value in entry.values() if isinstance(value, FullValue)
+    ]
+    for (fqn, key), full in stream(values, max((value.nbytes for value in values), default=1)):
+        original = names.by_name[fqn]
+        start, stop = original.interval.start, original.interval.stop
+        piece = full.reshape(-1)[start:stop].to(original.source.device, copy=True)
+        exchanged[fqn][key] = IntervalTensor(original.shape, start, piece)
+    if not isinstance(state_dict, Mapping):
+        return state_dict
+    return {**state_dict, "state": {**states, **exchanged}}
+
+
+def _fits(names: Originals, states: Mapping[str, State]) -> bool:
+    """Whether this rank's pieces are of what it holds now."""
+    return all(
+        (value.start, value.stop) == (original.interval.start, original.interval.stop)
+        for fqn, original in names.by_name.items()
+        for value in states.get(fqn, {}).values()
+        if isinstance(value, IntervalTensor) and value.shape == original.shape
+    )

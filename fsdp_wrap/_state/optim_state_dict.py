@@ -1,0 +1,337 @@
+"""Optimizer state dicts, full and sharded, under the names of the unwrapped module's parameters.
+
+State is kept per sharded parameter; whatever has a sharded parameter's shape is cut like it, elementwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import OptimStateKeyType
+from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state.full_params import settle
+from fsdp_wrap._state.full_values import FullValue, handles_of, is_first_rank, offloaded
+from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, options_of, originals_of
+from fsdp_wrap._state.optim_pieces import State, agreed
+from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.streaming import check_budget, stream
+
+__all__ = [
+    "full_optim_state_dict",
+    "iter_full_optim_state",
+    "rekey_optim_state_dict",
+    "sharded_optim_state_dict",
+]
+
+# saving
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, *, to_host: bool
+) -> dict[str, Any]:
+    """Returns this rank's pieces of the optimizer state; nothing is communicated.
+
+    An optimizer that was never stepped gets the state it would begin with, with a step count of zero, so
+    that `torch.distributed.checkpoint` finds where to load to; loading such state leaves it never stepped.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        optim: Made from its parameters.
+        state_dict: The optimizer's own state dict; None to take it now.
+        to_host: Copy to host memory; otherwise the pieces are the optimizer's own memory.
+
+    Returns:
+        `state` by name, with `IntervalTensor`s, and `param_groups`.
+
+    Raises:
+        ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
+    """
+    names = originals_of(model, optim, "optim_state_dict()")
+    saved = state_dict or optim.state_dict()
+    groups = groups_of(names, optim, saved)
+    pieces, others = _pieces(names, groups, saved["state"] or _initial_state(optim, groups))
+    state = {
+        fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()
+    }
+    return {"state": {**state, **others}, **_named_groups(groups, saved)}
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    to_host: bool,
+    wanted: bool,
+) -> dict[str, Any]:
+    """Gathers the optimizer state; collective.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        optim: Made from its parameters.
+        state_dict: The optimizer's own state dict; None to take it now.
+        to_host: Copy to host memory.
+        wanted: Whether this rank gets the result; otherwise it gets an empty dict.
+
+    Returns:
+        `state` by name, every tensor in memory of its own, and `param_groups`.
+
+    Raises:
+        ValueError: As `sharded_optim_state_dict`.
+    """
+    state = _FullState(model, optim, state_dict, "optim_state_dict()")
+    found = {fqn: dict(entry) for fqn, entry in state.known.items()}
+    for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=to_host):
+        found[fqn][key] = value
+    return {"state": {**found, **state.others}, **state.groups} if wanted else {}
+
+
+def iter_full_optim_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    *,
+    budget: int | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+) -> Generator[tuple[str, str, Any]]:
+    """Yields an optimizer's full state value by value, while the next ones are on their way; collective.
+
+    As `fsdp_wrap.full_stream.iter_full_params`, also if it is closed early.
+
+    Args:
+        model: The wrapped module, or one that contains it.
+        optim: Made from its parameters. Do not step it before the iterator is closed.
+        budget: As there; None for twice what the parameters of the largest unit take.
+        rank0_only: Only the first rank gets tensors; the others yield the same names with tensors on the meta
+            device.
+        offload_to_cpu: Yield tensors in host memory.
+
+    Yields:
+        (parameter's name in the unwrapped module, state's name, value), in module order: a full tensor, or a
+        copy of what is not cut, such as a step count.
+
+    Raises:
+        RuntimeError: At the call: inside a forward, backward or `summon_full_params`.
+        TypeError: If `optim` is no optimizer, or `budget` no int.
+        ValueError: If `budget` is not positive, or as `optim_state_dict`.
+    """
+    check_budget(budget)
+    settle(units_in(model).values(), "iter_full_optim_state()")
+    state = _FullState(model, optim, None, "iter_full_optim_state()")
+    wanted = not rank0_only or is_first_rank(handles_of(units_in(model).values()))
+    return state.values(
+        budget=2 * state.unit_nbytes if budget is None else budget, wanted=wanted, to_host=offload_to_cpu
+    )
+
+
+class _FullState:
+    """The state of an optimizer on all ranks; making one is collective.
+
+    Attributes:
+        known: By name, `FullValue`s of what is cut, the values of all else.
+        others: What belongs to no parameter.
+        groups: The entry `param_groups`, if there is one.
+        unit_nbytes: Bytes of the full parameters of the largest unit.
+    """
+
+    def __init__(
+        self, model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, doing: str
+    ) -> None:
+        names = originals_of(model, optim, doing)
+        saved = state_dict or optim.state_dict()
+        pieces: dict[str, State] = {}
+        self.others: State = {}
+        self.groups: State = {}
+        error: ValueError | None = None
+        try:
+            groups = groups_of(names, optim, saved)
+            self.groups = _named_groups(groups, saved)
+            pieces, self.others = _pieces(names, groups, saved["state"])
+        except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
+            error = refusal
+        self.known = agreed(names, pieces, error)
+        self.unit_nbytes = names.largest_unit_nbytes()
+
+    def values(self, *, budget: int, wanted: bool, to_host: bool) -> Generator[tuple[str, str, Any]]:
+        """Yields (name, key, value) of all; collective."""
+        every = [(fqn, key, entry[key]) for fqn, entry in self.known.items() for key in sorted(entry)]
+        cut = [value for _, _, value in every if isinstance(value, FullValue)]
+        gathered = stream(cut, budget, wanted=wanted, to_host=to_host)
+        try:
+            for fqn, key, value in every:
+                if isinstance(value, FullValue):
+                    yield fqn, key, next(gathered)[1]
+                else:
+                    yield fqn, key, _copied(value, to_host) if wanted else _without_memory(value)
+        except GeneratorExit:
+            for _ in gathered:  # takes part in the rest, also where nothing has been gathered yet
+                pass
+            raise
+
+
+def _pieces(
+    names: Originals, groups: Iterable[Group], states: Mapping[Any, State]
+) -> tuple[dict[str, State], State]:
+    """Returns this rank's state by name, and what belongs to no parameter."""
+    params = {key: originals for group in groups for key, originals in group.params.items()}
+    pieces = {
+        original.fqn: {name: _piece(original, name, value) for name, value in states[key].items()}
+        for key, originals in params.items()
+        if states.get(key)
+        for original in originals
+        if not original.left_out
+    }
+    ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
+    return ordered, {key: value for key, value in states.items() if key not in params}
+
+
+def _piece(original: Original, key: str, value: Any) -> Any:
+    if original.uncut:
+        return value
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == original.source.shape:
+        return original.piece(original.interval.within(value))
+    original.refuse_cut(key, value)
+    return value
+
+
+def _kept(value: Any, to_host: bool) -> Any:
+    if isinstance(value, IntervalTensor) or (isinstance(value, torch.Tensor) and value.dim() > 0):
+        return offloaded(value, True) if to_host else value
+    return _copied(value, to_host)  # one count may stand for many parameters
+
+
+def _copied(value: Any, to_host: bool) -> Any:
+    return offloaded(value, to_host) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _without_memory(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _named_groups(groups: Iterable[Group], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entry `param_groups`, with names, if what was saved has one."""
+    if "param_groups" not in saved:
+        return {}
+    return {"param_groups": [_renamed(group.options or {}, group.names, group.names) for group in groups]}
+
+
+def _renamed(options: Mapping[str, Any], names: list[str], params: Sequence[Any]) -> dict[str, Any]:
+    """Returns a group of parameters that go by other keys."""
+    named = {"param_names": list(names)} if "param_names" in options else {}
+    return {**copy.deepcopy(dict(options)), **named, "params": list(params)}
+
+
+def _initial_state(optim: torch.optim.Optimizer, groups: Iterable[Group]) -> State:
+    """Returns the state that a first step would make, by the keys of its groups, without taking that step.
+
+    A copy of the optimizer steps parameters of zeros by gradients of zeros.
+    """
+    inner: Any = optim
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
+        inner = inner.optimizer
+    double = object.__new__(type(inner))
+    double.__dict__.update(inner.__dict__)
+    double.state = defaultdict(dict)
+    double.param_groups = [{**group, "params": _zeros(group["params"])} for group in inner.param_groups]
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(inner).step)(double)  # without hooks and the schedulers' counting
+    except Exception as error:
+        warnings.warn(
+            f"{type(inner).__name__} was never stepped, and what state it will have could not be found out "
+            f"({error}): step it before its state is loaded by torch.distributed.checkpoint",
+            stacklevel=2,
+        )
+        return {}
+    return {
+        key: {name: _uncounted(name, value) for name, value in double.state[param].items()}
+        for group, of_double in zip(groups, double.param_groups)
+        for key, param in zip(group.params, of_double["params"])
+        if double.state.get(param)
+    }
+
+
+def _zeros(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    zeros = []
+    for param in params:
+        zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        zero.requires_grad_(param.requires_grad)
+        if param.requires_grad and param.numel() > 0:
+            zero.grad = torch.zeros_like(zero)
+        zeros.append(zero)
+    return zeros
+
+
+def _uncounted(key: str, value: Any) -> Any:
+    if key != "step":
+        return value
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)
+
+
+# keys
+
+
+def rekey_optim_state_dict(
+    state_dict: Mapping[str, Any],
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any,
+    optim: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
+    """Renames parameters from names to positions in an optimizer, or back.
+
+    Args:
+        state_dict: With one or the other, and full or sharded values.
+        key_type: Which one to return.
+        model: The module, wrapped or not.
+        optim_input: What the optimizer was made from; None for `model.parameters()`.
+        optim: The optimizer, if there is one; then the former must be None.
+
+    Returns:
+        A new dict with the same values.
+
+    Raises:
+        TypeError: If `key_type` is no `OptimStateKeyType`.
+        ValueError: If both `optim` and `optim_input` are given, or the optimizer has no such parameters.
+    """
+    if not isinstance(key_type, OptimStateKeyType):
+        raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {key_type!r}")
+    if optim is not None and optim_input is not None:
+        raise ValueError("optim and optim_input exclude each other: pass one of them")
+    declared = [key for group in state_dict["param_groups"] for key in group["params"]]
+    by_name = key_type is OptimStateKeyType.PARAM_NAME
+    if all(isinstance(key, str if by_name else int) for key in declared):
+        return dict(state_dict)
+    given = optim.param_groups if optim is not None else optim_input
+    grouped = given_groups(model, Originals(model), given)
+    ordered = [name for group in grouped for name in group.names]
+    renamed: dict[Any, Any] = dict(enumerate(ordered))
+    if not by_name:
+        renamed = {name: position for position, name in renamed.items()}
+    missing = [str(key) for key in declared if key not in renamed]
+    if missing:
+        raise ValueError(f"the optimizer of {len(ordered)} parameters does not have {', '.join(missing)}")
+    state = {renamed.get(key, key): value for key, value in state_dict["state"].items()}
+    saved = state_dict["param_groups"]
+    if by_name or len(grouped) == 1 < len(saved):  # the latter: which groups there are was not said
+        return {"state": state, "param_groups": [_rekeyed(group, renamed, by_name) for group in saved]}
+    numbered = [
+        {**group.saved_in(saved), "params": [renamed[name] for name in group.names]} for group in grouped
+    ]
+    return {"state": state, "param_groups": numbered}
+
+
+def _rekeyed(group: Mapping[str, Any], renamed: Mapping[Any, Any], by_name: bool) -> dict[str, Any]:
+    """Returns a group with other keys, in the order of parameters in the optimizer."""
+    pairs = [(key, renamed[key]) if by_name else (renamed[key], key) for key in group["params"]]
+    positions, names = zip(*sorted(pairs)) if pairs else ((), ())
+    return _renamed(options_of(group), list(names), names if by_name else positions)

@@ -1,0 +1,228 @@
+"""Original parameters by name: what the sharded parameters in an optimizer stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import Place, clean_fqn, named, params
+from fsdp_wrap._core.torch_private import pytree
+from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Segment, Spread
+from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap._state.full_values import FullValue, full_values, handles_of, used_by
+
+__all__ = [
+    "Original",
+    "Originals",
+    "Owned",
+    "owned_names",
+    "owned_places",
+    "piece_of",
+]
+
+
+@dataclass(frozen=True)
+class Original:
+    """One parameter of the unwrapped module.
+
+    Attributes:
+        fqn: Name in the unwrapped module; of several, the first in order.
+        order: Position among that module's parameters.
+        interval: What this rank holds of it.
+        handle: Owner of its storage; None where no unit owns it.
+        segment: The segment in which it lies.
+        index: Its position in there.
+        places: What shows it.
+    """
+
+    fqn: str
+    order: int
+    interval: Interval
+    handle: ParamHandle | None = None
+    segment: Segment | None = None
+    index: int = 0
+    places: tuple[Place, ...] = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full parameter."""
+        return self.interval.shape
+
+    @property
+    def source(self) -> nn.Parameter:
+        """What the optimizer holds for it."""
+        return self.interval.source
+
+    @property
+    def uncut(self) -> bool:
+        """Whether the optimizer of every rank holds it alone, whole and in its shape."""
+        return self.source.shape == self.shape and (self.segment is None or not self.segment.layout.sharded)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
+        return self.source.numel() == 0 and self.shape.numel() > 0
+
+    def piece(self, held: torch.Tensor) -> IntervalTensor:
+        """Returns what this rank holds of something of the parameter's shape."""
+        if self.handle is None or self.segment is None:
+            return IntervalTensor(self.shape, self.interval.start, held)
+        return piece_of(self.handle, self.segment.layout, self.interval, held)
+
+    def refuse_cut(self, key: str, value: Any) -> None:
+        """Refuses optimizer state that cannot be cut like the parameter.
+
+        Raises:
+            ValueError: If it has dimensions, and so is not elementwise.
+        """
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                raise ValueError(
+                    f"optimizer state '{key}' of parameter '{self.fqn}' has shape {tuple(leaf.shape)}, the "
+                    f"parameter {tuple(self.shape)} and what the optimizer has of it here "
+                    f"{tuple(self.source.shape)}: only state that is elementwise or without dimensions can "
+                    "be sharded; use another optimizer, or NO_SHARD with use_orig_params=True"
+                )
+
+
+def piece_of(handle: ParamHandle, layout: Layout, interval: Interval, held: torch.Tensor) -> IntervalTensor:
+    """Returns what this rank holds of something of an original parameter's shape, which a unit owns."""
+    spread = Spread(handle.held_by, interval.at, layout.shard_numel)
+    return IntervalTensor(interval.shape, interval.start, held, spread=spread)
+
+
+class Originals:
+    """The parameters of the unwrapped module, in its order, whichever way the module is wrapped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.by_name = {original.fqn: original for original in _walk(module)}
+        self._by_source: dict[int, list[Original]] = {}
+        for original in self.by_name.values():
+            self._by_source.setdefault(id(original.source), []).append(original)
+
+    def of(self, param: torch.Tensor) -> list[Original]:
+        """Returns what a parameter of an optimizer stands for.
+
+        Raises:
+            ValueError: If it is none of the module's.
+        """
+        found = self._by_source.get(id(param))
+        if found is None:
+            raise ValueError(
+                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the "
+                "model's: pass the model whose parameters() it was made from, after wrapping"
+            )
+        return found
+
+    @cached_property
+    def holders(self) -> dict[str, torch.Tensor]:
+        """What optimizers hold, by the names that the wrapped module's parameters go by, without prefixes."""
+        shown = {clean_fqn(name): param for name, param in self._module.named_parameters()}
+        return {**shown, **{fqn: original.source for fqn, original in self.by_name.items()}}
+
+    def in_group(self, params: Iterable[torch.Tensor]) -> list[Original]:
+        """Returns what the parameters of a group stand for, as a plain optimizer's group has them.
+
+        Where a sharded parameter stands for several, the order is that of the unwrapped module.
+        """
+        found = [self.of(param) for param in params]
+        flat = [original for originals in found for original in originals]
+        if any(len(originals) > 1 for originals in found):
+            flat.sort(key=lambda original: original.order)
+        return flat
+
+    def full_values(self) -> dict[str, FullValue]:
+        """Returns the parameters that units own, by name."""
+        of_segment: dict[int, list[FullValue]] = {}
+        found = {}
+        for fqn, original in self.by_name.items():
+            handle, segment = original.handle, original.segment
+            if handle is not None and segment is not None:
+                if id(segment) not in of_segment:
+                    of_segment[id(segment)] = full_values(handle, segment)
+                found[fqn] = replace(of_segment[id(segment)][original.index], key=fqn)
+        return found
+
+    def largest_unit_nbytes(self) -> int:
+        """Returns the bytes, in full, of the largest unit's parameters, or parameter outside of units."""
+        sizes: dict[object, int] = {}
+        for fqn, original in self.by_name.items():
+            key = original.handle or fqn
+            sizes[key] = sizes.get(key, 0) + original.shape.numel() * original.source.element_size()
+        return max(sizes.values(), default=0)
+
+    def describe(self, param: torch.Tensor) -> str:
+        """Names a parameter of an optimizer for messages."""
+        fqns = [original.fqn for original in self._by_source.get(id(param), ())]
+        others = f" (and {len(fqns) - 1} others of its FlatParameter)" if len(fqns) > 1 else ""
+        return f"parameter '{fqns[0]}'{others}" if fqns else f"a parameter of shape {tuple(param.shape)}"
+
+
+def _walk(module: nn.Module) -> Iterator[Original]:
+    owned = owned_places(units_in(module).values())
+    sources = {id(each.interval.source) for each in owned.values()}
+    seen: set[object] = set()
+    for fqn, place, param in named(module, params):
+        own = owned.get(place)
+        if own is None and (param is None or id(param) in sources):
+            continue  # nothing, or a `FlatParameter`
+        key = id(param) if own is None else own.key
+        if key in seen:
+            continue
+        order = len(seen)
+        seen.add(key)
+        if own is not None:
+            places = tuple(own.segment.layout.places[own.index])
+            yield Original(fqn, order, own.interval, own.handle, own.segment, own.index, places)
+        elif param is not None:
+            whole = Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0)
+            yield Original(fqn, order, whole, places=(place,))
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that a unit owns.
+
+    Attributes:
+        handle: Owner of its storage.
+        segment: The segment in which it lies.
+        index: Its position in there.
+        interval: What this rank holds of it.
+    """
+
+    handle: ParamHandle
+    segment: Segment
+    index: int
+    interval: Interval
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells it from others."""
+        return id(self.segment), self.index
+
+
+def owned_places(units: Iterable[Unit]) -> dict[Place, Owned]:
+    """Returns the parameters that units use, own and borrowed ones, by all places that show them."""
+    return {
+        place: Owned(handle, segment, index, interval)
+        for handle in handles_of(used_by(units))
+        for segment in handle.segments
+        for index, (places, interval) in enumerate(zip(segment.layout.places, segment.layout.intervals()))
+        for place in places
+    }
+
+
+def owned_names(
+    module: nn.Module, units: Iterable[Unit], into: Callable[[nn.Module], bool] | None = None
+) -> Iterator[tuple[str, Owned]]:
+    """Yields every clean name, below a module, of the parameters that units use; `into` as for `walk`."""
+    owned = owned_places(units)
+    for fqn, place, _ in named(module, params, all_names=True, into=into):
+        if place in owned:
+            yield fqn, owned[place]

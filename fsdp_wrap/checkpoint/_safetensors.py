@@ -1,0 +1,382 @@
+"""Full weights in safetensors files, in shards with an index as Hugging Face's libraries write and read them.
+
+A file is a header (8 bytes of length, JSON) and the tensors' bytes, so it is written as the parameters stream
+by, and read by the slices that a rank needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import StateDictType, is_castable
+from fsdp_wrap._core.torch_private import IncompatibleKeys
+from fsdp_wrap._params import boxes_of
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state import (
+    FirstRank,
+    FullParams,
+    ReadsOnAccess,
+    Targets,
+    handles_of,
+    param_aliases,
+    settled_units,
+)
+
+__all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+# writing
+
+
+def export_safetensors(
+    module: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    budget: int | None = None,
+) -> list[str]:
+    """Writes the full parameters and persistent buffers as safetensors files; collective.
+
+    The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
+    `model.safetensors.index.json`, under the names of the unwrapped module; tied parameters once, under the
+    first of their names. No rank holds more than `budget` bytes of it at a time. What an earlier export left
+    in the directory is replaced once all of the new files are complete. Extra state of modules, which is no
+    tensor, is left out.
+
+    Args:
+        module: Wrapped, with wrapped modules in it, or plain.
+        directory: Made if it does not exist; all that matters is the first rank's view of it.
+        max_shard_bytes: The most bytes of tensors in one file, such as `"5GB"` or `"500MiB"`; a larger tensor
+            has a file of its own.
+        dtype: Cast floating-point parameters to this; None for the master dtype.
+        budget: As in `iter_full_params`.
+
+    Returns:
+        The names of the files with tensors, on every rank.
+
+    Raises:
+        RuntimeError: Inside a forward, backward or `summon_full_params`; on every rank, if the first one
+            could not write.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `max_shard_bytes` or `budget` is no positive size, or safetensors has no such dtype.
+    """
+    most = _bytes_of(max_shard_bytes)
+    params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True)
+    plan = _plan(params.described(), most)
+    first = FirstRank(handles_of(units_in(module).values()))
+    error: str | None = None
+    stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)
+    if first.is_here:
+        try:
+            _write(Path(directory), plan, stream)
+        except OSError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    for _ in stream:  # a rank that does not write, or cannot, takes part in the gathers all the same
+        pass
+    error = first.object(error)
+    if error is not None:
+        raise RuntimeError(f"export_safetensors() failed on the first rank: {error}")
+    return [file.name for file in plan]
+
+
+def write_safetensors(
+    directory: str | os.PathLike[str],
+    described: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    values: Iterable[tuple[str, torch.Tensor]],
+    *,
+    max_shard_bytes: int | str = "5GB",
+) -> list[str]:
+    """Writes tensors as `export_safetensors` does, in one process; returns the names of the files.
+
+    Args:
+        directory: Made if it does not exist.
+        described: Shape and dtype by name, in the order of `values`.
+        values: (name, tensor), each taken when the one before is written.
+        max_shard_bytes: The most bytes of tensors in one file.
+
+    Raises:
+        OSError: If a file cannot be written; what was there before is untouched.
+        ValueError: If safetensors has no such dtype, or `values` are not as described.
+    """
+    plan = _plan(described, _bytes_of(max_shard_bytes))
+    _write(Path(directory), plan, iter(values))
+    return [file.name for file in plan]
+
+
+@dataclass
+class _File:
+    """One file of an export: which tensors it is to hold."""
+
+    name: str = SINGLE
+    tensors: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def header(self) -> tuple[bytes, dict[str, int]]:
+        """Returns how the file begins, and where each tensor does: large dtypes first, for alignment."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        starts, stop = {}, 0
+        for name in sorted(self.tensors, key=lambda name: -self.tensors[name][1].itemsize):
+            shape, dtype = self.tensors[name]
+            starts[name], stop = stop, stop + shape.numel() * dtype.itemsize
+            span = [starts[name], stop]
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        begin = len(text).to_bytes(8, "little") + text
+        return begin, {name: len(begin) + start for name, start in starts.items()}
+
+
+def _bytes_of(size: int | str) -> int:
+    """Reads a size such as 1000, "5GB" or "500MiB"."""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise TypeError(f"max_shard_bytes must be an int or a str such as '5GB', not {size!r}")
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B\s*", size.upper())
+        if found is None:
+            raise ValueError(f"max_shard_bytes must look like '5GB' or '500MiB', not {size!r}")
+        unit = found[2] or ""
+        size = int(float(found[1]) * (1024 if "I" in unit else 1000) ** (" KMGT".index(unit[:1] or " ")))
+    if size <= 0:
+        raise ValueError(f"max_shard_bytes must be positive, not {size}")
+    return size
+
+
+def _plan(described: Mapping[str, tuple[Sequence[int], torch.dtype]], most: int) -> list[_File]:
+    """Distributes tensors over files in their order."""
+    files = [_File()]
+    for name, (extents, dtype) in described.items():
+        if dtype not in _NAMES:
+            raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}; choose another by dtype=")
+        shape = torch.Size(extents)
+        size = shape.numel() * dtype.itemsize
+        if files[-1].tensors and files[-1].nbytes + size > most:
+            files.append(_File())
+        files[-1].tensors[name] = shape, dtype
+        files[-1].nbytes += size
+    for number, file in enumerate(files, 1) if len(files) > 1 else ():
+        file.name = f"model-{number:05}-of-{len(files):05}.safetensors"
+    return files
+
+
+def _write(directory: Path, plan: Sequence[_File], values: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Writes all files under other names and then lets them take the place of an earlier export."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = [file.name for file in plan] + [INDEX] * (len(plan) > 1)
+    written = {name: directory / f".{name}.{os.getpid()}.tmp" for name in names}
+    try:
+        for file in plan:
+            with _durable(written[file.name]) as out:
+                _write_tensors(out, file, values)
+        if INDEX in written:
+            with _durable(written[INDEX]) as out:
+                out.write(_index(plan))
+        _install(directory, written)
+    finally:
+        for path in written.values():
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _durable(path: Path) -> Iterator[BinaryIO]:
+    with path.open("wb") as out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _write_tensors(out: BinaryIO, file: _File, values: Iterator[tuple[str, torch.Tensor]]) -> None:
+    header, starts = file.header()
+    out.write(header)
+    for expected, (shape, dtype) in file.tensors.items():
+        name, value = next(values, ("nothing", torch.empty(0)))
+        if (name, value.shape, value.dtype) != (expected, shape, dtype):
+            raise ValueError(f"expected {expected} of {shape} and {dtype}, got {name} of {value.shape}")
+        value = value.detach().cpu().contiguous()
+        out.seek(starts[name])
+        out.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b"")
+        del value
+
+
+def _index(plan: Sequence[_File]) -> bytes:
+    content = {
+        "metadata": {"total_size": sum(file.nbytes for file in plan)},
+        "weight_map": {name: file.name for file in plan for name in file.tensors},
+    }
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _install(directory: Path, written: Mapping[str, Path]) -> None:
+    """Lets new files take the place of old ones, so that at no time old and new ones look like one export."""
+    stale = {path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)}
+    if INDEX in written:
+        (directory / INDEX).unlink(missing_ok=True)
+        (directory / SINGLE).unlink(missing_ok=True)  # which readers would prefer to the index
+    for name, path in written.items():  # the index last
+        path.replace(directory / name)
+    for name in (stale | {INDEX}) - set(written):
+        (directory / name).unlink(missing_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# reading
+
+
+def import_safetensors(
+    module: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
+) -> IncompatibleKeys:
+    """Loads `model.safetensors`, or the files of `model.safetensors.index.json`; nothing is communicated.
+
+    Every rank reads what it holds of each tensor and no more, unless modules load in ways of their own. Names
+    of tied parameters that the files lack are taken from another name of the same parameter. Floating-point
+    values are cast to the parameter's dtype.
+
+    Args:
+        module: Wrapped, with wrapped modules in it, or plain.
+        directory: With files as `export_safetensors` or Hugging Face's libraries write them.
+        strict: Whether names must match exactly.
+
+    Returns:
+        Missing and unexpected keys, as `torch.nn.Module.load_state_dict`.
+
+    Raises:
+        FileNotFoundError: Naming the file that is missing.
+        RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
+            shapes or dtypes do not fit. Nothing is loaded then.
+    """
+    settled_units(module, "import_safetensors()")
+    targets = Targets(module)
+    given = read_safetensors(directory)
+    for names in ((first, *others) for first, others in param_aliases(module).items()):
+        source = next((given[name] for name in names if name in given), None)
+        given |= {name: source for name in names if name not in given and source is not None}
+    sure = targets.check(given, strict, StateDictType.FULL_STATE_DICT)
+    targets.refuse(_other_kinds(targets.tensors, given))
+    if (sure or not strict) and targets.load(given, strict=False):
+        return IncompatibleKeys(*targets.other_names(given))
+    # Tensors instead of what reads them: modules with ways of their own may do anything.
+    whole = {name: value.whole() for name, value in given.items()}
+    result: IncompatibleKeys = module.load_state_dict(whole, strict)
+    return result
+
+
+def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAccess]) -> Iterator[str]:
+    for name, tensor in own.items():
+        if tensor.is_meta:
+            yield f"'{name}' is on the meta device and has no values."
+        found = given[name].dtype if name in given else tensor.dtype
+        if found != tensor.dtype and not (is_castable(tensor.dtype) and is_castable(found)):
+            yield f"dtype mismatch for {name}: the file has {found}, the model {tensor.dtype}."
+
+
+def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:
+    """Opens the files that `export_safetensors` or Hugging Face's libraries wrote.
+
+    Returns:
+        By name what reads a tensor, or a part of it, from its file when asked, and stands for it in any torch
+        function.
+
+    Raises:
+        FileNotFoundError: Naming the file that is missing.
+        RuntimeError: If a file is damaged, or does not hold what the index says.
+    """
+    folder = Path(directory)
+    if (folder / SINGLE).exists():
+        return _open(folder / SINGLE)
+    weight_map = _read_index(folder)
+    found: dict[str, ReadsOnAccess] = {}
+    for name in dict.fromkeys(weight_map.values()):
+        found |= _open(folder / name)
+    lost = [f"{name} (in {file})" for name, file in weight_map.items() if name not in found]
+    if lost:
+        raise RuntimeError(f"the files in {folder} do not hold what {INDEX} says: {', '.join(lost)}")
+    return {name: found[name] for name in weight_map}
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    if not path.exists():
+        raise FileNotFoundError(f"neither {SINGLE} nor {INDEX} is in {folder}")
+    try:
+        weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(f"{path} is damaged: {error!r}") from error
+    return weight_map
+
+
+def _open(path: Path) -> dict[str, ReadsOnAccess]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            'reading safetensors files needs the safetensors package: pip install "fsdp-wrap[safetensors]"'
+        ) from error
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        file = safe_open(path, framework="pt")
+        return {name: _Stored(file, name) for name in file.keys()}  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise RuntimeError(f"{path} is damaged: {error}") from error
+
+
+class _Stored(ReadsOnAccess):
+    """A tensor in a file."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        described = file.get_slice(name)
+        self._file, self._name = file, name
+        self.shape = torch.Size(described.get_shape())
+        stored: str = described.get_dtype()
+        if stored not in _DTYPES:
+            raise RuntimeError(f"{name} is stored as {stored}, which torch does not have")
+        self.dtype = _DTYPES[stored]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        if (start, stop) == (0, self.shape.numel()):
+            whole: torch.Tensor = self._file.get_tensor(self._name)
+            return whole.view(-1)
+        described = self._file.get_slice(self._name)
+        boxes = boxes_of(tuple(self.shape), start, stop)
+        parts = [
+            described[tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes))]
+            for box in boxes
+        ]
+        return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0, dtype=self.dtype)

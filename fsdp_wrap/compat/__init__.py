@@ -1,0 +1,17 @@
+"""Runs programs that were written for torch's wrapper, unchanged, on this one.
+
+Lives here: what makes torch's names, private attributes and helpers stand for ours, and what clients need
+beyond names.
+May import: everything else. Nothing else imports this folder: it can be deleted.
+Must never know: more of a unit than the front-ends show.
+
+`install()` makes the names of torch's wrapper resolve to ours. From the command line:
+`python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`.
+"""
+
+from fsdp_wrap.compat import fully_shard_state as fully_shard_state
+from fsdp_wrap.compat import internals as internals
+from fsdp_wrap.compat.helpers import HELPERS as HELPERS
+from fsdp_wrap.compat.names import Installation, install, main, missing, replacements, uninstall
+
+__all__ = ["Installation", "install", "main", "missing", "replacements", "uninstall"]

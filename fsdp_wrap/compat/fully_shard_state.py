@@ -1,0 +1,360 @@
+"""What programs read of the state that torch's `fully_shard` keeps, told of our units.
+
+It has the names of torch's classes, for which `isinstance` takes it, and is computed when asked for. What our
+units cannot tell or do raises by its name, since an answer that is missing would pass for "not sharded".
+`adapt_fully_shard` makes the names of torch's `fully_shard` stand for ours, for `compat`.
+Importing this file gives `fully_shard`, which knows nothing of it, torch's way to ask: `fully_shard.state`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from operator import attrgetter
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._core import UNIT_ATTR
+from fsdp_wrap._core import torch_private as torchs
+from fsdp_wrap._fsdp_module import FSDPModule
+from fsdp_wrap._params import HandleState, ParamHandle, Segment
+from fsdp_wrap._runtime import Unit, schedule_of, units_in
+from fsdp_wrap.compat.installation import Installation
+from fsdp_wrap.fully_shard import fully_shard
+
+__all__ = ["adapt_fully_shard", "fully_shard_names", "state_of"]
+
+
+def state_of(module: nn.Module) -> UnitState | None:
+    """Returns the state of a module to which our `fully_shard` was applied, else None."""
+    return UnitState(module.__dict__[UNIT_ATTR]) if isinstance(module, FSDPModule) else None
+
+
+vars(fully_shard)["state"] = state_of
+
+
+class _Told:
+    """Stands for an object of a class of torch's.
+
+    Args:
+        unit: Of which it tells.
+        others: What tells two of one unit apart.
+    """
+
+    torchs: ClassVar[type]
+
+    def __init__(self, unit: Unit, *others: Any) -> None:
+        self.__dict__.update(unit=unit, key=(unit, *others))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # which `isinstance` asks for
+        return self.torchs
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, self.torchs) and other.__dict__.get("key") == self.__dict__["key"]
+
+    def __hash__(self) -> int:
+        return hash(self.__dict__["key"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _names_of(self.torchs):
+            self._refuse(name)
+        raise AttributeError(f"neither torch's {self.torchs.__name__} nor what stands for it has '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = getattr(type(self), name, None)
+        if not isinstance(found, property) or found.fset is None:
+            self._refuse(name)
+        found.fset(self, value)
+
+    def _refuse(self, name: str) -> NoReturn:
+        unit: Unit = self.__dict__["unit"]
+        raise RuntimeError(  # and so for `hasattr` and `getattr` with a default, too
+            f"'{name}' of torch's {self.torchs.__name__} has no counterpart in fsdp_wrap, whose fully_shard "
+            f"has sharded {unit.name}; use the methods of FSDPModule, or torch's fully_shard, without "
+            "fsdp_wrap.compat.install(fully_shard=True)"
+        )
+
+
+def _names_of(cls: type) -> set[str]:
+    """Returns names that a class and its instances have, and some that their methods use otherwise."""
+    bodies = [getattr(value, "fget", value) for each in cls.__mro__ for value in vars(each).values()]
+    codes = [body.__code__ for body in bodies if hasattr(body, "__code__")]
+    return {*dir(cls), *(name for code in codes for name in code.co_names)}
+
+
+def _option(name: str, doc: str) -> Any:
+    """Returns a property that is an option of the unit, under torch's name."""
+
+    def read(self: _Told) -> Any:
+        return getattr(self.unit.options, name)
+
+    def write(self: _Told, value: Any) -> None:
+        self.unit.set(**{name: value})
+
+    return property(read, write, doc=doc)
+
+
+class UnitState(_Told):
+    """A unit as torch's `FSDPState`."""
+
+    torchs = torchs.FSDPState
+    unit: Unit
+
+    _auto_reshard_after_forward = _option("keeps_as_root", "Whether it keeps its parameters as the root.")
+
+    _fsdp_param_groups = property(lambda self: [] if self.unit.handle is None else [UnitGroup(self.unit)])
+    _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
+    _modules = property(lambda self: _modules_of(self.unit))
+
+    @property
+    def _device(self) -> torch.device:
+        handle = self.unit.handle
+        return self._refuse("_device") if handle is None else handle.communicator.device
+
+    _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
+    _state_ctx = property(lambda self: TreeState(schedule_of(self.unit).root))
+
+    def _lazy_init(self) -> None:
+        """Makes this unit the root of those below, unless another unit runs it already."""
+        schedule_of(self.unit)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Waits for the last reduction."""
+        schedule_of(self.unit).await_reduction()
+
+
+class TreeState(_Told):
+    """The units of one root as torch's `FSDPStateContext`."""
+
+    torchs = torchs.FSDPStateContext
+    unit: Unit
+
+    all_states = property(
+        lambda self: [UnitState(unit) for unit in dict.fromkeys(units_in(self.unit.module).values())]
+    )
+
+
+class UnitGroup(_Told):
+    """A unit's parameters as torch's `FSDPParamGroup`."""
+
+    torchs = torchs.FSDPParamGroup
+    unit: Unit
+
+    reshard_after_backward = _option("reshards_after_backward", "Whether it reshards after backward.")
+    unshard_in_backward = _option("unshards_in_backward", "Whether backward gathers its parameters.")
+    reduce_grads = _option("syncs", "Whether gradients are reduced.")
+    all_reduce_grads = _option("sums_over_replicas", "Whether they are summed over the replicas as well.")
+
+    @property
+    def _handle(self) -> ParamHandle:
+        assert self.unit.handle is not None  # no group is made of a unit without
+        return self.unit.handle
+
+    @property
+    def fsdp_params(self) -> list[UnitParam]:
+        pairs = [(each, index) for each in self._handle.segments for index in range(len(each.leaves))]
+        return [UnitParam(self.unit, segment, index) for segment, index in pairs]
+
+    modules = property(lambda self: _modules_of(self.unit))
+    device = property(attrgetter("_handle.communicator.device"))
+    _module_fqn = property(lambda self: None if self.unit.schedule is None else self.unit.fqn)
+
+    # where it communicates
+
+    @property
+    def mesh_info(self) -> Any:
+        mesh = _sharded(self._handle.segments[0], 0).device_mesh
+        if mesh.ndim == 1:
+            return torchs.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        return torchs.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    _is_hsdp = property(lambda self: isinstance(self.mesh_info, torchs.HSDPMeshInfo))
+    _all_gather_process_group = property(attrgetter("mesh_info.shard_process_group"))
+    _reduce_scatter_process_group = property(attrgetter("mesh_info.shard_process_group"))
+    _all_reduce_process_group = property(attrgetter("mesh_info.replicate_process_group"))
+
+    # between forward and backward
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        options = self.unit.options
+        if options.reshards_within is not None:
+            self._refuse("post_forward_mesh_info")
+        return self.mesh_info if self._reshard_after_forward else None
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, info: Any) -> None:
+        if info is not None and info.mesh != self.mesh_info.mesh:
+            self._refuse("post_forward_mesh_info")
+        as_root = self.unit.schedule is None and self.unit.options.keeps_as_root
+        self.unit.set_reshard_after_forward(info is not None)
+        if as_root:  # the first forward decides, as in torch
+            self.unit.set(keeps_as_root=True)
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        unit = self.unit
+        known_root = unit.schedule is not None and not unit.nested
+        return unit.options.reshard_after_forward and not (known_root and unit.options.keeps_as_root)
+
+    is_sharded = property(lambda self: self._handle.state is HandleState.SHARDED)
+    is_unsharded = property(lambda self: self._handle.state is HandleState.UNSHARDED)
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Issues the all-gather."""
+        schedule_of(self.unit).unshard(self.unit)
+
+    def wait_for_unshard(self) -> None:
+        """Lets the modules show the full parameters."""
+        schedule_of(self.unit).show_unsharded(self.unit)
+
+    def reshard(self) -> None:
+        """Frees the full parameters."""
+        schedule_of(self.unit).reshard(self.unit)
+
+    def post_backward(self, *_: Any) -> None:
+        """Ends the backwards of this unit: reshards, and reduces what they have left, unless told not to."""
+        schedule_of(self.unit).end_backwards_of(self.unit)
+
+
+class UnitParam(_Told):
+    """One parameter as torch's `FSDPParam`."""
+
+    torchs = torchs.FSDPParam
+    unit: Unit
+
+    def __init__(self, unit: Unit, segment: Segment, index: int) -> None:
+        super().__init__(unit, segment.layout.fqns[index])
+        self.__dict__.update(segment=segment, index=index)
+
+    segment: Segment
+    index: int
+
+    sharded_param = property(lambda self: _sharded(self.segment, self.index))
+    _sharded_local_tensor = property(attrgetter("sharded_param._local_tensor"))
+
+    @property
+    def _sharded_param_data(self) -> Any:
+        local, mesh = self._sharded_local_tensor, self.sharded_param.device_mesh
+        if self.sharded_param.numel() != local.numel() * mesh.size(-1):  # torch's is padded
+            self._refuse("_sharded_param_data")
+        return local.view(-1)
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """The leaf.
+
+        Raises:
+            RuntimeError: If its memory is freed.
+        """
+        handle = self.unit.handle
+        if handle is None or handle.state is not HandleState.UNSHARDED:
+            raise RuntimeError(f"the full parameter '{self._param_fqn}' is not in memory; unshard its module")
+        return self.segment.leaves[self.index]
+
+    _unsharded_param = unsharded_param
+
+    _param_fqn = property(lambda self: self.unit.name_of(self.segment.layout.fqns[self.index]))
+
+    @property
+    def _module_info(self) -> Any:
+        (module, name), *shared = self.segment.layout.places[self.index]
+        modules, names = [module for module, _ in shared], [name for _, name in shared]
+        return torchs.ParamModuleInfo(module, name, modules, names)
+
+    fsdp_placement = property(lambda self: self.sharded_param.placements[-1])
+    mesh_info = property(lambda self: UnitGroup(self.unit).mesh_info)
+    device = property(lambda self: UnitGroup(self.unit).device)
+    orig_dtype = property(attrgetter("sharded_param.dtype"))
+    _orig_size = property(attrgetter("sharded_param.shape"))
+    sharded_size = property(attrgetter("_sharded_local_tensor.shape"))
+
+
+def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:
+    """Returns the modules that `fully_shard` was given, in their order."""
+    return tuple(part for part in unit.module.children() if part in unit.parts) or (unit.module,)
+
+
+def _sharded(segment: Segment, index: int) -> DTensor:
+    param = segment.layout.sources[index]
+    assert isinstance(param, DTensor)
+    return param
+
+
+# names
+
+_TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in torchs.torch_fully_shard.__all__}
+"""What the public names of torch's FSDP2 stand for before any installation."""
+
+_IMPORTERS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.replicate_with_fsdp")
+"""Small modules of torch that name FSDP2's things, loaded first so that they get torch's back at the end."""
+
+_LATER = (
+    "torch.distributed.pipelining.schedules",
+    "torch.distributed.pipelining.stage",
+    "torch.distributed._tools.fsdp2_mem_tracker",
+)
+"""Large ones, which are adapted when they are imported."""
+
+_BY_CLASS = (f"{torchs.torch_fully_shard.__name__}._", _IMPORTERS[1], *_LATER)
+"""How modules of torch begin that hold its `FSDPModule` only to ask whether something is one.
+
+They keep it: ours are instances of it, too, as are the modules of torch's `replicate`.
+"""
+
+
+def fully_shard_names() -> dict[str, tuple[Any, Any]]:
+    """Returns (torch's, ours) for every public name of torch's FSDP2 that we have."""
+    ours = vars(sys.modules["fsdp_wrap"])  # by now all of it
+    return {name: (old, ours[name]) for name, old in _TORCHS.items() if name in ours}
+
+
+def adapt_fully_shard(installation: Installation) -> None:
+    """Makes the names of torch's FSDP2 resolve to ours, in all loaded modules and for later imports.
+
+    Modules that our `fully_shard` has sharded are instances of torch's `FSDPModule` meanwhile, whoever holds
+    that class, and torch's functions that look for a module's state find theirs.
+    """
+    for name in _IMPORTERS:
+        importlib.import_module(name)
+    names = fully_shard_names()
+    theirs, ours = names.pop("FSDPModule")
+    installation.replace([*names.values(), (torchs.get_module_state, _state_of)], kept=("fsdp_wrap.",))
+    installation.replace([(theirs, ours)], kept=("fsdp_wrap.", *_BY_CLASS))
+    for name in _LATER:
+        installation.when_imported(name, _adapt_importer)
+    if theirs not in ours.__bases__:
+        installation.at_end(functools.partial(setattr, ours, "__bases__", ours.__bases__))
+        ours.__bases__ = (*ours.__bases__, theirs)  # last: whatever we define or inherit goes before
+        installation.at_end(functools.partial(_set_attributes, dict(vars(fully_shard))))
+        _set_attributes({**vars(fully_shard), "state": _contracted_state_of})
+
+
+def _set_attributes(attributes: dict[str, Any]) -> None:
+    """Gives our `fully_shard` these attributes, and no others."""
+    vars(fully_shard).clear()
+    vars(fully_shard).update(attributes)
+
+
+def _adapt_importer(installation: Installation, module: Any) -> None:
+    """Adapts a module of torch that has perhaps been imported just now, and got our names."""
+    for name, (old, new) in fully_shard_names().items():
+        if name in vars(module):
+            setattr(module, name, old)
+            if name != "FSDPModule":
+                installation.rebind(module, name, new)
+
+
+def _state_of(module: nn.Module) -> Any:
+    """Returns what one of torch's composable ways, or our `fully_shard`, knows of a module; else None."""
+    return state_of(module) or torchs.get_module_state(module)
+
+
+def _contracted_state_of(module: nn.Module) -> Any:
+    """Returns the same, as `fully_shard.state`."""
+    return state_of(module) or _TORCHS["fully_shard"].state(module)

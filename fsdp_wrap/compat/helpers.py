@@ -1,0 +1,133 @@
+"""Torch's private helpers that programs call for a wrapper: for ours they answer, else torch's own do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fsdp_wrap._core.torch_private import (
+    torch_common_utils,
+    torch_runtime_utils,
+    torch_traversal_utils,
+    torch_unshard_utils,
+)
+from fsdp_wrap._runtime import prepared_inputs, schedule_of, units_in
+from fsdp_wrap.compat.internals import FlatHandle
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+
+__all__ = ["HELPERS"]
+
+HELPERS: list[tuple[Any, Any]] = []
+"""(torch's, ours)."""
+
+
+def _answers(module: ModuleType, of: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a function stand for torch's of its name where it is asked about a wrapper of ours.
+
+    Args:
+        module: Where torch has it.
+        of: The number of the argument by which that is decided; by its name it is `state`, or else `module`.
+    """
+
+    def register(ours: Callable[..., Any]) -> Callable[..., Any]:
+        theirs = getattr(module, ours.__name__)
+
+        @wraps(theirs)
+        def helper(*args: Any, **kwargs: Any) -> Any:
+            asked = args[of] if len(args) > of else kwargs.get("state", kwargs.get("module"))
+            return (ours if isinstance(asked, FSDP) else theirs)(*args, **kwargs)
+
+        HELPERS.append((theirs, helper))
+        return helper
+
+    return register
+
+
+@_answers(torch_common_utils)
+def _get_module_fsdp_state(module: FSDP) -> FSDP:
+    """A wrapper is its own state; so torch's walks over states find ours."""
+    return module
+
+
+@_answers(torch_runtime_utils)
+def _lazy_init(state: FSDP, root_module: nn.Module) -> FSDP | None:
+    """What the first forward does: the instance becomes a root, unless it has one."""
+    if state._is_root is not None:
+        return None
+    schedule_of(state._unit)
+    return state
+
+
+@_answers(torch_runtime_utils)
+def _reshard(state: FSDP, handle: Any, free_unsharded_flat_param: bool) -> None:
+    if isinstance(handle, FlatHandle):
+        handle.reshard(free_unsharded_flat_param)
+    elif handle is not None:
+        raise TypeError(f"_reshard() takes the _handle of a wrapper, not {type(handle).__name__}")
+
+
+@_answers(torch_runtime_utils)
+def _root_pre_forward(state: FSDP, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The inputs as the root's forward would take them; it begins by itself when it is called."""
+    _lazy_init(state, module)
+    return prepared_inputs(state._unit, args, kwargs) if state._is_root else (args, kwargs)
+
+
+@_answers(torch_runtime_utils)
+def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
+    """Cleans up after a forward or backward that raised.
+
+    Raises:
+        RuntimeError: Inside a forward or backward, which clean up by themselves; on an instance that another
+            one encloses.
+    """
+    schedule = schedule_of(state._unit)
+    if schedule.root is not state._unit:
+        raise RuntimeError(
+            f"_post_backward_final_callback() must be called on the root, and this is {state._unit.name}"
+        )
+    schedule.require_idle("_post_backward_final_callback()")
+    schedule.end_failed_backward()
+    for unit in units_in(state).values():
+        schedule_of(unit).reshard(unit)
+
+
+@_answers(torch_unshard_utils, of=1)
+def _unshard_params_for_summon(module: nn.Module, state: FSDP, *args: Any, **kwargs: Any) -> Any:
+    """Summons what one wrapper owns."""
+    return FSDP.summon_full_params(state, False, *args, **kwargs)
+
+
+_theirs_unshard_params = torch_unshard_utils._unshard_params
+
+
+@wraps(_theirs_unshard_params)
+@contextmanager
+def _unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Summons what the wrappers at and below a module own."""
+    ours = bool(FSDP.fsdp_modules(module))
+    with (FSDP.summon_full_params if ours else _theirs_unshard_params)(module, recurse, *args, **kwargs):
+        yield
+
+
+@wraps(torch_traversal_utils._get_fsdp_handles)
+def _get_fsdp_handles(module: nn.Module) -> list[Any]:
+    """A handle for each flat parameter, of which our units may have several."""
+    handles: list[Any] = []
+    for state in torch_traversal_utils._get_fsdp_states(module):
+        if isinstance(state, FSDP):
+            handles += state._flat_handles
+        elif state._handle is not None:
+            handles.append(state._handle)
+    return handles
+
+
+HELPERS += [
+    (_theirs_unshard_params, _unshard_params),
+    (torch_traversal_utils._get_fsdp_handles, _get_fsdp_handles),
+]

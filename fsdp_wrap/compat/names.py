@@ -1,0 +1,142 @@
+"""Runs programs that were written for torch's wrapper, unchanged, on this one.
+
+`install()` makes the names of torch's wrapper resolve to ours, by rebinding attributes in place: those of
+torch's own modules, and those of every module that has imported them already. FSDP2's names stay as they are,
+unless `install(fully_shard=True)` makes them resolve to our `fully_shard` and what belongs to it.
+Torch's private helpers that programs call for a wrapper (`compat/helpers.py`) answer for ours as well.
+From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import runpy
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.fsdp import api as torch_api
+from torch.distributed.fsdp import fully_sharded_data_parallel as torch_wrapper
+from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
+from torch.distributed.fsdp import wrap as torch_wrap
+
+from fsdp_wrap import (
+    api,
+    distributed_state_dict,
+    flat_param,
+    fully_sharded_data_parallel,
+    sharded_grad_scaler,
+    wrap,
+)
+from fsdp_wrap._comm import HYBRID_STRATEGIES
+from fsdp_wrap._core.torch_private import torch_fully_shard
+from fsdp_wrap.compat.clients import adapt_clients
+from fsdp_wrap.compat.fully_shard_state import adapt_fully_shard
+from fsdp_wrap.compat.helpers import HELPERS
+from fsdp_wrap.compat.installation import Installation
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+
+__all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
+
+_KEPT = (f"{torch_fsdp.__name__}._", "fsdp_wrap.")
+"""Torch's own runtime, FSDP2 and this package hold what they held, save for the helpers."""
+
+_OURS = (fully_sharded_data_parallel, api, wrap, flat_param, sharded_grad_scaler)
+
+
+def _wrapper_names() -> dict[str, Any]:
+    """Returns the public names of torch's wrapper with what they stand for before any installation."""
+    public = {"FlatParameter": torch_fsdp, "ShardedGradScaler": torch_scaler}
+    for module in (torch_fsdp, torch_api, torch_wrap, torch_wrapper):
+        public.update((name, module) for name in module.__all__ if name not in torch_fully_shard.__all__)
+    return {name: getattr(module, name) for name, module in public.items()}
+
+
+_WRAPPER_NAMES = _wrapper_names()
+
+_STATE_DICT_FUNCTIONS = [
+    (getattr(torch_state_dict, name), getattr(distributed_state_dict, name))
+    for name in distributed_state_dict.__all__
+    if name.endswith("_state_dict")
+]
+"""(torch's, ours) of the functions of `torch.distributed.checkpoint.state_dict`."""
+
+
+def replacements() -> dict[str, tuple[Any, Any]]:
+    """Returns (torch's, ours) for every public name of torch's wrapper that we have."""
+    ours = {name: value for module in _OURS for name, value in vars(module).items()}
+    return {name: (old, ours[name]) for name, old in _WRAPPER_NAMES.items() if name in ours}
+
+
+def missing() -> set[str]:
+    """Returns the public names of torch's wrapper that we do not have: they stay torch's."""
+    return _WRAPPER_NAMES.keys() - replacements().keys()
+
+
+_installations: list[Installation] = []
+
+
+def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
+    """Makes the names of torch's wrapper resolve to ours, in all loaded modules and for later imports.
+
+    Call it before anything is wrapped. A further call changes what has come since. With it, peft saves and
+    loads the adapters of nested wrappers, too, which it would miss by their names, and on all ranks.
+
+    Args:
+        cpu: Let accelerate (with it transformers' `Trainer`) and Lightning accept FSDP on a host without
+            accelerators, over gloo. They refuse it otherwise.
+        fully_shard: Let the names of FSDP2 (`fully_shard`, `FSDPModule`, `MixedPrecisionPolicy` and so on)
+            resolve to ours as well. Modules that it has sharded are instances of torch's `FSDPModule`, too.
+
+    Returns:
+        A context manager that takes the changes of this call back, if used in a `with` statement.
+    """
+    installation = Installation()
+    installation.replace([*replacements().values(), *_STATE_DICT_FUNCTIONS], kept=_KEPT)
+    installation.replace(HELPERS, kept=("fsdp_wrap.",))
+    if vars(torch_state_dict)[_STATE_OF] is not _state_of:
+        installation.rebind(torch_state_dict, _STATE_OF, _state_of)
+        if hasattr(torch_state_dict, _HYBRID):  # torch 2.11 does not look for hybrid strategies there
+            installation.rebind(torch_state_dict, _HYBRID, set(HYBRID_STRATEGIES))
+    if fully_shard:
+        adapt_fully_shard(installation)
+    adapt_clients(installation, cpu)
+    _installations.append(installation)
+    return installation
+
+
+def uninstall() -> None:
+    """Takes back what all calls of `install` have changed."""
+    while _installations:
+        _installations.pop().end()
+
+
+_STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
+_HYBRID = "HYBRID_SHARDING_STRATEGIES"
+
+
+def _state_of(module: nn.Module) -> nn.Module | None:
+    return module if isinstance(module, FullyShardedDataParallel) else None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a script in which the names of torch's wrapper stand for those of fsdp_wrap."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp_wrap.compat", description=main.__doc__)
+    accept = "let accelerate and Lightning accept FSDP on a host without accelerators"
+    parser.add_argument("--cpu", action="store_true", help=accept)
+    parser.add_argument("--fully-shard", action="store_true", help="let FSDP2's names stand for ours, too")
+    parser.add_argument("script", help="a file of Python code")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    given = parser.parse_args(arguments)
+    install(given.cpu, given.fully_shard)
+    sys.argv = [given.script, *given.arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(given.script))
+    runpy.run_path(given.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    importlib.import_module("fsdp_wrap.compat").main()  # not this copy of the module, which nobody else finds
