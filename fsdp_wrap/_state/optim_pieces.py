@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ def _together(
         ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
     """
     found: State = {}
-    for key, value in {key: value for entry in reversed(told) for key, value in entry.items()}.items():
+    values = {key: value for entry in reversed(told) for key, value in entry.items()}
+    for key, value in sorted(values.items(), key=itemgetter(0)):
         extents = [entry.get(key) for entry in told]
         if any(isinstance(extent, _Extent) for extent in extents):
             found[key] = _full_value(original, communicator, key, extents, own.get(key))
