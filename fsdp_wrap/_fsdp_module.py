@@ -179,7 +179,7 @@ class FSDPModule(nn.Module):
         schedule = self._schedule
         schedule.finalize()
         if async_op:
-            return GradientReductionHandle(schedule)
+            return _IssuedReduction(schedule)
         schedule.await_reduction()
         return None
 
@@ -396,16 +396,20 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 class GradientReductionHandle:
     """Waits for what `FSDPModule.finalize_backward` has issued."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule: Schedule | None = schedule
-        self._issued = schedule.ending.issue()
-
     def wait(self) -> None:
         """Waits until the gradients are there.
 
         Raises:
             RuntimeError: If `FSDPModule.reset_iter_state` has dropped them.
         """
+
+
+class _IssuedReduction(GradientReductionHandle):
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule: Schedule | None = schedule
+        self._issued = schedule.ending.issue()
+
+    def wait(self) -> None:
         if self._schedule is not None:
             self._schedule.ending.require_issued(self._issued)
             self._schedule.await_reduction()
