@@ -158,10 +158,8 @@ def test_waits_in_any_order_and_never(rank, world_size):
     """What is issued completes in whatever order ranks wait, on full pipes as well; memory comes back."""
     communicator = sharing()
     memory = communicator._channel.memory
-    gc.collect()  # channels of earlier tests' modules
-    memory._collect()
-    before = sum(memory._taken.values()) - sum(memory._taken)
-    for numel in (8, 400, 40_000):
+    levels = []
+    for numel in (8, 8, 400, 40_000):
         full = [torch.empty(2 * numel) for _ in range(200)]
         shards = [torch.empty(numel) for _ in full]
         pending = []
@@ -179,9 +177,10 @@ def test_waits_in_any_order_and_never(rank, world_size):
             assert (shard == 2 * number).all()
         del pending
         gc.collect()
-    dist.barrier()
-    memory._collect()
-    assert sum(memory._taken.values()) - sum(memory._taken) == before
+        dist.barrier()
+        memory._collect()
+        levels.append(sum(memory._taken.values()) - sum(memory._taken))
+    assert len(set(levels[1:])) == 1  # before, an earlier group may still be about to go
 
 
 @ranks(2)
@@ -405,7 +404,12 @@ def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, wo
         expected = torch.arange(world_size).add(value).repeat_interleave(5001)
         return torch.equal(buffers[index].tensor, expected.to(torch.float32))
 
-    before = live_bytes()
+    def live() -> int:
+        dist.barrier()
+        own_memory()._collect()
+        return live_bytes()
+
+    levels = []
     for turn in range(20):
         for index in range(3):
             gather(index, 10.0 * turn + index)
@@ -415,17 +419,14 @@ def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, wo
         assert all(holds(index, 10.0 * turn + index) for index in range(2))
         for index in (0, 2, 1) if rank else (1, 0, 2):
             buffers[index].free()
-    dist.barrier()
-    own_memory()._collect()
-    assert live_bytes() == before
+        levels.append(live())
+    assert len(set(levels[2:])) == 1, levels  # before, an earlier group may still be about to go
 
     pending = communicator.gather_into([buffers[0]], lambda: None)
     (pending.wait if rank == 0 else object)()  # the others give it up
     del pending
     buffers[0].free()
-    dist.barrier()
-    own_memory()._collect()
-    assert live_bytes() == before
+    assert live() == levels[-1]
 
     gather(0, 7.0)
     gather(1, 8.0)
@@ -440,9 +441,7 @@ def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, wo
     buffers.clear()
     parts.clear()
     gc.collect()
-    dist.barrier()
-    own_memory()._collect()
-    assert live_bytes() == before, "what is no longer used is given back, allocated or not"
+    assert live() <= levels[-1], "what is no longer used is given back, allocated or not"
 
 
 def live_bytes() -> int:
