@@ -41,3 +41,6 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
+
+for _public in map(globals().__getitem__, __all__):
+    _public.__module__ = __name__  # the path that errors and pickles name

@@ -21,3 +21,6 @@ __all__ = [
     "reduce_scatter_hook",
     "register_comm_hook",
 ]
+
+for _public in map(globals().__getitem__, __all__):
+    _public.__module__ = __name__  # the path that errors and pickles name

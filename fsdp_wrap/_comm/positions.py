@@ -406,8 +406,9 @@ class GroupPositions:
         """
         if len(self._there) == 1:
             return True
-        self.compare(number)
-        return all(word >> 32 >= number & _LOW for word in self._noted(number).values())
+        all_came = all(word >> 32 >= number & _LOW for word in self._noted(number).values())
+        self.compare(number)  # what came is looked at after it came
+        return all_came
 
     def knows(self, rank: int) -> bool:
         """Whether another rank of the job has been seen on this host."""

@@ -804,3 +804,21 @@ def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size, error):
     else:
         with pytest.raises(RuntimeError, match="closed by peer"):
             pending.wait()
+
+
+def test_a_peer_that_comes_between_two_looks_is_compared():
+    """Who waits for all to come must not go on with one whose collective is another."""
+    word = 7 << 32
+    looks = iter([{0: word, 1: 0}, {0: word, 1: word | 1}, {0: word, 1: word | 1}])
+    positions = object.__new__(_positions.GroupPositions)
+    positions._there = [0, 1]
+    with (
+        mock.patch.object(positions, "_noted", lambda number: next(looks)),
+        mock.patch.object(positions, "_sheet", mock.Mock(), create=True),
+        mock.patch.object(positions, "_members", [0, 1], create=True),
+        mock.patch.object(positions, "table", str),
+    ):
+        try:
+            assert not positions.reached(7)
+        except RuntimeError as error:
+            assert "different units" in str(error)
