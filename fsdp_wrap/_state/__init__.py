@@ -26,7 +26,7 @@ from fsdp_wrap._state.gradients.in_place import set_gradients_in_place
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_load import load_optim_state_dict
-from fsdp_wrap._state.optim_params import options_of, refuse_shared
+from fsdp_wrap._state.optim_params import options_of, refuse_shared, saved_options
 from fsdp_wrap._state.optim_pieces import refitted
 from fsdp_wrap._state.optim_state_dict import (
     full_optim_state_dict,
@@ -94,6 +94,7 @@ __all__ = [
     "set_gradients_in_place",
     "settled_units",
     "sharded_handles",
+    "saved_options",
     "sharded_optim_state_dict",
     "summon_full_params",
     "take_state_dict",

@@ -126,17 +126,6 @@ class Originals:
         shown = {clean_fqn(name): param for name, param in self._module.named_parameters()}
         return {**shown, **{fqn: original.source for fqn, original in self.by_name.items()}}
 
-    def in_group(self, params: Iterable[torch.Tensor]) -> list[Original]:
-        """Returns what the parameters of a group stand for, as a plain optimizer's group has them.
-
-        Where a sharded parameter stands for several, the order is that of the unwrapped module.
-        """
-        found = [self.of(param) for param in params]
-        flat = [original for originals in found for original in originals]
-        if any(len(originals) > 1 for originals in found):
-            flat.sort(key=lambda original: original.order)
-        return flat
-
     def full_values(self) -> dict[str, FullValue]:
         """Returns the parameters that units own, by name."""
         of_segment: dict[int, list[FullValue]] = {}

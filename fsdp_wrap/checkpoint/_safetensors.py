@@ -32,6 +32,7 @@ from fsdp_wrap._state import (
     param_aliases,
     settled_units,
 )
+from fsdp_wrap.checkpoint._manifest import sync
 
 __all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
 
@@ -249,11 +250,7 @@ def _install(directory: Path, written: Mapping[str, Path]) -> None:
         path.replace(directory / name)
     for name in (stale | {INDEX}) - set(written):
         (directory / name).unlink(missing_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(directory)
 
 
 # reading

@@ -25,6 +25,7 @@ from fsdp_wrap._state import (
     load_optim_state_dict,
     options_of,
     refuse_shared,
+    saved_options,
     sharded_optim_state_dict,
 )
 from fsdp_wrap.checkpoint._storage import packed
@@ -253,31 +254,9 @@ def _optim_state_by_key(
     for group, names in zip(optim.state_dict()["param_groups"], _names_in_groups(model, optim)):
         found = {key: state_dict["state"].get(name) for key, name in zip(group["params"], names)}
         state.update({key: entry for key, entry in found.items() if entry})
-        options = _saved_options(group, names, state_dict["param_groups"])
-        groups.append({**options, "params": group["params"]})
+        options = saved_options(names, options_of(group), state_dict["param_groups"])
+        groups.append({**(options or {}), "params": group["params"]})
     return {"state": state, "param_groups": groups}
-
-
-def _saved_options(group: Mapping[str, Any], names: list[str], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the options that a group's parameters were saved with; its own where they were not."""
-    own, *alike = (
-        {key: value for key, value in options_of(each).items() if key != "param_names"}
-        for each in (group, *(each for each in saved if set(names) & set(each["params"])))
-    )
-    if not all(_same(alike[0], each) for each in alike[1:]):
-        raise ValueError(
-            f"parameters of one group of the optimizer ({', '.join(names[:4])}, ...) were saved in "
-            "groups with other options; make groups as they were"
-        )
-    kept = {key: value for key, value in group.items() if key == "param_names"}
-    return {**(alike[0] if alike else own), **kept}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return torch.equal(one, other) if tensors else bool(one == other)
 
 
 def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator[list[str]]:
