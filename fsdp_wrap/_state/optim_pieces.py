@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -60,8 +59,7 @@ def _together(
         ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
     """
     found: State = {}
-    values = {key: value for entry in reversed(told) for key, value in entry.items()}
-    for key, value in sorted(values.items(), key=itemgetter(0)):
+    for key, value in {key: value for entry in reversed(told) for key, value in entry.items()}.items():
         extents = [entry.get(key) for entry in told]
         if any(isinstance(extent, _Extent) for extent in extents):
             found[key] = _full_value(original, communicator, key, extents, own.get(key))
