@@ -32,7 +32,7 @@ FOLDERS = {
     "compat": ("programs written for torch, unchanged", "#b8c4d6"),
     "checkpoint": ("folders on disk", "#b8c4d6"),
     TOP: ("the wrapper and fully_shard", "#9fc0e8"),
-    "_compression": ("fewer bytes, users' own reductions", "#cdbfe3"),
+    "_compression": ("fewer bytes", "#cdbfe3"),
     "_state": ("full values, state dicts, norms", "#bfe0c5"),
     "_runtime": ("when each unit does what", "#f4d6a0"),
     "_params": ("how parameters lie in buffers", "#f1bfa9"),
