@@ -182,7 +182,7 @@ def traced() -> dict[str, list[Call]]:
 
 def draw_step() -> str:
     """Draws a column per folder and a line per call, in the order of time."""
-    shown = (TOP, "_state", "_runtime", "_params", "_comm", "_core")
+    shown = (TOP, "_runtime", "_params", "_comm", "_core")
     columns = {name: 12 + 178 * place for place, name in enumerate(shown)}
     parts = [text(x, 24, name, 14, font_weight="bold") for name, x in columns.items()]
     y = 44

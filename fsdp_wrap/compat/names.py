@@ -10,7 +10,6 @@ From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] scrip
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import runpy
 import sys
@@ -136,7 +135,3 @@ def main(arguments: list[str] | None = None) -> None:
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(given.script))
     runpy.run_path(given.script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    importlib.import_module("fsdp_wrap.compat").main()  # not this copy of the module, which nobody else finds

@@ -124,6 +124,9 @@ def _average(
     output.copy_(averaged).div_(state.gradient_postdivide_factor)
 
 
+_READY_MADE = (allreduce_hook, reduce_scatter_hook, fp16_compress_hook, bf16_compress_hook)
+
+
 # registered
 
 
@@ -159,7 +162,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
     for unit, handle in owning:
         _check_unit(unit, handle)
         _check_hook(hook, unit, handle)
-        if _module_of(hook) in (__name__, _TORCH_HOOKS):
+        if hook in _READY_MADE or _module_of(hook) == _TORCH_HOOKS:
             _check_ranks(state, unit, handle)
     for unit, handle in owning:
         alone = make_communicator(None, handle.communicator.device)
