@@ -187,14 +187,14 @@ def draw_step() -> str:
     parts = [text(x, 24, name, 14, font_weight="bold") for name, x in columns.items()]
     y = 44
     for phase, calls in traced().items():
-        parts += [box(0, y - 8, 1084, 22, "#eeeeee"), text(12, y + 8, phase, 13, font_weight="bold")]
+        parts += [box(0, y - 8, 906, 22, "#eeeeee"), text(12, y + 8, phase, 13, font_weight="bold")]
         y += 28
         for call in calls:
             x, words = columns.get(call.folder, 20), call.name.replace(".<locals>", "")
             parts += [box(x, y - 11, 172, 15, FOLDERS[call.folder][1]), text(x + 4, y, words, 9)]
             y += 17
         y += 12
-    return svg(1084, y, parts)
+    return svg(906, y, parts)
 
 
 def main() -> None:
