@@ -22,7 +22,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def is_pure(item: pytest.Item) -> bool:
     """Whether neither the test nor a fixture of it starts processes, as far as their code tells."""
-    if not isinstance(item, pytest.Function):
+    if not isinstance(item, pytest.Function) or not item.path.is_relative_to(_ROOT):
         return False
     fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
     return not any(_leads_to_a_start(function) for function in (item.obj, *fixtures))

@@ -71,7 +71,7 @@ def handle_of(policy: MixedPrecision, mesh: DeviceMesh) -> tuple[ParamHandle, nn
 
 def check_gather(handle: ParamHandle, module: nn.ParameterList, dtype: torch.dtype, within: Any) -> None:
     for keeps in (within, None):
-        assert handle.unshard()
+        assert handle.gather()
         handle.wait()
         handle.shown.show_leaves()
         for param, value in zip(module, originals()):
@@ -89,7 +89,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
 
 def reduce(handle: ParamHandle, grads: list[torch.Tensor]) -> None:
     segment = handle.segments[0]
-    handle.unshard()
+    handle.gather()
     handle.wait()
     for index, grad in enumerate(grads):
         segment.leaves[index].grad = grad.to(segment.dtypes.param)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from bed.paths import ROOT
 
-REPOSITORY = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 
 
 class AddOn(NamedTuple):
@@ -35,23 +35,20 @@ class AddOn(NamedTuple):
 ADD_ONS = {
     "shared memory": AddOn(
         ["_comm/shared_memory/"],
-        ["test_shared_memory.py", "test_two_hosts.py", "shared_memory_faults.py"],
+        ["comm/shared_memory/"],
     ),
     "compression": AddOn(
         ["_compression/"],
-        ["test_compression.py"],
+        ["compression/"],
         "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
         "MissingAddOn: compress() needs the add-on for compression",
     ),
     "checkpoint folders": AddOn(
         ["checkpoint/"],
         [
-            "test_checkpoint*.py",
-            "test_safetensors.py",
-            "test_fully_shard_checkpoints.py",
-            "test_examples.py",
-            "test_lost_ranks.py",
-            "test_soak.py",
+            "checkpoint/",
+            "comm/test_lost_ranks.py",
+            "whole/test_examples.py",
             "clients/test_exports.py",
             "gpu/test_cuda_checkpoint.py",
         ],
@@ -60,7 +57,7 @@ ADD_ONS = {
     ),
     "compat": AddOn(
         ["compat/"],
-        ["test_compat*.py", "test_internals.py", "test_attributes.py", "clients/"],
+        ["compat/", "params/test_attributes.py", "clients/"],
         "import fsdp_wrap.compat",
         "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",
     ),
@@ -75,15 +72,24 @@ CHOSEN = {
 }
 """What of the other tests runs, by file; all of them are imported."""
 
-OF_THE_WHOLE = ["test_add_ons.py", "test_architecture.py", "test_torch_private.py", "test_api_table.py"]
+OF_THE_WHOLE = [f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")]
 """What looks at all files and names of the package, those of add-ons too."""
+
+
+ALONE = """
+import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in getattr(each, "__module__", "")]
+"""
+"""Without it an installation of the repository would give back what was deleted from the copy."""
 
 
 def without(add_on: AddOn, root: Path) -> None:
     """Copies package and tests into a folder, and deletes an add-on."""
     for name in ("fsdp_wrap", "tests", "benchmarks", "examples"):
-        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(REPOSITORY / "pyproject.toml", root)
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (root / "sitecustomize.py").write_text(ALONE)
     for folder, patterns in (("fsdp_wrap", add_on.files), ("tests", [*add_on.tests, *OF_THE_WHOLE])):
         for pattern in patterns:
             found = [*(root / folder).glob(pattern.rstrip("/"))]
