@@ -20,7 +20,7 @@ from fsdp_wrap._comm.process_group import SoloCommunicator
 from fsdp_wrap._core.modules import ParamSlot
 from fsdp_wrap._core.precision import SegmentPolicy
 from fsdp_wrap._params.dtensor import DTensorLayout
-from fsdp_wrap._params.handle import ParamHandle
+from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy
 from fsdp_wrap.api import MixedPrecision
 
@@ -71,7 +71,8 @@ def handle_of(policy: MixedPrecision, mesh: DeviceMesh) -> tuple[ParamHandle, nn
 
 def check_gather(handle: ParamHandle, module: nn.ParameterList, dtype: torch.dtype, within: Any) -> None:
     for keeps in (within, None):
-        assert handle.gather()
+        handle.gather()
+        assert handle.state is HandleState.UNSHARDING
         handle.wait()
         handle.shown.show_leaves()
         for param, value in zip(module, originals()):
