@@ -11,7 +11,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fronts import each_front, full_state, inner, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, StateDictType, iter_full_params
+from fsdp_wrap import ShardingStrategy, StateDictType, iter_full_optim_state, iter_full_params
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 WIDTH = 4
@@ -103,6 +103,8 @@ def test_iterating_does_not_drop_a_parameter_that_was_replaced(rank, world_size,
     module.weight = nn.Parameter(torch.ones(module.out_features, module.in_features))
     with pytest.raises(ValueError, match=rf"'(blocks\.1\.)?{fqn}' was replaced by a Parameter"):
         iter_full_params(model)
+    with pytest.raises(ValueError, match=rf"'(blocks\.1\.)?{fqn}' was replaced by a Parameter"):
+        iter_full_optim_state(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
 
 
 @ranks(2)

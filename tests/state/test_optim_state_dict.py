@@ -585,6 +585,20 @@ def test_a_rank_whose_optimizer_lacks_parameters(rank, world_size, use_orig_para
 
 
 @each_form
+@ranks(2)
+def test_a_rank_that_lacks_one_value_of_a_parameters_state(rank, world_size, use_orig_params):
+    """Zeros in its place would look like state: refused on all ranks, by parameter and key."""
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours = adamw(model)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    if rank == 1:
+        for entry in ours.state.values():
+            del entry["exp_avg"]
+    with pytest.raises(ValueError, match="optimizer state 'exp_avg' of .* cannot be put together"):
+        FSDP.full_optim_state_dict(model, ours)
+
+
+@each_form
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @ranks(2)
 def test_state_without_groups(rank, world_size, kind, use_orig_params):
