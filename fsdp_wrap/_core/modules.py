@@ -11,29 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core.torch_private import composable_registry
-from fsdp_wrap._core.walks import WRAPPED_ATTR, Place, clean_fqn, named, params, walk
-
-__all__ = [
-    "UNIT_ATTR",
-    "WRAPPED_ATTR",
-    "Display",
-    "Ignored",
-    "ParamPlaces",
-    "Place",
-    "ParamSlot",
-    "announce_sharded",
-    "clean_fqn",
-    "collect_borrowed",
-    "collect_slots",
-    "find_replicated",
-    "is_owned",
-    "mark_managed",
-    "mark_owned",
-    "original_class",
-    "own_modules",
-    "replace_tensor",
-    "show_extra",
-]
+from fsdp_wrap._core.walks import WRAPPED_ATTR, Place, named, params, walk
 
 UNIT_ATTR = "_fsdp_unit"
 """Key in the `__dict__` of a module that a front-end has made a unit."""

@@ -17,8 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._core.modules import is_owned
 
-__all__ = ["NOT_ELEMENTWISE", "note_fused_steps", "refuse_in_steps", "refuse_pieces_in_steps", "steps_taken"]
-
 NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor)
 """Optimizers of torch that compute with numbers of whole parameters, or of all of them."""
 

@@ -41,8 +41,6 @@ from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.schedule import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
-__all__ = ["FLAT_PARAM", "LayoutMaker", "UnitSpec", "assemble_unit", "build_unit", "check_module"]
-
 FLAT_PARAM = "_flat_param"
 """Name under which a unit's module holds its `FlatParameter` (torch's name)."""
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from fsdp_wrap._params import Layout
 
-__all__ = ["InitialValues", "Samples", "find_difference", "sample"]
-
 _SAMPLED = 4  # elements of a parameter
 _SAMPLED_OF_SHARD = 64
 _TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse

@@ -21,16 +21,6 @@ from fsdp_wrap._comm import Communicator, all_gather_object
 from fsdp_wrap._core import Ignored, ParamSlot, children_first, joined, own_modules, replace_tensor
 from fsdp_wrap._core.torch_private import swap_tensor_impl
 
-__all__ = [
-    "MaterializationError",
-    "Values",
-    "broadcast",
-    "check_materializable",
-    "materialize",
-    "move",
-    "own_tensors",
-]
-
 _MESSAGE_BYTES = 32 << 20
 """Most that one message of `broadcast` carries."""
 

@@ -11,8 +11,6 @@ from torch.nn.parameter import is_lazy
 from fsdp_wrap._core import Ignored, ParamSlot, collect_borrowed, own_modules
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 
-__all__ = ["check_tensors"]
-
 
 def check_tensors(
     module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored, instead: str | None = None

@@ -24,18 +24,6 @@ from fsdp_wrap._core import (
 from fsdp_wrap._params import HandleState, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.unit import Unit, Use
 
-__all__ = [
-    "ParametrizationGuard",
-    "converted",
-    "refuse_changes",
-    "refuse_earlier_optimizers",
-    "refuse_edits",
-    "refuse_graph",
-    "refuse_outdated",
-    "refuse_pieces",
-    "refuse_replaced",
-]
-
 _VERSION = attrgetter("_version")
 
 

@@ -13,8 +13,6 @@ from fsdp_wrap._core import AlreadyShardedError, Ignored, Place, collect_borrowe
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime.unit import Unit
 
-__all__ = ["REGISTRY", "Registry"]
-
 
 class Registry:
     """Everything in it is held weakly: nothing outlives its users because it is known here."""

@@ -11,8 +11,6 @@ from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPo
 from fsdp_wrap._runtime.initial_values import find_difference
 from fsdp_wrap._runtime.unit import Unit
 
-__all__ = ["SameModel", "communicators_of"]
-
 _SAME_MODEL = "All ranks must shard the same model"
 _CURE = (
     "what is trained is a mixture of models. Initialise with the same seed on all ranks, pass "

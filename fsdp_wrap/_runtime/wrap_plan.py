@@ -18,8 +18,6 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsdp_wrap._core import joined
 
-__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "is_container", "plan_wrapping", "warn_of_container"]
-
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]
 Targets: TypeAlias = dict[nn.Module, Kwargs]
