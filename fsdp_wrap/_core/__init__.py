@@ -68,13 +68,7 @@ from fsdp_wrap._core.modules import (
     replace_tensor,
     show_extra,
 )
-from fsdp_wrap._core.optimizer_steps import (
-    NOT_ELEMENTWISE,
-    note_fused_steps,
-    refuse_in_steps,
-    refuse_pieces_in_steps,
-    steps_taken,
-)
+from fsdp_wrap._core.optimizer_steps import NOT_ELEMENTWISE, refuse_in_steps, steps_taken, watch_steps
 from fsdp_wrap._core.precision import (
     NO_CASTS,
     BufferCasts,

@@ -20,8 +20,8 @@ from fsdp_wrap._core import (
     collect_slots,
     is_owned,
     mark_managed,
-    note_fused_steps,
     own_modules,
+    watch_steps,
 )
 from fsdp_wrap._core.torch_private import trace_rules
 from fsdp_wrap._params import HeldBy, Layout, ParamHandle
@@ -166,7 +166,7 @@ def assemble_unit(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec)
     REGISTRY.note(unit, [[slot.param for slot in segment] for segment in segments.values()])
     refuse_earlier_optimizers(unit, segments.values())
     refuse_pieces(unit)
-    note_fused_steps()
+    watch_steps()
     return unit
 
 
