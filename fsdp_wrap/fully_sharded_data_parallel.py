@@ -207,12 +207,11 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             policy_of=lambda _: wanted,
             buffer_dtype=policy.buffer_dtype,
             options=settings.unit_options(InputCasts.of(policy, module)),
-            ignored=ignored,
             shared_memory=shared_memory is not False,
         )
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": device})
-        self._adopt(module, build_unit(module, spec, values))
+        self._adopt(module, build_unit(module, ignored, spec, values))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module

@@ -52,13 +52,12 @@ from fsdp_wrap._core.gradient_hooks import (
 )
 from fsdp_wrap._core.modules import (
     UNIT_ATTR,
+    Contents,
     Display,
     Ignored,
     ParamPlaces,
     ParamSlot,
     announce_sharded,
-    collect_borrowed,
-    collect_slots,
     find_replicated,
     is_owned,
     mark_managed,

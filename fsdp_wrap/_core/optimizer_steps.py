@@ -33,7 +33,7 @@ def steps_taken() -> int:
 
 @functools.cache
 def watch_steps() -> None:
-    """Counts steps, lets those of fused kernels be seen as what writes to sharded parameters, refuses others."""
+    """Lets steps be counted and refused, and those of fused kernels be seen as writing to parameters."""
     register_optimizer_step_pre_hook(_refuse)
     register_optimizer_step_post_hook(_note)
 
