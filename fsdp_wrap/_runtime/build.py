@@ -23,7 +23,6 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import trace_rules
 from fsdp_wrap._params import HeldBy, Layout, ParamHandle
-from fsdp_wrap._runtime.initial_values import InitialValues, sample
 from fsdp_wrap._runtime.materialize import (
     Values,
     broadcast,
@@ -35,6 +34,7 @@ from fsdp_wrap._runtime.materialize import (
 from fsdp_wrap._runtime.param_checks import check_tensors
 from fsdp_wrap._runtime.refusals import refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._runtime.registry import REGISTRY
+from fsdp_wrap._runtime.same_model import InitialValues, sample
 from fsdp_wrap._runtime.schedule import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
