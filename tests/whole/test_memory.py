@@ -12,7 +12,7 @@ from torch import nn
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import each_front, full_grads, shard, twins
+from fronts import each_front, full_grads, inner, shard, twins
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._runtime.unit import units_in
@@ -144,6 +144,62 @@ def test_a_dropped_model_is_freed(rank, world_size, front):
     del model, optimizer, unused
     gc.collect()
     assert live_bytes() <= before
+
+
+class _Mixed(nn.Module):
+    """A root with parameters of its own beside units, one of which looks after its parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512))
+        self.square = _Square()
+        self.recurrent = nn.GRU(512, 512)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.square(x * self.scale))[0]
+
+
+@each_front
+@pytest.mark.parametrize("make", [_Square, _Mixed], ids=["one_unit", "nested"])
+@ranks(2)
+def test_a_dropped_model_is_freed_without_the_garbage_collector(rank, world_size, front, make):
+    policy = ModuleWrapPolicy({_Square, nn.GRU}) if make is _Mixed else None
+    shard(front, nn.Linear(1, 1))
+    gc.collect()
+    before = live_bytes()
+    gc.disable()
+    try:
+        model = shard(front, make(), policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 512, requires_grad=True)).sum().backward()
+            if front != "composable":
+                model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        unused = model(torch.ones(1, 512, requires_grad=True))  # a graph whose backward never comes
+        state = model.state_dict()
+        assert live_bytes() > before
+        del model, optimizer, state
+        unused.sum().backward()  # the graph still has what it needs
+        del unused
+        assert live_bytes() <= before + 8192  # not the few elements of each parameter that ranks compare
+    finally:
+        gc.enable()
+
+
+@each_front
+@ranks(2)
+def test_a_part_outlives_its_model(rank, world_size, front):
+    model, _ = _squares(front, 2)
+    model(torch.ones(1, 512)).sum().backward()
+    part = inner(model)[0]
+    del model
+    for training in (True, False):
+        part.train(training)
+        part(torch.ones(1, 512)).sum().backward()
+    assert any(param.grad is not None for param in part.parameters())
 
 
 @pytest.mark.parametrize("front", ["orig", "composable"])
