@@ -17,11 +17,11 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, show_extra
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_, make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, round_up, stretches
+from fsdp_wrap._params.layout import Extent, Interval, Layout, Written, round_up, stretches
 
 __all__ = ["FlatLayout", "FlatParameter", "FlatParameterLayout", "HiddenFlatParameter"]
 
-_VERSION = attrgetter("_version")
+_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class FlatParameter(nn.Parameter):
@@ -241,13 +241,9 @@ class FlatLayout(Layout):
     def resident(self) -> torch.Tensor | None:
         return self.flat_param.data if self._resides else None
 
-    @property
-    def version(self) -> int:
-        version: int = self.flat_param._version + sum(map(_VERSION, self.sharded_params))
-        return version
-
-    def written(self) -> tuple[list[int], list[int]]:
-        return [*map(_VERSION, self.sources)], [*map(torch.Tensor.data_ptr, self.sources)]
+    def written(self) -> Written:
+        params = self.sharded_params
+        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
 
     def intervals(self) -> list[Interval]:
         result = []

@@ -18,9 +18,12 @@ from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, ru
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
 
-__all__ = ["Extent", "Interval", "Layout", "round_up", "stretches"]
+__all__ = ["Extent", "Interval", "Layout", "Written", "round_up", "stretches"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+Written = tuple[list[int], list[int]]
+"""How often tensors were written to, and where they lie."""
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
@@ -211,16 +214,12 @@ class Layout(ABC):
         """For each leaf, whether it needs a gradient: as its sharded parameter does."""
         return [*map(_REQUIRES_GRAD, self.sources)]
 
-    @property
     @abstractmethod
-    def version(self) -> int:
-        """Grows whenever the sharded parameters are written to in place."""
+    def written(self) -> Written:
+        """Two lists of numbers, of which some change when the shard is written to.
 
-    @abstractmethod
-    def written(self) -> tuple[list[int], list[int]]:
-        """For each original parameter, two numbers that change when the sharded one is written to.
-
-        Not when it is written to through an alias without a version counter of its own, as `.data` is.
+        Those at the place of an original parameter change with what stands for it. Not when it is written to
+        through an alias without a version counter of its own, as `.data` is.
         """
 
     def shapes(self) -> dict[Place, torch.Size]:

@@ -31,7 +31,7 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
-from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle, Showing
+from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
@@ -153,8 +153,6 @@ class Schedule:
         unit, handle = use.unit, use.unit.handle
         assert handle is not None
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
-        if with_grad:
-            use.written = [*map(WRITTEN, handle.layouts)]
         for tensor in with_grad:
             tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
         if graph_task() != -1:
@@ -283,10 +281,13 @@ class Schedule:
         """
         unit, handle = use.unit, use.unit.handle
         assert handle is not None  # or nothing had been hooked
-        if unit.options.unshards_in_backward:
+        unshards = unit.options.unshards_in_backward
+        if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
+            handle.look()
+        if unshards:
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
-        if handle.shown.changed or use.outdated:
+        if handle.shown.changed or use.values != handle.values:
             unit.reshard(Phase.BACKWARD)
             refuse_outdated(use)
 

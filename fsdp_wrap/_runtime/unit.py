@@ -28,7 +28,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import graph_task, will_execute
-from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle
+from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 from fsdp_wrap._runtime.initial_values import InitialValues
 
@@ -420,23 +420,13 @@ class Use:
         """How many of its inputs report when their gradients are done."""
         self.task = -1
         """The graph task in which its backward is open."""
-        self.written: list[tuple[list[int], list[int]]] = []
-        """What the layouts said when the forward was over."""
         self._awaited = 0
-        self._values = 0 if unit.handle is None else unit.handle.values
-        self._generation = 0 if unit.handle is None else unit.handle.generation
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the leaves have other values now than it computed with, or the shards were written to."""
-        handle = self.unit.handle
-        if handle is None:
-            return False
-        if handle.resident:
-            handle.note_values()
-        if self._values != handle.values:
-            return True
-        return bool(self.written) and self.written != [*map(WRITTEN, handle.layouts)]
+        handle = unit.handle
+        self.values = 0 if handle is None else handle.values
+        """How often the leaves had got other values before those that it computes with."""
+        self.written = [] if handle is None else handle.written
+        """What the layouts said when these were gathered."""
+        self._generation = 0 if handle is None else handle.generation
 
     @property
     def converted(self) -> bool:
