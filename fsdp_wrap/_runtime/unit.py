@@ -213,7 +213,7 @@ class Unit:
         state = handle.state
         if state is HandleState.SUMMONED or state is HandleState.REPLACED:
             raise _not_ours(self, state)
-        self.positions.enter(phase, self.schedule.iteration)
+        self.positions.enter(self.schedule.iteration, phase.index)
         if state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
