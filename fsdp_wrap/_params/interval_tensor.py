@@ -307,7 +307,7 @@ _ON_PIECES = {
 def rebuild_interval_tensor(
     shape: tuple[int, ...], start: int, piece: torch.Tensor, described: tuple[Any, ...] | None = None
 ) -> IntervalTensor:
-    spread = described and Spread(HeldBy(*described[:-2]), *described[-2:])
+    spread = None if described is None else Spread(HeldBy(*described[:-2]), *described[-2:])
     return IntervalTensor(torch.Size(shape), start, piece, spread=spread)
 
 

@@ -147,10 +147,6 @@ class Layout(ABC):
         show_sharded: Shows the sharded parameters in the modules.
         shown_sharded: What the modules show while they are sharded.
         cover: The leaves, to stand before the sharded parameters.
-        note_used: Notes in what `notes` returns which original parameters this rank has contributed to the
-            gradients of, where other ranks must know it.
-        note_in_shard: The same for all ranks, in a shard (1-D, in the reduce dtype) that was reduced in a way
-            which loses notes.
         average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
     """
 
@@ -169,8 +165,6 @@ class Layout(ABC):
     show_sharded: Callable[[], None]
     shown_sharded: Shown
     cover: Cover
-    note_used: Callable[[torch.Tensor, Sequence[bool]], None]
-    note_in_shard: Callable[[torch.Tensor, Sequence[bool]], None]
     _shard: torch.Tensor
     _shows_plain = False  # whether plain tensors stand for the sharded parameters in the modules
 
@@ -363,7 +357,20 @@ class Layout(ABC):
 
     @abstractmethod
     def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        """Views where in a buffer that will be reduced `note_used` notes something."""
+        """Views where in a buffer that will be reduced `note_used` notes something for other ranks."""
+
+    @abstractmethod
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes there which original parameters this rank has contributed to the gradients of."""
+
+    @abstractmethod
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes the same of all ranks, in a shard that was reduced in a way which loses notes.
+
+        Args:
+            shard: 1-D, in the reduce dtype.
+            used: For each original parameter, whether any rank has contributed.
+        """
 
     @abstractmethod
     def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:

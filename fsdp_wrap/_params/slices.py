@@ -26,7 +26,6 @@ class SliceLayout(FlatLayout):
     """
 
     _kind = HiddenFlatParameter
-    _one_for_all = False
     cut = _cut_gradients = FlatLayout.pieces
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
