@@ -158,11 +158,12 @@ class FlatLayout(Layout):
     def _hold(self, shard: torch.Tensor, requires_grad: bool) -> None:
         """Makes the `FlatParameter`."""
         self.flat_param = self._kind(shard, requires_grad, self.extents)
-        self.flat_param.of_layout = LayoutRef(self)
+        self.flat_param.of_layout, self.flat_param.shard_alias = LayoutRef(self), None
         self._lie_in(shard)
 
     def _lie_in(self, shard: torch.Tensor) -> None:
         self._shard, self._pieces = shard, self.pieces(shard)
+        self.resident = shard.data if self._resides else None
 
     @abstractmethod
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
@@ -171,10 +172,6 @@ class FlatLayout(Layout):
         Args:
             originals: One for each piece; those of the user, in the layout that is made first.
         """
-
-    @property
-    def resident(self) -> torch.Tensor | None:
-        return self.flat_param.data if self._resides else None
 
     @property
     def version(self) -> int:
@@ -207,12 +204,6 @@ class FlatLayout(Layout):
 
     # buffers
 
-    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
-        return [[view] for view in self.views(travelling)]
-
-    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor]
-
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         views, gaps = self.views(travelling), self.padding(travelling)
 
@@ -228,18 +219,7 @@ class FlatLayout(Layout):
         starts = [*(extent.start for extent in self.extents), self.numel]
         return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
-    def write_shard(self, out: torch.Tensor) -> None:
-        shard = self.flat_param.data
-        if not self._resides or out.data_ptr() != shard.data_ptr():
-            out.copy_(shard, non_blocking=True)
-
-    def read_shard(self, own: torch.Tensor) -> None:
-        self.flat_param.data.copy_(own.data)
-
     # gradients
-
-    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        return travelling
 
     def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
         """Tells for which original parameters it is known that a gradient is there, if these were used."""
@@ -306,12 +286,9 @@ class FlatLayout(Layout):
                 grad, param.grad = param.grad, None
                 param.grad = grad.to(param)
 
-    def _part(self, memo: dict[int, Any]) -> None:
+    def _part(self) -> None:
         flat, sources = self.flat_param, self.sources
         self._hold(self._allocate(self.shard_numel, self.dtype).copy_(flat.data), flat.requires_grad)
-        own = {"of_layout": self.flat_param.of_layout, "shard_alias": None}
-        self.flat_param.__dict__.update(flat.__dict__ | own)
-        memo[id(flat)] = self.flat_param
         self._stand_for(
             [nn.Parameter(piece, each.requires_grad) for piece, each in zip(self._pieces, sources)]
         )
@@ -364,11 +341,6 @@ class FlatParameterLayout(FlatLayout):
         super()._go_to(shard)
         self._follow_places()
         self.show_sharded()
-
-    def _part(self, memo: dict[int, Any]) -> None:
-        before = self._pieces
-        super()._part(memo)
-        memo.update((id(piece), new) for piece, new in zip(before, self._pieces))
 
 
 def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:

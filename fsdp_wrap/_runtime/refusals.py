@@ -229,10 +229,11 @@ def refuse_pieces(unit: Unit) -> None:
     found = []
     for layout in (segment.layout for segment in handle.segments):
         # A `FlatParameter` stands for many: the first is named.
-        for fqn, source, places in reversed([*zip(layout.fqns, layout.sources, layout.places)]):
-            whole = source.shape == layout.shapes()[next(iter(places))]
+        for extent, source in reversed([*zip(layout.extents, layout.sources)]):
+            whole = source.shape == extent.shape
             if not isinstance(source, DTensor) and (cut or not whole):
-                found.append((source, NOT_ELEMENTWISE if cut else of_whole, _why(_IN_PIECES, unit, fqn)))
+                kinds = NOT_ELEMENTWISE if cut else of_whole
+                found.append((source, kinds, _why(_IN_PIECES, unit, extent.fqn)))
     refuse_pieces_in_steps(found)
 
 
