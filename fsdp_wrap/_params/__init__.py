@@ -12,9 +12,9 @@ from fsdp_wrap._params.flat import FlatLayout, FlatParameter, FlatParameterLayou
 from fsdp_wrap._params.handle import WRITTEN, HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
 from fsdp_wrap._params.interval_tensor import (
+    PASSES_FOR_DTENSOR,
     IntervalTensor,
     assemble,
-    passes_for_dtensor,
     rebuild_interval_tensor,
 )
 from fsdp_wrap._params.layout import Interval, Layout

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Pending, deaths_told
-from fsdp_wrap._core.torch_private import ShardedTensor, default_device_of
+from fsdp_wrap._core.torch_private import ShardedTensor
 from fsdp_wrap._params import IntervalTensor, ParamHandle, Segment, assemble
 from fsdp_wrap._runtime import Unit
 
@@ -143,13 +143,7 @@ def unsharded(value: Any) -> Any:
                 part = part.narrow(dim, offset, size)
             part.copy_(shard.tensor)
 
-    def combine(data: torch.Tensor) -> None:
-        with deaths_told():
-            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=value._process_group)
-
-    device = default_device_of(value._process_group)
-    like = torch.empty(1, dtype=metadata.tensor_properties.dtype, device=device).expand(metadata.size)
-    return assemble(like, write, combine)
+    return assemble(metadata.size, metadata.tensor_properties.dtype, [value._process_group], write)
 
 
 def is_first_rank(handles: Iterable[ParamHandle]) -> bool:
