@@ -34,19 +34,12 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Originals
+from fsdp_wrap._state.originals import Originals, owned_places
 from fsdp_wrap._state.state_dict import (
-    FullLoad,
-    ShardedLoad,
-    add_wrapped_prefix,
     begin_load,
-    clean_keys,
-    default_settings,
-    expand_local,
     resolve_settings,
     take_state_dict,
-    unshard_values,
+    to_load,
     wants_result,
-    with_wrapped_metadata,
 )
 from fsdp_wrap._state.taking import taking
