@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator
-from fsdp_wrap._core.torch_private import ShardedTensor, default_device_of
+from fsdp_wrap._core.torch_private import ShardedTensor
 from fsdp_wrap._params import IntervalTensor, ParamHandle, assemble
 from fsdp_wrap._runtime import Unit
 
