@@ -7,7 +7,7 @@ import warnings
 
 import torch.distributed as dist
 
-from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions
+from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
 from fsdp_wrap._runtime.initial_values import find_difference
 from fsdp_wrap._runtime.unit import Unit
 
@@ -38,7 +38,7 @@ class SameModel:
             # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
             reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
             keeping=[] if within is None or within.positions is None else [within.positions],
-            waits=all(one.device.type == "cpu" for one in communicators),
+            waits=all(accelerator_of(one.device) is None for one in communicators),
             agree=functools.partial(self._agree, unit),
         )
 
