@@ -139,7 +139,7 @@ class FlatLayout(Layout):
             firsts = [*chain.from_iterable(self._firsts)]
             self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
         shard = self._allocate(self.shard_numel, self.dtype)
-        self._resides = not sharded and shard.device == communicator.device
+        self._resides = not sharded and not (offload and self._accelerator is not None)
         self._fill(shard, slots)
         self._hold(shard, first.requires_grad)
         self._stand_for([slot.param for slot in slots])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Communicator
+from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, run_gradient_hooks
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
@@ -187,6 +187,7 @@ class Layout(ABC):
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
+        self._accelerator = accelerator_of(communicator.device)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
 
@@ -386,7 +387,9 @@ class Layout(ABC):
         """
         if self._marks:
             self._marks.take_away()
-        grads, used = self._cut_gradients(reduced.to(self._shard.device)), self._having_gradients(used)
+        if self._accelerator is not None:
+            reduced = self._accelerator.beside(reduced, self._shard)
+        grads, used = self._cut_gradients(reduced), self._having_gradients(used)
         for param, grad, by_any in zip(self.sharded_params, grads, used):
             if by_any and param.requires_grad:
                 if param.grad is None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions
+from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime.unit import Unit
 
@@ -118,7 +118,7 @@ class SameModel:
             # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
             reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
             keeping=[] if within is None or within.positions is None else [within.positions],
-            waits=all(one.device.type == "cpu" for one in communicators),
+            waits=all(accelerator_of(one.device) is None for one in communicators),
             agree=functools.partial(self._agree, unit),
         )
 
