@@ -21,10 +21,12 @@ from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
-__all__ = ["HandleState", "ParamHandle"]
+__all__ = ["WRITTEN", "HandleState", "ParamHandle"]
 
 _NOTHING = Finished()
-_WRITTEN = methodcaller("written")
+WRITTEN = methodcaller("written")
+"""What changes when the sharded parameters of a layout are written to, as that tells it."""
+
 _GATHERED, _REQUIRES_GRAD = attrgetter("gathered"), attrgetter("requires_grad")
 
 
@@ -100,7 +102,7 @@ class ParamHandle:
         self._gathering: Pending = _NOTHING
         self.kept: KeptParameters | None = None
         self.values = 0
-        self.written = [*map(_WRITTEN, layouts)]
+        self.written = [*map(WRITTEN, layouts)]
         self._changed = False
         self._lasting_since = -1
         self.reduction: Reduction | None = None
@@ -194,7 +196,7 @@ class ParamHandle:
             lasting: Whether `is_current` is to tell later if the shards have changed since.
         """
         self._lasting_since = steps_taken() if lasting else -1
-        written = [*map(_WRITTEN, self.layouts)]  # as `look`, in a frame less
+        written = [*map(WRITTEN, self.layouts)]  # as `look`, in a frame less
         if written != self.written:
             self._change_values(written)
         segments = self.segments
@@ -207,7 +209,7 @@ class ParamHandle:
 
     def look(self) -> None:
         """Notices that the sharded parameters were written to since the last gather."""
-        written = [*map(_WRITTEN, self.layouts)]
+        written = [*map(WRITTEN, self.layouts)]
         if written != self.written:
             self._change_values(written)
 
@@ -220,7 +222,7 @@ class ParamHandle:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         lasting = self._lasting_since == steps_taken()
-        return unsharded and lasting and self.written == [*map(_WRITTEN, self.layouts)]
+        return unsharded and lasting and self.written == [*map(WRITTEN, self.layouts)]
 
     def _write_shards(self) -> None:
         for segment in self.segments:

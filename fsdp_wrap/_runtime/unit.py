@@ -30,9 +30,9 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import graph_task, will_execute
 from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
-from fsdp_wrap._runtime.initial_values import InitialValues
 
 if TYPE_CHECKING:
+    from fsdp_wrap._runtime.same_model import InitialValues
     from fsdp_wrap._runtime.schedule import Schedule
 
 __all__ = [

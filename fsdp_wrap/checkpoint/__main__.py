@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from fsdp_wrap.checkpoint import _convert, _inspect
+from fsdp_wrap.checkpoint._folders import steps_in
 
 __all__ = ["main"]
 
@@ -49,10 +50,11 @@ def _parser() -> argparse.ArgumentParser:
 def _run_inspect(options: argparse.Namespace) -> int:
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}")
-    lines, fine = _inspect.listed(options.source, options.verify)
+    folders = [*reversed(steps_in(options.source).values())] or [options.source]
+    lines, fine = zip(*(_inspect.condition(folder, options.verify) for folder in folders))
     print("\n".join(lines))
     print("\n".join(_inspect.described(options.source, options.step)))
-    return 0 if fine or not options.verify else 1
+    return int(options.verify and not all(fine))
 
 
 def _run_convert(options: argparse.Namespace) -> int:

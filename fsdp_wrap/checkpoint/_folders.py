@@ -17,21 +17,28 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, DamagedCheckpoint, Manifest, sync
+from fsdp_wrap.checkpoint._manifest import (
+    MANIFEST,
+    METADATA,
+    DamagedCheckpoint,
+    Fault,
+    Manifest,
+    listed,
+    sync,
+)
 
 __all__ = [
-    "Begun",
-    "Claim",
     "begin",
+    "claimed",
     "clean_up",
     "complete_before",
     "find",
-    "host",
     "lack_of",
     "latest",
+    "place_of",
     "publish",
     "remove",
     "shows",
@@ -90,7 +97,8 @@ def find(path: Path, step: int | None) -> Path:
     steps = steps_in(path)
     if step is not None:
         if step not in steps:
-            raise ValueError(f"there is no step {step} in {path}; it holds {_listed(steps)}")
+            held = f"steps {listed(steps)}" if steps else "no step folder"
+            raise ValueError(f"there is no step {step} in {path}; it holds {held}")
         return steps[step]
     passed: list[str] = []
     for folder in steps.values():
@@ -119,29 +127,15 @@ def complete_before(folder: Path) -> Path | None:
     return next((path for n, path in steps if name and n < int(name[1]) and lack_of(path) is None), None)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A step that is being written.
-
-    Attributes:
-        step: Its number.
-        word: Part of its hidden folder's name, by which ranks know that they see the same one.
-    """
-
-    step: int
-    word: str
-
-    def folder(self, parent: Path) -> Path:
-        """Returns the hidden folder in which it is written."""
-        return parent / f".{_name(self.step)}.{self.word}.partial"
-
-
-def begin(parent: Path, step: int | None) -> Begun:
-    """Clears up after crashed saves and makes the hidden folder of a step.
+def begin(parent: Path, step: int | None) -> tuple[int, str]:
+    """Clears up after crashed saves and makes the hidden folder in which a step is written.
 
     Args:
         parent: The folder of steps, which this process has claimed.
         step: Its number; None for one after the newest.
+
+    Returns:
+        The step's number and the hidden folder's name, by which ranks know that they see the same one.
 
     Raises:
         ValueError: If something that is no checkpoint is in the way.
@@ -152,31 +146,32 @@ def begin(parent: Path, step: int | None) -> Begun:
     final = step_folder(parent, step)
     if os.path.lexists(final) and not (final / MANIFEST).is_file():  # a link to nowhere, too
         raise ValueError(f"{final} is in the way and no checkpoint of ours: remove it, or save another step")
-    begun = Begun(step, secrets.token_hex(4))
-    begun.folder(parent).mkdir()
-    return begun
+    hidden = f".{final.name}.{secrets.token_hex(4)}.partial"
+    (parent / hidden).mkdir()
+    return step, hidden
 
 
 def step_folder(parent: Path, step: int) -> Path:
     """Returns the folder of a step, which may not be there."""
-    return parent / _name(step)
+    return parent / f"step_{step:08d}"
 
 
-def shows(parent: Path, folder: Path) -> bool:
-    """Whether a folder that another rank has just made in `parent` is there for this one."""
+def shows(folder: Path) -> bool:
+    """Whether a folder that another rank has just made is there for this one."""
+    parent = folder.parent
     # Listing asks a file server anew.
     return any(parent.is_dir() and os.listdir(parent) and folder.is_dir() for _ in _looks())
 
 
-def unseen_in(folder: Path) -> list[str]:
+def unseen_in(folder: Path) -> list[Fault]:
     """Returns which files of a written step this rank does not see, and what is wrong with them."""
-    lacks: list[str] = []
+    faults: list[Fault] = []
     for _ in _looks():
         os.listdir(folder)
-        lacks = [f"{fault.file} {fault.lack}" for fault in Manifest.read(folder).missing(folder)]
-        if not lacks:
+        faults = Manifest.read(folder).missing(folder)
+        if not faults:
             break
-    return lacks
+    return faults
 
 
 def _looks() -> Iterator[int]:
@@ -186,12 +181,12 @@ def _looks() -> Iterator[int]:
         yield look
 
 
-def publish(parent: Path, begun: Begun, keep_last: int | None) -> None:
+def publish(written: Path, step: int, keep_last: int | None) -> None:
     """Makes a written step visible, then removes older complete steps but the last ones."""
-    step, written = begun.step, begun.folder(parent)
+    parent = written.parent
     final = step_folder(parent, step)
     sync(written)
-    replaced = _hidden(parent, step, "replaced")
+    replaced = _hidden(final, "replaced")
     if final.exists():
         final.rename(replaced)
     written.rename(final)
@@ -223,11 +218,10 @@ def remove(path: Path) -> None:
 
 
 def _remove_older(parent: Path, step: int, kept: int) -> None:
-    older = [number for number, path in steps_in(parent).items() if number < step and lack_of(path) is None]
-    for number in older[kept:]:
-        deleted = _hidden(parent, number, "deleted")
-        step_folder(parent, number).rename(deleted)
-        remove(deleted)
+    steps = steps_in(parent).items()
+    older = [folder for number, folder in steps if number < step and lack_of(folder) is None]
+    for folder in older[kept:]:
+        remove(folder.rename(_hidden(folder, "deleted")))
 
 
 def clean_up(parent: Path) -> None:
@@ -240,84 +234,67 @@ def clean_up(parent: Path) -> None:
             remove(path)
 
 
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
+def _hidden(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{kind}")
 
 
-def _hidden(parent: Path, step: int, kind: str) -> Path:
-    return parent / f".{_name(step)}.{kind}"
+# where, and who
 
 
-def _listed(steps: dict[int, Path]) -> str:
-    numbers = sorted(steps)
-    if not numbers:
-        return "no step folder"
-    few = len(numbers) < 10
-    return f"steps {', '.join(map(str, numbers)) if few else f'{numbers[0]} to {numbers[-1]}'}"
+def place_of(path: Path) -> str:
+    """Says where this rank looks for a folder."""
+    return f"in {path.absolute()} on host {socket.gethostname()}"
 
 
-# the right to save
+@contextmanager
+def claimed(parent: Path) -> Iterator[None]:
+    """Holds the right to save in a folder; it ends with the process in whatever way, too.
 
-
-def host() -> str:
-    """Returns the name of this host, as messages tell it."""
-    return socket.gethostname()
-
-
-class Claim:
-    """The right to save in a folder; it ends with `release`, or with the process in whatever way."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-
-    @classmethod
-    def take(cls, parent: Path) -> Claim:
-        """Takes it for this process.
-
-        Raises:
-            RuntimeError: If another run, or another thread, is saving there; it names it.
-        """
-        path = parent.resolve() / _CLAIM
-        if path in _held:
-            raise RuntimeError(_refusal(parent, "this very process"))
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                _lock(parent, path, descriptor)
-                if _is_there(path, descriptor):  # and was not removed by its last owner meanwhile
-                    break
-                os.close(descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on host {host()}".encode(), 0)
+    Raises:
+        RuntimeError: If another run, or another thread, is saving there; it names it.
+    """
+    path = parent.resolve() / _CLAIM
+    if path in _held:
+        raise _refusal(parent, "this very process")
+    with _locked(path) as file:
+        os.truncate(file, 0)
+        os.write(file, f"process {os.getpid()} on host {socket.gethostname()}".encode())
         _held.add(path)
-        return cls(path, descriptor)
-
-    def release(self) -> None:
-        """Gives it up."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)  # and with it the lock
-        _held.discard(self._path)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            _held.discard(path)
 
 
-def _lock(parent: Path, path: Path, descriptor: int) -> None:
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Locks a file, which is made if it is not there, until it is closed."""
+    while True:
+        with path.open("ab", buffering=0) as file:
+            _lock(path, file.fileno())
+            if _is_there(path, file.fileno()):
+                yield file.fileno()
+                return
+        # It was removed by its last owner meanwhile.
+
+
+def _lock(path: Path, descriptor: int) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         owner = path.read_text(errors="replace") if path.exists() else ""
-        raise RuntimeError(_refusal(parent, owner or "another process")) from None
+        raise _refusal(path.parent, owner or "another process") from None
     except OSError as error:
         warnings.warn(
-            f"{parent} takes no file locks ({error}): two runs that save there at the same time would not "
-            "notice each other",
+            f"{path.parent} takes no file locks ({error}): two runs that save there at the same time would "
+            "not notice each other",
             stacklevel=2,
         )
 
 
-def _refusal(parent: Path, owner: str) -> str:
-    return (
+def _refusal(parent: Path, owner: str) -> RuntimeError:
+    return RuntimeError(
         f"another save is going on in {parent}, by {owner}, and nothing was changed: let one run at a time "
         "save in a folder, each run in its own"
     )

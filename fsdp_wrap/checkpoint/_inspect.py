@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
-from fsdp_wrap.checkpoint._loading import refuse_damaged, refuse_damaged_metadata
-from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, read_metadata
+from fsdp_wrap.checkpoint._folders import find, lack_of
+from fsdp_wrap.checkpoint._loading import refuse
+from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, entries_of, read_metadata, told, verify
 
-__all__ = ["described", "listed"]
+__all__ = ["condition", "described"]
 
 
-def listed(dir: Path, verify: bool) -> tuple[list[str], bool]:
-    """Returns a line for each step, newest last, and whether all are as they were written.
+def condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
+    """Returns a line on a step folder, and whether it is as it was written.
 
     Args:
-        dir: Of steps, or a step folder.
-        verify: Read every byte; otherwise names and sizes count.
+        folder: The step's.
+        every_byte: Read all of it; otherwise names and sizes count.
     """
-    steps = sorted(steps_in(dir).items())
-    lines, fine = [], True
-    for folder in [path for _, path in steps] or [dir]:
-        lack = lack_of(folder)
-        if lack is None and verify:
-            try:
-                refuse_damaged(folder)
-            except DamagedCheckpoint as error:
-                lack = "\n".join(str(error).splitlines()[1:-1]).strip()
-        fine = fine and lack is None
-        condition = _condition(folder, verify) if lack is None else f"incomplete: {lack}"
-        lines.append(f"{folder.name}  {condition}")
-    return lines, fine
+    lack = lack_of(folder)
+    if lack is None:
+        manifest = Manifest.read(folder)
+        lack = "\n  ".join(told(folder, manifest.faults(folder))) if every_byte else None
+    if lack:
+        return f"{folder.name}  incomplete: {lack}", False
+    ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+    found = "intact" if every_byte else "complete"
+    return f"{folder.name}  {found}, by {ranks}, {_size(manifest.size)}", True
 
 
 def described(dir: Path, step: int | None) -> Iterator[str]:
@@ -50,7 +46,9 @@ def described(dir: Path, step: int | None) -> Iterator[str]:
     """
     folder = find(dir, step)
     manifest = Manifest.read(folder)
-    refuse_damaged_metadata(folder, manifest)
+    pieces = (piece for piece in manifest.pieces() if piece.file == METADATA)
+    if faults := [*verify(folder, pieces)]:
+        refuse(folder, told(folder, faults))
     metadata = read_metadata(folder)
     yield f"{folder} (written by torch {manifest.versions.get('torch')})"
     yield from _model(metadata)
@@ -59,19 +57,14 @@ def described(dir: Path, step: int | None) -> Iterator[str]:
     yield f"total: {_size(manifest.size)} in {len(manifest.files)} files"
 
 
-def _condition(folder: Path, verified: bool) -> str:
-    manifest = Manifest.read(folder)
-    ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
-    return f"{'intact' if verified else 'complete'}, by {ranks}, {_size(manifest.size)}"
-
-
 def _model(metadata: Metadata) -> Iterator[str]:
-    keys = _keys(metadata, "model")
-    entries = {key: metadata.state_dict_metadata[key] for key in keys}
-    yield f"model: {len(keys)} entries, {_size(sum(map(_bytes, entries.values())))}"
-    width = max((len(key) for key in keys), default=0) - len("model.")
-    for key, entry in entries.items():
-        name = key.removeprefix("model.").ljust(width)
+    entries = {
+        key.removeprefix("model."): metadata.state_dict_metadata[key] for key in entries_of(metadata, "model")
+    }
+    yield f"model: {len(entries)} entries, {_size(sum(map(_bytes, entries.values())))}"
+    width = max(map(len, entries), default=0)
+    for name, entry in entries.items():
+        name = name.ljust(width)
         if isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             yield f"  {name}  {dtype} {list(entry.size)}  {_size(_bytes(entry))}"
@@ -80,34 +73,34 @@ def _model(metadata: Metadata) -> Iterator[str]:
 
 
 def _optimizer(metadata: Metadata) -> Iterator[str]:
-    kinds: dict[str, list[int]] = {}
-    groups = set()
-    for path in _keys(metadata, "optim").items():
-        key, parts = path
-        if parts[1] == "state":
-            kinds.setdefault(str(parts[-1]), []).append(_bytes(metadata.state_dict_metadata[key]))
-        else:
-            groups.add(parts[2])
-    if kinds or groups:
-        yield f"optimizer: {len(groups)} parameter groups, {_size(sum(map(sum, kinds.values())))}"
-    for kind, sizes in kinds.items():
-        yield f"  {kind}: of {len(sizes)} parameters, {_size(sum(sizes))}"
+    paths = entries_of(metadata, "optim")
+    groups = {path[:3] for path in paths.values() if path[1] == "param_groups"}
+    state = [
+        (str(path[-1]), _bytes(metadata.state_dict_metadata[key]))
+        for key, path in paths.items()
+        if path[1] == "state"
+    ]
+    if paths:
+        yield f"optimizer: {len(groups)} parameter groups, {_size(sum(size for _, size in state))}"
+    yield from _summed(state, "parameters")
 
 
 def _extra(metadata: Metadata) -> Iterator[str]:
     lengths = {index.fqn: place.length for index, place in metadata.storage_data.items()}
-    sizes: dict[str, list[int]] = {}
-    for part in ("extra", "random"):
-        for key, path in _keys(metadata, part).items():
-            sizes.setdefault(str(path[2]) if part == "extra" else "(random states)", []).append(lengths[key])
-    if sizes:
+    extra = [(str(path[2]), lengths[key]) for key, path in entries_of(metadata, "extra").items()]
+    random = [("(random states)", lengths[key]) for key in entries_of(metadata, "random")]
+    if extra or random:
         yield "extra:"
-    for name, of_ranks in sizes.items():
-        yield f"  {name}: of {len(of_ranks)} ranks, {_size(sum(of_ranks))}"
+    yield from _summed([*extra, *random], "ranks")
 
 
-def _keys(metadata: Metadata, part: str) -> dict[str, Any]:
-    return {key: path for key, path in metadata.planner_data.items() if path[0] == part}
+def _summed(sizes: Iterable[tuple[str, int]], owners: str) -> Iterator[str]:
+    """Yields a line on each name, with how many owners have it and the bytes of all."""
+    by_name: dict[str, list[int]] = {}
+    for name, size in sizes:
+        by_name.setdefault(name, []).append(size)
+    for name, found in by_name.items():
+        yield f"  {name}: of {len(found)} {owners}, {_size(sum(found))}"
 
 
 def _bytes(entry: Any) -> int:
