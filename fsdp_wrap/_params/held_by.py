@@ -162,9 +162,3 @@ class Spread:
         part = -(-shape[0] // self.held_by.size) * shape[1:].numel()
         ends = [min(rank * part, numel) for rank in range(self.held_by.size + 1)]
         return [*self.bounds(numel)] == [*zip(ends, ends[1:])]
-
-    def boxes(self, shape: torch.Size) -> Iterator[tuple[int, Box]]:
-        """Yields (rank, box) of all boxes of all ranks, as the default group counts them."""
-        for rank, (start, stop) in zip(self.held_by.ranks, self.bounds(shape.numel())):
-            for box in boxes_of(tuple(shape), start, stop):
-                yield rank, box
