@@ -19,8 +19,6 @@ from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
 from fsdp_wrap._params.layout import Interval, Layout, round_up
 from fsdp_wrap._params.zero_marks import held_by_this_rank
 
-__all__ = ["DTensorLayout"]
-
 # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
 _dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
 _dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)

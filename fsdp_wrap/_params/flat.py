@@ -18,8 +18,6 @@ from fsdp_wrap._core import ParamSlot, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
 
-__all__ = ["FlatLayout", "FlatParameter", "FlatParameterLayout", "HiddenFlatParameter"]
-
 _VERSION = attrgetter("_version")
 
 
@@ -211,8 +209,8 @@ class FlatLayout(Layout):
         result = [*self._known_used(used)]
         firsts = {
             index: start
-            for index, ((start, stop), known, trains) in enumerate(zip(self._bounds, result, self.trains))
-            if trains and not known and stop > start
+            for index, ((start, stop), known, source) in enumerate(zip(self._bounds, result, self.sources))
+            if source.requires_grad and not known and stop > start
         }
         if firsts:  # to look at numbers waits for the device
             noted = shard[torch.tensor([*firsts.values()], device=shard.device)].tolist()

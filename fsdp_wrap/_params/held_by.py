@@ -14,8 +14,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_wrap._comm import ShardMesh, default_group, device_type_for, group_of, mesh_over
 
-__all__ = ["Box", "HeldBy", "Intervals", "Spread", "boxes_of"]
-
 
 @dataclass(frozen=True, init=False)
 class Intervals(Placement):

@@ -31,9 +31,7 @@ from fsdp_wrap._core.torch_private import (
     to_copy_operator,
 )
 from fsdp_wrap._core.torch_private import TensorProperties as ShardProperties
-from fsdp_wrap._params.held_by import Box, HeldBy, Intervals, Spread, boxes_of
-
-__all__ = ["PASSES_FOR_DTENSOR", "Box", "IntervalTensor", "assemble", "boxes_of", "rebuild_interval_tensor"]
+from fsdp_wrap._params.held_by import HeldBy, Intervals, Spread, boxes_of
 
 _aten = torch.ops.aten
 
@@ -52,7 +50,7 @@ class IntervalTensor(torch.Tensor):
     TypeError. Made by sharded state dicts; `torch.distributed.checkpoint` saves and loads it.
 
     Programs that expect a `DTensor` or a `ShardedTensor` find what they read of one: `isinstance` says that
-    it is a `DTensor` (from torch 2.13 on), and the methods of both are here.
+    it is a `DTensor` (from torch 2.12 on), and the methods of both are here.
 
     Args:
         shape: Shape of the full tensor.

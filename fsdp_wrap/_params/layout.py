@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,10 +17,6 @@ from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, ru
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
-
-__all__ = ["Extent", "Interval", "Layout", "alignment_of", "round_up"]
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
@@ -244,11 +239,6 @@ class Layout(ABC):
     def without_values(self) -> Sequence[str]:
         """Names of the parameters that are on the meta device still."""
         return self.fqns if self._shard.is_meta else ()
-
-    @property
-    def trains(self) -> list[bool]:
-        """For each leaf, whether it needs a gradient: as its sharded parameter does."""
-        return [*map(_REQUIRES_GRAD, self.sources)]
 
     @property
     @abstractmethod

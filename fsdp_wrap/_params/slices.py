@@ -12,8 +12,6 @@ from torch import nn
 
 from fsdp_wrap._params.flat import FlatLayout, HiddenFlatParameter
 
-__all__ = ["SliceLayout"]
-
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
 
 
