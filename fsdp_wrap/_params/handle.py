@@ -92,7 +92,7 @@ class ParamHandle:
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
         self.layouts = layouts
-        self._trained = [True in layout.trains for layout in layouts]
+        self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
         self.in_full = False
         self._contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes())]
@@ -363,7 +363,7 @@ class ParamHandle:
         """Lets the leaves follow the sharded parameters' `requires_grad`; returns whether any changed."""
         changed = False
         for segment in self.segments:
-            wanted = segment.layout.trains
+            wanted = [*map(_REQUIRES_GRAD, segment.layout.sources)]
             if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
                 segment.train(wanted)
                 changed = True
