@@ -50,12 +50,12 @@ from fsdp_wrap._state.full_values import (
     handles_of,
     is_first_rank,
     offloaded,
+    stream,
     unsharded,
     used_by,
 )
 from fsdp_wrap._state.load_targets import copies_values
 from fsdp_wrap._state.originals import Original, originals_in, owned_names, owned_places
-from fsdp_wrap._state.streaming import stream
 from fsdp_wrap._state.taking import Taking
 
 __all__ = ["begin_load", "resolve_settings", "take_state_dict", "to_load", "wants_result"]
