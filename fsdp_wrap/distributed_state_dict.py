@@ -7,6 +7,7 @@ instances go to torch's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fsdp_wrap._core import (
     ShardedStateDictConfig,
     StateDictType,
     clean_fqn,
+    joined,
     named,
     params,
 )
@@ -248,21 +250,12 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
 
 def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False) -> Any:
     offload = options.cpu_offload
-    if options.full_state_dict:
-        return StateDictMethods.state_dict_type(
-            model,
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload and not everywhere),
-            FullOptimStateDictConfig(
-                offload_to_cpu=offload, rank0_only=offload or options.broadcast_from_rank0
-            ),
-        )
-    return StateDictMethods.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=offload),
-        ShardedOptimStateDictConfig(offload_to_cpu=offload),
-    )
+    if not options.full_state_dict:
+        configs = ShardedStateDictConfig(offload), ShardedOptimStateDictConfig(offload)
+        return StateDictMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
+    of_model = FullStateDictConfig(offload, rank0_only=offload and not everywhere)
+    of_optim = FullOptimStateDictConfig(offload, rank0_only=offload or options.broadcast_from_rank0)
+    return StateDictMethods.state_dict_type(model, StateDictType.FULL_STATE_DICT, of_model, of_optim)
 
 
 def _checked_optimizers(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -332,14 +325,9 @@ def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in flat.items():
         part, _, rest = path.partition(".")
-        name = next((rest[:end] for end in _ends(rest) if rest[:end] in names), None)
+        name = next((each for each in accumulate(rest.split("."), joined) if each in names), None)
         if part not in found or name is None:
             raise ValueError(f"'{path}' names no parameter of the model")
         found[part].setdefault(name, {})[rest[len(name) + 1 :]] = value
     groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
     return {"state": found["state"], "param_groups": groups}
-
-
-def _ends(path: str) -> list[int]:
-    """Returns where names in a path may end, longest first."""
-    return [index for index in range(len(path) - 1, 0, -1) if path[index] == "."]

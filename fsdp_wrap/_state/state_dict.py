@@ -130,7 +130,7 @@ def take_state_dict(
     module = _wrapped(unit)
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     if kind is not StateDictType.FULL_STATE_DICT:
-        refuse_summoned(unit, f"taking a state dict of type {kind.name}")
+        refuse_summoned([unit], f"taking a state dict of type {kind.name}")
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
             call.note_aliased(unit, offload)
@@ -262,7 +262,7 @@ def begin_load(
         if key.startswith(prefix) and not key.startswith(wrapped):
             state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
     if kind is not StateDictType.FULL_STATE_DICT:
-        refuse_summoned(unit, f"loading a state dict of type {kind.name}")
+        refuse_summoned([unit], f"loading a state dict of type {kind.name}")
     elif in_full or is_summoned(unit) or not all(map(copies_values, _shown_in(unit))):
         return _begin_full_load(unit)
     return _begin_sharded_load(unit)

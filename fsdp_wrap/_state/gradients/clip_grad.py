@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
-from fsdp_wrap._state.full_params import is_summoned
+from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients
 from fsdp_wrap._state.gradients.norms import (
     accumulation_dtype,
@@ -123,8 +122,7 @@ class GradientNorms:
         for schedule in dict.fromkeys(map(schedule_of, units)):
             schedule.require_idle(doing)
             schedule.end_failed_backward()
-        if any(map(is_summoned, units)):
-            raise NotIdleError(f"{doing} must not run inside summon_full_params, which hides gradients")
+        refuse_summoned(units, doing)
         self._known = HeldGradients(self._module) if known is None else known
         return self._known
 
