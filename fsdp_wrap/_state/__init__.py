@@ -35,13 +35,7 @@ from fsdp_wrap._state.optim_state_dict import (
     sharded_optim_state_dict,
 )
 from fsdp_wrap._state.originals import Originals, owned_places
-from fsdp_wrap._state.state_dict import (
-    begin_load,
-    resolve_settings,
-    take_state_dict,
-    to_load,
-    wants_result,
-)
+from fsdp_wrap._state.state_dict import begin_load, resolve_settings, take_state_dict, to_load, wants_result
 from fsdp_wrap._state.taking import taking
 
 __all__ = [

@@ -109,13 +109,7 @@ def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConf
 
 
 def take_state_dict(
-    unit: Unit,
-    settings: StateDictSettings,
-    call: Taking,
-    *,
-    wanted: bool,
-    prefix: str,
-    keep_vars: bool,
+    unit: Unit, settings: StateDictSettings, call: Taking, *, wanted: bool, prefix: str, keep_vars: bool
 ) -> Any:
     """Lets the wrapped module make its state dict while it shows what that is to contain.
 
