@@ -6,7 +6,7 @@ instances go to torch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -72,7 +72,7 @@ def get_model_state_dict(
     if not is_wrapped(model):
         with deaths_told():
             return torch_get_model_state_dict(model, submodules=submodules, options=options)
-    return model_state(model, None if submodules is None else _prefixes(model, submodules), options)
+    return model_state(model, _prefixes(model, submodules), options)
 
 
 def get_optimizer_state_dict(
@@ -97,9 +97,7 @@ def get_optimizer_state_dict(
     if not is_wrapped(model):
         with deaths_told():
             return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
-    return optim_state(
-        model, optimizers, None if submodules is None else _prefixes(model, submodules), options
-    )
+    return optim_state(model, optimizers, _prefixes(model, submodules), options)
 
 
 def model_state(
@@ -273,9 +271,10 @@ def _frozen_names(model: nn.Module) -> set[str]:
     return {name for name, source in sources if source is not None and not source.requires_grad}
 
 
-def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:
-    wanted = set(submodules)
-    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in wanted]
+def _prefixes(model: nn.Module, submodules: Collection[nn.Module] | None) -> list[str] | None:
+    if submodules is None:
+        return None
+    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in submodules]
 
 
 def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
@@ -289,22 +288,13 @@ def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateD
 
 def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Sends the first rank's tensors to all, of which each keeps its pieces."""
-    originals = Originals(model)
+    owned = {name: each for name, each in Originals(model).by_name.items() if each.handle is not None}
     first = FirstRank(handles_of(units_in(model).values()))
-    described = [
-        (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value)
-        for name, value in (state_dict.items() if first.is_here else ())
-    ]
     result: dict[str, Any] = {}
-    for name, description in first.object(described):
-        if not isinstance(description, tuple):
-            result[name] = description
-            continue
-        value = first.tensor(state_dict[name] if first.is_here else None, *description)
-        original = originals.by_name.get(name)
-        if original is not None and original.handle is not None and value.shape == original.shape:
-            value = original.piece_of(value)
-        result[name] = value
+    for name, announced in first.announced(dict(state_dict or {})).items():
+        value = first.fetched(announced)
+        fits = name in owned and getattr(value, "shape", None) == owned[name].shape
+        result[name] = owned[name].piece_of(value) if fits else value
     return result
 
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator
-from fsdp_wrap._core.torch_private import ShardedTensor, default_device_of
+from fsdp_wrap._core.torch_private import ShardedTensor, default_device_of, pytree
 from fsdp_wrap._params import IntervalTensor, ParamHandle, assemble
 from fsdp_wrap._runtime import Unit
 
 __all__ = [
+    "Announced",
     "FirstRank",
     "FullValue",
     "check_budget",
@@ -290,6 +291,18 @@ def is_first_rank(handles: Iterable[ParamHandle]) -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+@dataclass(frozen=True)
+class Announced:
+    """A tensor of the first rank, which travels by itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    own: torch.Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        return Announced, (self.shape, self.dtype)
+
+
 class FirstRank:
     """The way from the first rank to all that hold a unit: over the replicas, then within each copy."""
 
@@ -304,12 +317,29 @@ class FirstRank:
             value = communicator.broadcast_object(value)
         return value
 
-    def tensor(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the first rank's tensor; the others pass None."""
+    def announced(self, values: Any) -> Any:
+        """Returns the first rank's values, in containers: tensors with dimensions as `Announced`.
+
+        What the other ranks give does not count.
+        """
+        own = pytree.tree_map_only(torch.Tensor, _announced, values) if self.is_here else None
+        found = self.object(own)
+        return own if self.is_here else found
+
+    def fetched(self, value: Any) -> Any:
+        """Returns a value of those with the tensors themselves; collective."""
+        return pytree.tree_map_only(Announced, self._tensor, value)
+
+    def _tensor(self, announced: Announced) -> torch.Tensor:
         device = self._steps[0].device if self._steps else torch.device("cpu")
-        if value is None:
-            value = torch.empty(shape, dtype=dtype, device=device)
-        value = value.to(device).contiguous()
+        if announced.own is not None:
+            value = announced.own.to(device).contiguous()
+        else:
+            value = torch.empty(announced.shape, dtype=announced.dtype, device=device)
         for communicator in self._steps:
             communicator.broadcast(value.view(-1).view(torch.uint8) if value.numel() else value)
         return value
+
+
+def _announced(tensor: torch.Tensor) -> Any:
+    return Announced(tensor.shape, tensor.dtype, tensor) if tensor.dim() > 0 else tensor.cpu()

@@ -247,7 +247,9 @@ def _initial_state(optim: torch.optim.Optimizer, groups: Iterable[Group]) -> Sta
     double = object.__new__(type(inner))
     double.__dict__.update(inner.__dict__)
     double.state = defaultdict(dict)
-    double.param_groups = [{**group, "params": _zeros(group["params"])} for group in inner.param_groups]
+    double.param_groups = [
+        {**group, "params": [*map(_zero, group["params"])]} for group in inner.param_groups
+    ]
     try:
         with torch.no_grad():
             inspect.unwrap(type(inner).step)(double)  # without hooks and the schedulers' counting
@@ -266,15 +268,11 @@ def _initial_state(optim: torch.optim.Optimizer, groups: Iterable[Group]) -> Sta
     }
 
 
-def _zeros(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    zeros = []
-    for param in params:
-        zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        zero.requires_grad_(param.requires_grad)
-        if param.requires_grad and param.numel() > 0:
-            zero.grad = torch.zeros_like(zero)
-        zeros.append(zero)
-    return zeros
+def _zero(param: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device, requires_grad=param.requires_grad)
+    if param.requires_grad and param.numel() > 0:
+        zero.grad = torch.zeros_like(zero)
+    return zero
 
 
 def _uncounted(key: str, value: Any) -> Any:
