@@ -8,6 +8,7 @@ saves in a folder: it holds a locked file there, which the next one meets.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import secrets
@@ -81,7 +82,7 @@ def latest(dir: str | Path) -> Path | None:
 
     Complete means: the manifest is intact and all files have their sizes; `load` reads every byte.
     """
-    return next((path for path in steps_in(Path(dir)).values() if lack_of(path) is None), None)
+    return next(_complete_in(Path(dir)), None)
 
 
 def find(path: Path, step: int | None) -> Path:
@@ -123,8 +124,13 @@ def sum_of_manifest(folder: Path) -> int | None:
 def complete_before(folder: Path) -> Path | None:
     """Returns the newest complete step folder beside another one and older."""
     name = _STEP.fullmatch(folder.name)
-    steps = steps_in(folder.parent).items() if name else ()
-    return next((path for n, path in steps if name and n < int(name[1]) and lack_of(path) is None), None)
+    return next(_complete_in(folder.parent, int(name[1])), None) if name else None
+
+
+def _complete_in(parent: Path, before: float = math.inf) -> Iterator[Path]:
+    """Yields the complete step folders in a folder, newest first, that are older than a step."""
+    steps = steps_in(parent).items()
+    return (folder for step, folder in steps if step < before and lack_of(folder) is None)
 
 
 def begin(parent: Path, step: int | None) -> tuple[int, str]:
@@ -194,7 +200,8 @@ def publish(written: Path, step: int, keep_last: int | None) -> None:
     try:
         remove(replaced)
         if keep_last is not None:
-            _remove_older(parent, step, keep_last - 1)
+            for older in [*_complete_in(parent, step)][keep_last - 1 :]:
+                remove(older.rename(_hidden(older, "deleted")))
     except OSError as error:  # the new step is there all the same
         warnings.warn(f"an old checkpoint in {parent} could not be removed: {error}", stacklevel=2)
 
@@ -215,13 +222,6 @@ def remove(path: Path) -> None:
         except OSError:
             if look == _LOOKS - 1:
                 raise
-
-
-def _remove_older(parent: Path, step: int, kept: int) -> None:
-    steps = steps_in(parent).items()
-    older = [folder for number, folder in steps if number < step and lack_of(folder) is None]
-    for folder in older[kept:]:
-        remove(folder.rename(_hidden(folder, "deleted")))
 
 
 def clean_up(parent: Path) -> None:
