@@ -37,6 +37,7 @@ from fsdp_wrap._state import (
     is_first_rank,
     is_sharded,
     load_optim_state_dict,
+    owned_places,
     refuse_shared,
     unsharded,
 )
@@ -273,13 +274,10 @@ def _checked_optimizers(model: nn.Module, optimizers: Optimizers) -> list[torch.
 
 def _frozen_names(model: nn.Module) -> set[str]:
     """Returns every name of every parameter that needs no gradient."""
-    frozen = {
-        place
-        for original in Originals(model).by_name.values()
-        if not original.source.requires_grad
-        for place in original.places
-    }
-    return {name for name, place, _ in named(model, params, all_names=True) if place in frozen}
+    owned = owned_places(units_in(model).values())
+    found = named(model, params, all_names=True)
+    sources = ((name, owned[place].source if place in owned else param) for name, place, param in found)
+    return {name for name, source in sources if source is not None and not source.requires_grad}
 
 
 def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:
@@ -311,9 +309,8 @@ def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
             continue
         value = first.tensor(state_dict[name] if first.is_here else None, *description)
         original = originals.by_name.get(name)
-        if original is not None and original.segment is not None and value.shape == original.shape:
-            interval = original.interval
-            value = original.piece(value.reshape(-1)[interval.start : interval.stop].clone())
+        if original is not None and original.handle is not None and value.shape == original.shape:
+            value = original.piece_of(value)
         result[name] = value
     return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -124,10 +124,6 @@ class DTensorLayout(Layout):
     # what there is
 
     @property
-    def without_values(self) -> Sequence[str]:
-        return self.fqns if self._shard.is_meta else ()
-
-    @property
     def version(self) -> int:
         version: int = sum(map(_VERSION, self.sources)) + sum(map(_LOCAL_VERSION, self.sources))
         return version
@@ -149,9 +145,6 @@ class DTensorLayout(Layout):
             [only_rows(cut).rows(rank) * cut.shape[1:].numel() for rank in range(self._ranks)]
             for cut in self.extents
         ]
-
-    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        return [piece.reshape(-1) for piece in self.cut(shard)]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split_with_sizes(shard, self._sizes)
@@ -275,11 +268,9 @@ class DTensorLayout(Layout):
         self.show_sharded()  # of tied ones each place may have got one of its own
         return True
 
-    def _part(self, memo: dict[int, Any]) -> None:
-        before = self.sources
+    def _part(self) -> None:
         self._adopt_shard(self._new_shard(self.dtype, self._shard.is_meta).copy_(self._shard))
-        self._make_sharded(before)
-        memo.update((id(source), param) for source, param in zip(before, self.sources))
+        self._make_sharded(self.sources)
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:

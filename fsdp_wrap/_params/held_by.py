@@ -17,17 +17,9 @@ from fsdp_wrap._comm import ShardMesh, default_group, device_type_for, group_of,
 __all__ = ["Box", "HeldBy", "Intervals", "Spread", "boxes_of"]
 
 
+@dataclass(frozen=True, init=False)
 class Intervals(Placement):
     """Each rank holds a contiguous interval of the flattened tensor, which need not be whole rows."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Intervals)
-
-    def __hash__(self) -> int:
-        return hash(Intervals)
-
-    def __repr__(self) -> str:
-        return "Intervals()"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Communicator
+from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, run_gradient_hooks
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
@@ -147,10 +147,7 @@ class Layout(ABC):
         show_sharded: Shows the sharded parameters in the modules.
         shown_sharded: What the modules show while they are sharded.
         cover: The leaves, to stand before the sharded parameters.
-        note_used: Notes in what `notes` returns which original parameters this rank has contributed to the
-            gradients of, where other ranks must know it.
-        note_in_shard: The same for all ranks, in a shard (1-D, in the reduce dtype) that was reduced in a way
-            which loses notes.
+        resident: The unsharded buffer, where it is the shard itself and always in memory.
         average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
     """
 
@@ -169,8 +166,7 @@ class Layout(ABC):
     show_sharded: Callable[[], None]
     shown_sharded: Shown
     cover: Cover
-    note_used: Callable[[torch.Tensor, Sequence[bool]], None]
-    note_in_shard: Callable[[torch.Tensor, Sequence[bool]], None]
+    resident: torch.Tensor | None = None
     _shard: torch.Tensor
     _shows_plain = False  # whether plain tensors stand for the sharded parameters in the modules
 
@@ -191,20 +187,16 @@ class Layout(ABC):
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
+        self._accelerator = accelerator_of(communicator.device)
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
 
     # what there is
 
     @property
-    def resident(self) -> torch.Tensor | None:
-        """The unsharded buffer, where it is the shard itself and always in memory."""
-        return None
-
-    @property
     def without_values(self) -> Sequence[str]:
         """Names of the parameters that are on the meta device still."""
-        return ()
+        return self.fqns if self._shard.is_meta else ()
 
     @property
     def trains(self) -> list[bool]:
@@ -223,10 +215,6 @@ class Layout(ABC):
         Not when it is written to through an alias without a version counter of its own, as `.data` is.
         """
 
-    def shapes(self) -> dict[Place, torch.Size]:
-        """Every (module, name) that shows an original parameter, with its shape."""
-        return {place: extent.shape for places, extent in zip(self.places, self.extents) for place in places}
-
     @abstractmethod
     def intervals(self) -> list[Interval]:
         """What this rank holds of each original parameter, perhaps nothing, for all that saves."""
@@ -235,9 +223,9 @@ class Layout(ABC):
     def held_by_rank(self) -> list[list[int]]:
         """For each original parameter, how many of its elements each rank holds; these lie in rank order."""
 
-    @abstractmethod
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts something of the shard's size into this rank's pieces of the original parameters, as views."""
+        return [piece.reshape(-1) for piece in self.cut(shard)]
 
     @abstractmethod
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -249,13 +237,13 @@ class Layout(ABC):
         """Views of an unsharded buffer, one per original parameter, in its shape."""
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
 
-    @abstractmethod
     def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
         """Views of a buffer that travels: for each original parameter the boxes in which it lies."""
+        return [[view] for view in self.views(travelling)]
 
-    @abstractmethod
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
+        return [tensor]
 
     @abstractmethod
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
@@ -313,7 +301,7 @@ class Layout(ABC):
 
     def read_shard(self, own: torch.Tensor) -> None:
         """Copies this rank's part of an unsharded buffer back into the shard."""
-        self._shard.copy_(own.detach())
+        self._shard.data.copy_(own.data)
 
     # what the modules show
 
@@ -356,14 +344,27 @@ class Layout(ABC):
         self._names = [name for _, name in firsts]
         self.show_leaves = Display(self.places, self.leaves, self._shows_plain).show
         self.cover = Cover(self.places, self.leaves)
-        self.show_sharded = Display(self.places, self._stand_ins()).show
         self.shown_sharded = Shown(self.places, self._stand_ins())
+        self.show_sharded = self.shown_sharded.show
 
     # who contributed to the gradients
 
-    @abstractmethod
     def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        """Views where in a buffer that will be reduced `note_used` notes something."""
+        """Views where in a buffer that will be reduced `note_used` notes something for other ranks."""
+        return travelling
+
+    @abstractmethod
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes there which original parameters this rank has contributed to the gradients of."""
+
+    @abstractmethod
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes the same of all ranks, in a shard that was reduced in a way which loses notes.
+
+        Args:
+            shard: 1-D, in the reduce dtype.
+            used: For each original parameter, whether any rank has contributed.
+        """
 
     @abstractmethod
     def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
@@ -386,7 +387,9 @@ class Layout(ABC):
         """
         if self._marks:
             self._marks.take_away()
-        grads, used = self._cut_gradients(reduced.to(self._shard.device)), self._having_gradients(used)
+        if self._accelerator is not None:
+            reduced = self._accelerator.beside(reduced, self._shard)
+        grads, used = self._cut_gradients(reduced), self._having_gradients(used)
         for param, grad, by_any in zip(self.sharded_params, grads, used):
             if by_any and param.requires_grad:
                 if param.grad is None:
@@ -473,11 +476,18 @@ class Layout(ABC):
         """
         new = copy(self)
         new._marks = GradientMarks()
-        new._part(memo)
+        new._part()
+        for old, own in zip(self._own_tensors(), new._own_tensors()):
+            own.__dict__.update(old.__dict__ | own.__dict__)
+            memo[id(old)] = own
         return new
 
+    def _own_tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that stand for the shard and its parts."""
+        return [self.flat_param, *self.sources, *self._stand_ins()]
+
     @abstractmethod
-    def _part(self, memo: dict[int, Any]) -> None:
+    def _part(self) -> None:
         """Goes over from the shard and the sharded parameters of whose copy this is to some of its own."""
 
     def follow_modules(self, memo: dict[int, Any]) -> None:

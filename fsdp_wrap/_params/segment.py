@@ -185,7 +185,8 @@ class Segment:
         self._keeps_memory = keep
 
     def _alias_full(self) -> None:
-        self.write_shard = partial(self.layout.write_shard, self._communicator.own_part(self.gathered.data))
+        own = self._communicator.own_part(self.gathered.data)
+        self.write_shard = partial(self.layout.write_shard, own) if self.full.temporary else _write_nothing
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
@@ -208,3 +209,7 @@ class Segment:
         fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
         if fits and self.full.temporary and self.full.resizable:
             self.gradients.take_in(self.full, index)
+
+
+def _write_nothing() -> None:
+    """Writes the shard where the shard is the buffer."""

@@ -30,9 +30,9 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import graph_task, will_execute
 from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
-from fsdp_wrap._runtime.initial_values import InitialValues
 
 if TYPE_CHECKING:
+    from fsdp_wrap._runtime.same_model import InitialValues
     from fsdp_wrap._runtime.schedule import Schedule
 
 __all__ = [
@@ -213,7 +213,7 @@ class Unit:
         state = handle.state
         if state is HandleState.SUMMONED or state is HandleState.REPLACED:
             raise _not_ours(self, state)
-        self.positions.enter(phase, self.schedule.iteration)
+        self.positions.enter(self.schedule.iteration, phase.index)
         if state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:

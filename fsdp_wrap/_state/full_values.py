@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._comm import Communicator, Pending, deaths_told
-from fsdp_wrap._core.torch_private import ShardedTensor, default_device_of
-from fsdp_wrap._params import IntervalTensor, ParamHandle, Segment, assemble
+from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator
+from fsdp_wrap._core.torch_private import ShardedTensor
+from fsdp_wrap._params import IntervalTensor, ParamHandle, assemble
 from fsdp_wrap._runtime import Unit
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "offloaded",
     "unsharded",
     "used_by",
+    "value_held_here",
 ]
 
 
@@ -101,13 +102,25 @@ def _joined(value: FullValue, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return full.view(value.shape)
 
 
-def full_values(handle: ParamHandle, segment: Segment) -> list[FullValue]:
-    """Returns a segment's parameters, in their order, by their indices; in master dtype."""
-    layout = segment.layout
+def full_values(handle: ParamHandle) -> list[FullValue]:
+    """Returns a handle's parameters, by layout and index; in master dtype."""
     return [
-        FullValue(index, each.shape, layout.dtype, handle.communicator, lengths, copier(each.data))
+        FullValue((layout, index), each.shape, layout.dtype, handle.communicator, lengths, copier(each.data))
+        for layout in handle.layouts
         for index, (each, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
     ]
+
+
+def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
+    """Returns a tensor that this rank has whole.
+
+    Raises:
+        RuntimeError: If it is on the meta device.
+    """
+    if tensor.is_meta:
+        raise RuntimeError(f"'{key}' is on the meta device and has no values")
+    alone = make_communicator(None, tensor.device)
+    return FullValue(key, tensor.shape, tensor.dtype, alone, [tensor.numel()], copier(tensor))
 
 
 def copier(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
@@ -143,13 +156,7 @@ def unsharded(value: Any) -> Any:
                 part = part.narrow(dim, offset, size)
             part.copy_(shard.tensor)
 
-    def combine(data: torch.Tensor) -> None:
-        with deaths_told():
-            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=value._process_group)
-
-    device = default_device_of(value._process_group)
-    like = torch.empty(1, dtype=metadata.tensor_properties.dtype, device=device).expand(metadata.size)
-    return assemble(like, write, combine)
+    return assemble(metadata.size, metadata.tensor_properties.dtype, [value._process_group], write)
 
 
 def is_first_rank(handles: Iterable[ParamHandle]) -> bool:

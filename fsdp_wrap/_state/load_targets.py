@@ -31,7 +31,7 @@ from fsdp_wrap._params import FlatParameter, IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.full_values import handles_of, used_by
-from fsdp_wrap._state.originals import Owned, owned_places
+from fsdp_wrap._state.originals import Original, owned_places
 
 __all__ = ["ReadsOnAccess", "Targets", "copies_values"]
 
@@ -241,7 +241,7 @@ def copies_values(module: nn.Module) -> bool:
     return not own_way and len(hooks) == int(wrapper)  # a wrapper has one of its own
 
 
-def _all_targets(module: nn.Module, owned: Mapping[Place, Owned]) -> Iterator[tuple[str, _Target | None]]:
+def _all_targets(module: nn.Module, owned: Mapping[Place, Original]) -> Iterator[tuple[str, _Target | None]]:
     """Yields where every value goes, in the order of `state_dict`; None for extra state."""
     for fqn, place, tensor in named(module, _entries, all_names=True):
         if place in owned:

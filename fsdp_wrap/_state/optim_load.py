@@ -200,7 +200,7 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str]) -> 
         return value
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and value.shape == original.shape and (value.dim() > 0 or key not in counted):
-        return original.piece(value.reshape(-1)[interval.start : interval.stop].clone())
+        return original.piece_of(value)
     if not original.uncut:
         original.refuse_cut(key, value)
     return value

@@ -183,10 +183,7 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
         value for entry in exchanged.values() for value in entry.values() if isinstance(value, FullValue)
     ]
     for (fqn, key), full in stream(values, max((value.nbytes for value in values), default=1)):
-        original = names.by_name[fqn]
-        start, stop = original.interval.start, original.interval.stop
-        piece = full.reshape(-1)[start:stop].to(original.source.device, copy=True)
-        exchanged[fqn][key] = IntervalTensor(original.shape, start, piece)
+        exchanged[fqn][key] = names.by_name[fqn].piece_of(full)
     if not isinstance(state_dict, Mapping):
         return state_dict
     return {**state_dict, "state": {**states, **exchanged}}

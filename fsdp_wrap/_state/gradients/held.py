@@ -132,11 +132,11 @@ class HeldGradients:
 
     def named(self, share: Share) -> list[tuple[Original, torch.Tensor | None]]:
         """Returns the parameters of a share, each with what this rank holds of its gradient, or None."""
-        gradients = {id(each): each.layout.gradients() for each in _segments(share.handles)}
+        gradients = {each.layout: each.layout.gradients() for each in _segments(share.handles)}
         found: list[tuple[Original, torch.Tensor | None]] = []
         for original in Originals(self._module).by_name.values():
-            if id(original.segment) in gradients:
-                found.append((original, gradients[id(original.segment)][original.index]))
+            if original.layout in gradients:
+                found.append((original, gradients[original.layout][original.index]))
             elif original.handle is None and None in share.handles and not is_owned(original.source):
                 found.append((original, _strided(original.source)))
         return found
