@@ -8,7 +8,7 @@ Must never know: parameters, units, and why something travels.
 
 from fsdp_wrap._comm.agreement import Agreement
 from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer
-from fsdp_wrap._comm.device import check_present, device_of, device_type_for, resolve_device
+from fsdp_wrap._comm.device import accelerator_of, check_present, device_of, device_type_for, resolve_device
 from fsdp_wrap._comm.groups import Ranks, default_group, default_mesh, group_of, mesh_over, neighbours
 from fsdp_wrap._comm.lanes import Finished, Pending, Then, lane_of
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh

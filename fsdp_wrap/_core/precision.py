@@ -37,11 +37,6 @@ class FullPrecision(MixedPrecision):
     It takes inputs of any precision, and returns outputs in that of its inputs.
     """
 
-    @property
-    def plain(self) -> MixedPrecision:
-        """What it is among policies that users make."""
-        return MixedPrecision()
-
 
 @dataclass(frozen=True)
 class SegmentDtypes:

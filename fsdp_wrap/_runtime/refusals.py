@@ -209,10 +209,10 @@ def refuse_pieces(unit: Unit) -> None:
     found = []
     for layout in handle.layouts:
         # A `FlatParameter` stands for many: the first is named.
-        for fqn, source, places in reversed([*zip(layout.fqns, layout.sources, layout.places)]):
-            whole = source.shape == layout.shapes()[next(iter(places))]
+        for extent, source in reversed([*zip(layout.extents, layout.sources)]):
+            whole = source.shape == extent.shape
             if not isinstance(source, DTensor) and (cut or not whole):
-                found.append((source, _why(_IN_PIECES, unit, fqn)))
+                found.append((source, _why(_IN_PIECES, unit, extent.fqn)))
     refuse_in_steps(found, NOT_ELEMENTWISE if cut else (torch.optim.Adafactor,))  # flat, but all is there
 
 

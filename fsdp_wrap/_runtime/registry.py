@@ -53,7 +53,7 @@ class Registry:
                 if not isinstance(param, DTensor):  # which conversions exchange: no weak references
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
-            for module, _ in segment.layout.shapes():
+            for module, _ in chain.from_iterable(segment.layout.places):
                 self._users.setdefault(module, weakref.WeakSet()).add(unit)
 
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
@@ -87,7 +87,8 @@ class Registry:
     def _shows(self, place: Place) -> bool:
         """Whether a unit shows a parameter in this place already, as in a module that two units share."""
         handles = [unit.handle for unit in self._users.get(place[0], ()) if unit.handle is not None]
-        return any(place in segment.layout.shapes() for handle in handles for segment in handle.segments)
+        layouts = [layout for handle in handles for layout in handle.layouts]
+        return any(place in places for layout in layouts for places in layout.places)
 
 
 REGISTRY = Registry()

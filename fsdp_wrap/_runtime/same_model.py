@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions
+from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime.unit import Unit
 
@@ -62,7 +62,7 @@ class InitialValues:
 
     def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
         self._samples = samples
-        self._versions = [layout.version for layout in layouts]
+        self._written = [layout.written() for layout in layouts]
         self._shards = [_of_shard(layout).clone() for layout in layouts]
 
     def lines(self, layouts: Sequence[Layout]) -> list[str]:
@@ -72,8 +72,8 @@ class InitialValues:
             layouts: Of the unit, as they are now.
         """
         result: list[str] = []
-        for values, layout, version, shard in zip(self._samples, layouts, self._versions, self._shards):
-            known = not values.is_meta and layout.version == version and _is_same(shard, _of_shard(layout))
+        for values, layout, written, shard in zip(self._samples, layouts, self._written, self._shards):
+            known = not values.is_meta and layout.written() == written and _is_same(shard, _of_shard(layout))
             lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)
             result += lines
         return result
@@ -118,7 +118,7 @@ class SameModel:
             # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
             reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
             keeping=[] if within is None or within.positions is None else [within.positions],
-            waits=all(one.device.type == "cpu" for one in communicators),
+            waits=all(accelerator_of(one.device) is None for one in communicators),
             agree=functools.partial(self._agree, unit),
         )
 

@@ -21,8 +21,8 @@ from fsdp_wrap._state.gradients.hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
     register_comm_hook,
+    set_gradients_in_place,
 )
-from fsdp_wrap._state.gradients.in_place import set_gradients_in_place
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_load import load_optim_state_dict
@@ -34,19 +34,12 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Originals
+from fsdp_wrap._state.originals import Originals, owned_places
 from fsdp_wrap._state.state_dict import (
-    FullLoad,
-    ShardedLoad,
-    add_wrapped_prefix,
     begin_load,
-    clean_keys,
-    default_settings,
-    expand_local,
     resolve_settings,
     take_state_dict,
-    unshard_values,
+    taking,
+    to_load,
     wants_result,
-    with_wrapped_metadata,
 )
-from fsdp_wrap._state.taking import taking
