@@ -266,7 +266,7 @@ class Unit:
         freed = self.options.reshards_after_backward and self.schedule.syncs
         handle.gather(lasting=phase is Phase.IDLE or not freed)
         if observers:
-            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator)
+            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator.way)
         return True
 
     def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
@@ -294,7 +294,7 @@ class Unit:
         reduction.issue(phase, self.schedule.iteration)
         nbytes = handle.start_reduction(sums, options.counts_unused)
         if observers:
-            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator)
+            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator.way)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and hands on its result."""
