@@ -16,14 +16,14 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
-from fsdp_wrap._params.layout import Interval, Layout, round_up
+from fsdp_wrap._params.layout import Interval, Layout, Written, round_up
 from fsdp_wrap._params.zero_marks import held_by_this_rank
 
 # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
 _dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
 _dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
-_VERSION, _LOCAL_VERSION = operator.attrgetter("_version"), operator.attrgetter("_local_tensor._version")
+_VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 @final
@@ -110,15 +110,9 @@ class DTensorLayout(Layout):
 
     # what there is
 
-    @property
-    def version(self) -> int:
-        version: int = sum(map(_VERSION, self.sources)) + sum(map(_LOCAL_VERSION, self.sources))
-        return version
-
-    def written(self) -> tuple[list[int], list[int]]:
-        held = [*map(_LOCAL, self.sources)]
-        versions = map(operator.add, map(_VERSION, self.sources), map(_VERSION, held))
-        return [*versions], [*map(torch.Tensor.data_ptr, held)]
+    def written(self) -> Written:
+        sources = self.sources  # the shard counts what is written to the pieces themselves
+        return [*map(_VERSION, sources), self._shard._version], [*map(_DATA_PTR, map(_LOCAL, sources))]
 
     def intervals(self) -> list[Interval]:
         return [

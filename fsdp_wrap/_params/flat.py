@@ -16,9 +16,9 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
+from fsdp_wrap._params.layout import Extent, Interval, Layout, Written, alignment_of, round_up
 
-_VERSION = attrgetter("_version")
+_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class FlatParameter(nn.Parameter):
@@ -155,13 +155,9 @@ class FlatLayout(Layout):
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         self.flat_param.requires_grad_(originals[0].requires_grad)
 
-    @property
-    def version(self) -> int:
-        version: int = self.flat_param._version + sum(map(_VERSION, self.sharded_params))
-        return version
-
-    def written(self) -> tuple[list[int], list[int]]:
-        return [*map(_VERSION, self.sources)], [*map(torch.Tensor.data_ptr, self.sources)]
+    def written(self) -> Written:
+        params = self.sharded_params
+        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
 
     def intervals(self) -> list[Interval]:
         result = []

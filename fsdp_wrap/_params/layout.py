@@ -18,6 +18,9 @@ from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
 
+Written = tuple[list[int], list[int]]
+"""How often tensors were written to, and where they lie."""
+
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
 
@@ -240,16 +243,12 @@ class Layout(ABC):
         """Names of the parameters that are on the meta device still."""
         return self.fqns if self._shard.is_meta else ()
 
-    @property
     @abstractmethod
-    def version(self) -> int:
-        """Grows whenever the sharded parameters are written to in place."""
+    def written(self) -> Written:
+        """Two lists of numbers, of which some change when the shard is written to.
 
-    @abstractmethod
-    def written(self) -> tuple[list[int], list[int]]:
-        """For each original parameter, two numbers that change when the sharded one is written to.
-
-        Not when it is written to through an alias without a version counter of its own, as `.data` is.
+        Those at the place of an original parameter change with what stands for it. Not when it is written to
+        through an alias without a version counter of its own, as `.data` is.
         """
 
     @abstractmethod

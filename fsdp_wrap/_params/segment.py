@@ -117,18 +117,17 @@ class Segment:
             self.leaves[index].data = views[index]
         self._apart = []
 
-    def arrange(self) -> None:
-        """Fills the unsharded buffer with what was gathered into another."""
-        self.full.allocate()
-        foreach_copy_(*self._copies)
-        self.gathered.free()
-
-    def admit(self, changed: bool) -> None:
-        """Lets autograd use the leaves, whose memory is filled.
+    def admit(self, changed: bool, in_place: bool) -> None:
+        """Lets autograd use the leaves, now that their values have come.
 
         Args:
             changed: Whether their values are others than before: what graphs saved then is refused.
+            in_place: Whether they have come into the unsharded buffer, also where gathers go elsewhere.
         """
+        if self.gathered is not self.full and not in_place:
+            self.full.allocate()
+            foreach_copy_(*self._copies)
+            self.gathered.free()
         if self._apart:
             self._rejoin()
         if changed:
