@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._params import IntervalTensor
-from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.full_values import FirstRank, handles_of, unsharded
+from fsdp_wrap._state.full_values import FirstRank, unsharded
 from fsdp_wrap._state.optim_params import given_groups, groups_of, originals_of, same_values
 from fsdp_wrap._state.optim_pieces import State
 from fsdp_wrap._state.originals import Original, Originals
@@ -56,7 +55,7 @@ def load_optim_state_dict(
         TypeError: If it is no optimizer state dict.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
-    first = FirstRank(handles_of(units_in(model).values())) if from_first_rank else None
+    first = FirstRank(model) if from_first_rank else None
     if first is not None:
         state_dict = first.announced(state_dict)
     states, saved = _read(names, state_dict)

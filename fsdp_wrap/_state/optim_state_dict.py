@@ -20,7 +20,7 @@ from fsdp_wrap._core import OptimStateKeyType
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
-from fsdp_wrap._state.full_values import FullValue, check_budget, handles_of, is_first_rank, offloaded, stream
+from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
 from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, options_of, originals_of
 from fsdp_wrap._state.optim_pieces import State, agreed
 from fsdp_wrap._state.originals import Original, Originals
@@ -126,7 +126,7 @@ def iter_full_optim_state(
     check_budget(budget)
     settle(units_in(model).values(), "iter_full_optim_state()")
     state = _FullState(model, optim, None, "iter_full_optim_state()")
-    wanted = not rank0_only or is_first_rank(handles_of(units_in(model).values()))
+    wanted = not rank0_only or is_first_rank(model)
     return state.values(
         budget=2 * state.unit_nbytes if budget is None else budget, wanted=wanted, to_host=offload_to_cpu
     )
