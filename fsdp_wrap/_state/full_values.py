@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator
 from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
-from fsdp_wrap._core.torch_private import ShardedTensor, default_device_of, pytree
+from fsdp_wrap._core.torch_private import ShardedTensor, pytree
 from fsdp_wrap._params import FlatParameter, IntervalTensor, ParamHandle, assemble
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
@@ -406,13 +406,7 @@ def unsharded(value: Any) -> Any:
                 part = part.narrow(dim, offset, size)
             part.copy_(shard.tensor)
 
-    def combine(data: torch.Tensor) -> None:
-        with deaths_told():
-            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=value._process_group)
-
-    device = default_device_of(value._process_group)
-    like = torch.empty(1, dtype=metadata.tensor_properties.dtype, device=device).expand(metadata.size)
-    return assemble(like, write, combine)
+    return assemble(metadata.size, metadata.tensor_properties.dtype, [value._process_group], write)
 
 
 # from the first rank to all
