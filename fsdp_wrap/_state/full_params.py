@@ -110,7 +110,7 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
         raise
     if not _agree(units, True):
         raise RuntimeError(
-            "another rank left summon_full_params(rank0_only=True) by an exception; no edit was written back"
+            "an exception ended summon_full_params(rank0_only=True) on another rank: no edit is kept"
         )
 
 
