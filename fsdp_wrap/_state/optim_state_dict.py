@@ -194,17 +194,15 @@ def _held(
     groups = groups_of(names, optim, saved)
     states = saved["state"] or (_initial_state(optim, groups) if or_initial else {})
     params = {key: originals for group in groups for key, originals in group.params.items()}
+    keys = {original.fqn: key for key, originals in params.items() for original in originals}
     pieces = {
-        original.fqn: {name: _piece(original, name, value) for name, value in states[key].items()}
-        for key, originals in params.items()
-        if states.get(key)
-        for original in originals
-        if not original.left_out
+        fqn: {name: _piece(original, name, value) for name, value in states[keys[fqn]].items()}
+        for fqn, original in names.by_name.items()
+        if states.get(keys.get(fqn)) and not original.left_out
     }
-    ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]
-    return _Held(ordered, others, {"param_groups": named} if "param_groups" in saved else {})
+    return _Held(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
 
 
 def _piece(original: Original, key: str, value: Any) -> Any:
