@@ -198,7 +198,7 @@ def _held(
     pieces = {
         fqn: {name: _piece(original, name, value) for name, value in states[keys[fqn]].items()}
         for fqn, original in names.by_name.items()
-        if states.get(keys.get(fqn)) and not original.left_out
+        if fqn in keys and states.get(keys[fqn]) and not original.left_out
     }
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]

@@ -55,7 +55,7 @@ def test_arguments_are_those_of_torch(name):
 def test_what_the_first_rank_announces_reaches_all(rank, world_size):
     """Containers and what has no dimensions at once, and tensors one by one, however deep they lie."""
     model, _ = wrapped_and_plain(Net, per_block, True)
-    given = {
+    given = {"step": torch.tensor(3.0), "factors": [torch.ones(2, 3), "kept"], "empty": torch.ones(0)}
         "step": torch.tensor(3.0),
         "factors": [torch.arange(6).view(2, 3), "kept"],
         "empty": torch.ones(0),
