@@ -56,10 +56,6 @@ def test_what_the_first_rank_announces_reaches_all(rank, world_size):
     """Containers and what has no dimensions at once, and tensors one by one, however deep they lie."""
     model, _ = wrapped_and_plain(Net, per_block, True)
     given = {"step": torch.tensor(3.0), "factors": [torch.ones(2, 3), "kept"], "empty": torch.ones(0)}
-        "step": torch.tensor(3.0),
-        "factors": [torch.arange(6).view(2, 3), "kept"],
-        "empty": torch.ones(0),
-    }
     first = FirstRank(model)
     announced = first.announced(given if rank == 0 else None)
     assert announced["factors"][0].shape == (2, 3) and not isinstance(announced["factors"][0], torch.Tensor)
