@@ -139,7 +139,7 @@ class Unit:
         self.module = module
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
-        self._held: list[tuple[list[int], list[int]]] | None = None
+        self._held = False
         self.handle = handle
         self.options = options
         self.casts = options.casts != NO_CASTS
@@ -257,7 +257,7 @@ class Unit:
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
         if handle.reshard(within):
-            self._held = None
+            self._held = False
             if observers:
                 emit(EventKind.RESHARD, self.fqn, phase, handle.unsharded_nbytes)
 
@@ -284,18 +284,15 @@ class Unit:
 
     def hold(self) -> None:
         """Notes that the next iteration takes over its full parameters, unless they change."""
-        assert self.handle is not None
-        self._held = [*map(WRITTEN, self.handle.layouts)]
+        self._held = True
 
     @property
     def survives(self) -> bool:
         """Whether a new iteration takes over its full parameters."""
-        handle, held = self.handle, self._held
-        if handle is None or not handle.is_current or handle.in_full != self.leaves_mixed_precision:
+        handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
+        if not wanted or handle is None or not handle.is_current:
             return False
-        if held is None:
-            return not self.options.reshards_after_backward
-        return held == [*map(WRITTEN, handle.layouts)]
+        return handle.in_full == self.leaves_mixed_precision
 
     @property
     def leaves_mixed_precision(self) -> bool:
