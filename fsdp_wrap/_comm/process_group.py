@@ -26,7 +26,7 @@ from fsdp_wrap._comm.objects import (
     reduce_scatter_single,
 )
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
-from fsdp_wrap._comm.watch import InFlight, InFlightWithoutLimit, Watch
+from fsdp_wrap._comm.watch import Watch, Works, WorksWithoutLimit
 
 __all__ = [
     "SUM",
@@ -232,7 +232,7 @@ class GroupCommunicator(Communicator):
         self._reduce_lane = lane_of(device, "reduce")
         self._on_host = device.type == "cpu"
         # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
-        self._reduction_in_flight = InFlightWithoutLimit if self._on_host else InFlight
+        self._reduction_in_flight = WorksWithoutLimit if self._on_host else Works
 
     def _identity(self) -> object:
         return self.device, self._reference
@@ -256,7 +256,7 @@ class GroupCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(dist.get_process_group_ranks(self._group))
 
-    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = InFlight) -> Pending:
+    def _issue(self, lane: Lane, start: Start, in_flight: type[Works] = Works) -> Pending:
         """Issues collectives.
 
         Args:
@@ -270,9 +270,8 @@ class GroupCommunicator(Communicator):
         group = self._reference()
         if group is None:
             raise RuntimeError(_DESTROYED)
-        if self._compare_first is not None:  # if it raises, again before the next
-            self._compare_first()
-            self._compare_first = None
+        if self._compare_first is not None:
+            self._compare()
         try:
             if not self._on_host:
                 return lane.issue(partial(start, group))
@@ -280,6 +279,12 @@ class GroupCommunicator(Communicator):
         except RuntimeError as error:
             raise self._watch.failure(error) from error
         return in_flight(works, self._watch)
+
+    def _compare(self) -> None:
+        """Compares, before the first collective, what all ranks must have alike; if it raises, then again."""
+        if self._compare_first is not None:
+            self._compare_first()
+            self._compare_first = None
 
     def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         return self._issue(self._gather_lane, partial(self._gather, full, fill))

@@ -84,8 +84,9 @@ class AutomaticCommunicator(GroupCommunicator):
 
     def _tell_all(self, value: Any) -> list[Any]:
         ranks = Ranks(self._group, self.rank, self.size)
-        exchange = Exchange(ranks, value, self._watch.has_ended)
-        self._issue(self._gather_lane, lambda *_: [exchange]).wait()
+        self._compare()
+        exchange = Exchange(ranks, value, self._watch)
+        exchange.wait()
         return exchange.values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:

@@ -84,6 +84,11 @@ class Memory:
         mapped, offset = self._maps.at(begin)
         return torch.frombuffer(mapped, dtype=dtype, count=numel, offset=offset)
 
+    def read(self, begin: int, nbytes: int) -> bytes:
+        """Returns a copy of some of the memory."""
+        mapped, offset = self._maps.at(begin)
+        return mapped[offset : offset + nbytes]
+
     def words(self, begin: int, number: int) -> memoryview:
         """Returns some of the memory as integers of 8 bytes, each of which is written at once."""
         mapped, offset = self._maps.at(begin)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from fsdp_wrap._comm.groups import Ranks
-from fsdp_wrap._comm.lanes import Work
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
+from fsdp_wrap._comm.watch import InFlight, Watch
 from fsdp_wrap._core.torch_private import default_store
 
 __all__ = ["Exchange", "Hosts", "can_share", "find_hosts", "open_channel"]
@@ -114,7 +114,7 @@ class _Offer:
         _memories[key], _lives[key] = memory, life
         if private:
             memory.map_privately()
-        return Peer(memory, Board(memory, there.board, self._size), life)
+        return Peer(Board(memory, there.board, self._size), life)
 
 
 # Of other processes, for all groups with them.
@@ -125,17 +125,18 @@ _lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValue
 _PAUSE = 0.002  # seconds between looks into the store
 
 
-class Exchange(Work):
+class Exchange(InFlight):
     """Ranks tell each other something through the store, since their collectives may be counted or fail.
 
     Args:
         ranks: Of the group.
         value: What this rank tells, which can be pickled.
-        has_ended: Tells of a rank of the group whether it has, as far as can be known.
+        watch: Tells which of them have ended.
     """
 
-    def __init__(self, ranks: Ranks, value: Any, has_ended: Callable[[int], bool]) -> None:
-        self._members, self._has_ended = ranks.members, has_ended
+    def __init__(self, ranks: Ranks, value: Any, watch: Watch) -> None:
+        super().__init__(watch)
+        self._members = ranks.members
         self._store = default_store()
         name = f"fsdp_wrap/exchange/{ranks.group.group_name}"
         turn = self._store.add(f"{name}/{ranks.rank}", 1)  # the store may have seen another group of the name
@@ -154,7 +155,7 @@ class Exchange(Work):
     def _refuse_ended(self) -> None:
         """Raises a RuntimeError if a rank has ended that has not told anything, and so will not."""
         silent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-        for rank in filter(self._has_ended, silent):
+        for rank in filter(self._watch.has_ended, silent):
             if not self._store.check([self._keys[rank]]):  # nor has it just before its end
                 raise RuntimeError(f"rank {self._members[rank]} has ended")
 

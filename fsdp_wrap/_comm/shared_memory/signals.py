@@ -60,7 +60,7 @@ def wake(address: int) -> None:
     _libc.syscall(_SYSTEM_CALL, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
 
 
-def wait_until(words: memoryview, address: int, least: int, life: Life, limit: float) -> bool:
+def wait_until(words: memoryview, address: int, least: int, life: Life, begin: float, limit: float) -> bool:
     """Waits until a number is high enough; returns whether it came so far.
 
     Args:
@@ -68,12 +68,12 @@ def wait_until(words: memoryview, address: int, least: int, life: Life, limit: f
         address: Of the number.
         least: What is waited for.
         life: Of the process that counts.
-        limit: Seconds to wait at most.
+        begin: When this rank began to wait, for this and for others, by `time.perf_counter`.
+        limit: Seconds to wait at most since then.
 
     Raises:
         RuntimeError: If that process has ended.
     """
-    begin = time.perf_counter()
     while time.perf_counter() - begin < _LOOKING:
         if words[0] >= least:
             return True
