@@ -8,7 +8,7 @@ Must never know: parameters, units, and why something travels.
 
 from fsdp_wrap._comm.agreement import Agreement
 from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer
-from fsdp_wrap._comm.device import check_present, device_of, device_type_for, resolve_device
+from fsdp_wrap._comm.device import accelerator_of, check_present, device_of, device_type_for, resolve_device
 from fsdp_wrap._comm.groups import Ranks, default_group, default_mesh, group_of, mesh_over, neighbours
 from fsdp_wrap._comm.lanes import Finished, Pending, Then, lane_of
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh
@@ -17,39 +17,3 @@ from fsdp_wrap._comm.positions import Note, Tree, UnitPositions, positions_of
 from fsdp_wrap._comm.process_group import Communicator
 from fsdp_wrap._comm.select import SAME_SETTINGS, make_communicator
 from fsdp_wrap._comm.watch import Watch, deaths_told
-
-__all__ = [
-    "Agreement",
-    "Buffer",
-    "Communicator",
-    "Finished",
-    "HYBRID_STRATEGIES",
-    "Note",
-    "Pending",
-    "Ranks",
-    "ResidentBuffer",
-    "SAME_SETTINGS",
-    "ShardMesh",
-    "Then",
-    "Tree",
-    "UnitPositions",
-    "Watch",
-    "all_gather_object",
-    "as_transport",
-    "check_present",
-    "deaths_told",
-    "default_group",
-    "default_mesh",
-    "device_of",
-    "device_type_for",
-    "group_of",
-    "lane_of",
-    "make_communicator",
-    "mesh_over",
-    "neighbours",
-    "positions_of",
-    "ranks_of",
-    "reduce_scatter_single",
-    "resolve_device",
-    "resolve_mesh",
-]

@@ -1,14 +1,76 @@
-"""Chooses the device on which a unit computes."""
+"""Chooses the device on which a unit computes, and asks it for streams, events and memory of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_present", "device_of", "device_type_for", "resolve_device"]
+__all__ = [
+    "Accelerator",
+    "accelerator_of",
+    "check_present",
+    "device_of",
+    "device_type_for",
+    "resolve_device",
+    "simulating",
+]
+
+
+class Accelerator:
+    """A device that computes beside the host: its streams, and memory of the host that it copies by itself.
+
+    Nothing else in the package asks for them. So the test bed can put a simulation in its place.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current_stream(self) -> torch.Stream:
+        """Returns the stream on which the caller computes."""
+        return torch.accelerator.current_stream(self._device)
+
+    def new_stream(self, purpose: str) -> torch.Stream:
+        """Returns a stream of our own; `purpose` is for messages."""
+        return torch.Stream(self._device)
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
+        return torch.empty(numel, dtype=dtype, pin_memory=pin)
+
+    def beside(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in the memory in which another one lies; if that is the host's, it may be read."""
+        return tensor.to(other.device)
+
+
+_real = lru_cache(Accelerator)
+_simulated: Callable[[], Accelerator | None] | None = None
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """Returns the accelerator that a device is; None for the CPU, save where one is simulated there."""
+    if device.type != "cpu":
+        return _real(device)
+    return None if _simulated is None else _simulated()
+
+
+@contextmanager
+def simulating(simulated: Callable[[], Accelerator | None]) -> Iterator[None]:
+    """Lets something stand for an accelerator over the CPU's memory while the context is open.
+
+    Args:
+        simulated: Returns it for the thread that asks; None where the CPU is the CPU.
+    """
+    global _simulated
+    before, _simulated = _simulated, simulated
+    try:
+        yield
+    finally:
+        _simulated = before
 
 
 def resolve_device(

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdp_wrap._comm.device import Accelerator, accelerator_of
+
 __all__ = ["Finished", "Lane", "Pending", "Then", "Work", "lane_of"]
 
 
@@ -90,12 +92,28 @@ class Lane:
 
 
 class _EventPending:
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+    """What runs on a lane's stream until an event.
+
+    Args:
+        event: It.
+        accelerator: Whose current stream waits.
+        start: What was issued. It holds the buffers concerned.
+    """
+
+    def __init__(
+        self, event: torch.Event, accelerator: Accelerator, start: Callable[[bool], Sequence[Any] | None]
+    ) -> None:
+        self._event, self._accelerator = event, accelerator
+        self._start: Callable[[bool], Sequence[Any] | None] | None = start
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        self._accelerator.current_stream().wait_event(self._event)
+        self._start = None
+
+    def __del__(self) -> None:
+        # Nobody has waited: the memory of the buffers must not be reused before.
+        if self._start is not None:
+            self.wait()
 
 
 class StreamLane(Lane):
@@ -106,19 +124,30 @@ class StreamLane(Lane):
     them there after `wait`, so no `record_stream` is needed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
+    def __init__(self, accelerator: Accelerator, purpose: str) -> None:
+        self._accelerator = accelerator
+        self._stream = accelerator.new_stream(purpose)
 
     def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Pending:
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            start(False)
-            event = self._stream.record_event()
-        return _EventPending(event, self._device)
+        current = self._accelerator.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with self._stream:
+                start(False)
+                event = self._stream.record_event()
+        except BaseException:
+            current.wait_stream(self._stream)  # a part of it may run
+            raise
+        return _EventPending(event, self._accelerator, start)
 
 
-@lru_cache
+_ON_CPU = Lane()
+
+
 def lane_of(device: torch.device, purpose: str) -> Lane:
     """Returns the one lane of this process for a device and a purpose, such as "gather"."""
-    return Lane() if device.type == "cpu" else StreamLane(device)
+    accelerator = accelerator_of(device)
+    return _ON_CPU if accelerator is None else _stream_lane(accelerator, purpose)
+
+
+_stream_lane = lru_cache(StreamLane)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm.buffer import Buffer
+from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.groups import Ranks, is_destroyed
 from fsdp_wrap._comm.lanes import Finished, Lane, Pending, lane_of
 from fsdp_wrap._comm.objects import (
@@ -112,8 +113,11 @@ class Communicator(ABC):
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool = True) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
+        accelerator = accelerator_of(self.device)
         with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, pin_memory=pin and self.device.type != "cpu")
+            if accelerator is None:
+                return torch.empty(numel, dtype=dtype)
+            return accelerator.empty_on_host(numel, dtype, pin)
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the view of an evenly sharded 1-D tensor that belongs to this rank."""
@@ -230,7 +234,7 @@ class GroupCommunicator(Communicator):
         self._compare_first: Callable[[], object] | None = None
         self._gather_lane = lane_of(device, "gather")
         self._reduce_lane = lane_of(device, "reduce")
-        self._on_host = device.type == "cpu"
+        self._on_host = accelerator_of(device) is None
         # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
         self._reduction_in_flight = WorksWithoutLimit if self._on_host else Works
 

@@ -12,18 +12,6 @@ from torch import nn
 from fsdp_wrap._core.api import MixedPrecision, MixedPrecisionPolicy
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
 
-__all__ = [
-    "BufferCasts",
-    "FullPrecision",
-    "InputCasts",
-    "NO_CASTS",
-    "SegmentDtypes",
-    "SegmentPolicy",
-    "cast_floating",
-    "floating_dtype",
-    "segment_dtypes",
-]
-
 _REDUCED_IN_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
 """Whether torch's own `fully_shard`, from 2.15 on, follows `grad_dtype` where no reduce dtype is given."""
 
@@ -48,11 +36,6 @@ class FullPrecision(MixedPrecision):
 
     It takes inputs of any precision, and returns outputs in that of its inputs.
     """
-
-    @property
-    def plain(self) -> MixedPrecision:
-        """What it is among policies that users make."""
-        return MixedPrecision()
 
 
 @dataclass(frozen=True)

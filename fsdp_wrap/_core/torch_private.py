@@ -117,7 +117,6 @@ PURPOSES = {
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "loads in a group of our choice",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "is admitted when metadata are unpickled",
     "torch.serialization._get_layout": "is admitted when metadata are unpickled",
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
     "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": (

@@ -17,17 +17,17 @@ from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, segment_dtypes, steps_
 from fsdp_wrap._params.display import Showing, UnitDisplay
 from fsdp_wrap._params.held_by import HeldBy
 from fsdp_wrap._params.in_flight import KeptParameters, NotedReduction, ReduceScatter, Reduction, Transport
-from fsdp_wrap._params.layout import Layout
+from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 __all__ = ["WRITTEN", "HandleState", "ParamHandle"]
 
+_NOTHING = Finished()
 WRITTEN = methodcaller("written")
 """What changes when the sharded parameters of a layout are written to, as that tells it."""
 
-_NOTHING = Finished()
-_GATHERED, _VERSION, _REQUIRES_GRAD = map(attrgetter, ("gathered", "version", "requires_grad"))
+_GATHERED, _REQUIRES_GRAD = attrgetter("gathered"), attrgetter("requires_grad")
 
 
 class HandleState(Enum):
@@ -74,6 +74,7 @@ class ParamHandle:
         resident: Whether leaves alias the shards.
         kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
         values: How often the leaves have got other values; a graph needs those that they had in its forward.
+        written: What the layouts said when `look` asked them last, by segment.
         shown: What the modules show in training.
     """
 
@@ -91,7 +92,7 @@ class ParamHandle:
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
         self.layouts = layouts
-        self._trained = [True in layout.trains for layout in layouts]
+        self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
         self.in_full = False
         self._contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes())]
@@ -101,7 +102,7 @@ class ParamHandle:
         self._gathering: Pending = _NOTHING
         self.kept: KeptParameters | None = None
         self.values = 0
-        self._versions = [*map(_VERSION, layouts)]
+        self.written = [*map(WRITTEN, layouts)]
         self._changed = False
         self._lasting_since = -1
         self.reduction: Reduction | None = None
@@ -195,25 +196,25 @@ class ParamHandle:
             lasting: Whether `is_current` is to tell later if the shards have changed since.
         """
         self._lasting_since = steps_taken() if lasting else -1
+        written = [*map(WRITTEN, self.layouts)]  # as `look`, in a frame less
+        if written != self.written:
+            self._change_values(written)
+        segments = self.segments
         if self.kept is not None:
-            self._gathering = self.kept.gather(self.segments)
+            self._gathering = self.kept.gather(segments)
         else:
-            versions = [*map(_VERSION, self.layouts)]
-            if versions != self._versions:
-                self._change_values(versions)
-            segments = self.segments
             fill = segments[0].write_shard if len(segments) == 1 else self._write_shards
             self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
 
-    def note_values(self) -> None:
-        """Notices new values in leaves that are resident, which get them without a gather."""
-        versions = [*map(_VERSION, self.layouts)]
-        if versions != self._versions:
-            self._change_values(versions)
+    def look(self) -> None:
+        """Notices that the sharded parameters were written to since the last gather."""
+        written = [*map(WRITTEN, self.layouts)]
+        if written != self.written:
+            self._change_values(written)
 
-    def _change_values(self, versions: list[int]) -> None:
-        self._versions, self._changed = versions, True
+    def _change_values(self, written: list[Written]) -> None:
+        self.written, self._changed = written, True
         self.values += 1
 
     @property
@@ -221,7 +222,7 @@ class ParamHandle:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         lasting = self._lasting_since == steps_taken()
-        return unsharded and lasting and self._versions == [*map(_VERSION, self.layouts)]
+        return unsharded and lasting and self.written == [*map(WRITTEN, self.layouts)]
 
     def _write_shards(self) -> None:
         for segment in self.segments:
@@ -231,13 +232,9 @@ class ParamHandle:
         """Waits for the gather in flight: makes the leaves usable by what the caller does next."""
         self._gathering.wait()
         self._gathering = _NOTHING
-        if self.kept is None:
-            for segment in self.segments:
-                if segment.gathered is not segment.full:
-                    segment.arrange()
-        changed, self._changed, self.kept = self._changed, False, None
         for segment in self.segments:
-            segment.admit(changed)
+            segment.admit(self._changed, in_place=self.kept is not None)
+        self._changed, self.kept = False, None
         self.state = HandleState.UNSHARDED
 
     def reshard(self, within: Communicator | None = None) -> bool:
@@ -366,7 +363,7 @@ class ParamHandle:
         """Lets the leaves follow the sharded parameters' `requires_grad`; returns whether any changed."""
         changed = False
         for segment in self.segments:
-            wanted = segment.layout.trains
+            wanted = [*map(_REQUIRES_GRAD, segment.layout.sources)]
             if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
                 segment.train(wanted)
                 changed = True

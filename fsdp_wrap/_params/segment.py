@@ -15,9 +15,6 @@ from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
 from fsdp_wrap._params.layout import Layout
 
-__all__ = ["Segment"]
-
-
 _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
 
@@ -120,18 +117,17 @@ class Segment:
             self.leaves[index].data = views[index]
         self._apart = []
 
-    def arrange(self) -> None:
-        """Fills the unsharded buffer with what was gathered into another."""
-        self.full.allocate()
-        foreach_copy_(*self._copies)
-        self.gathered.free()
-
-    def admit(self, changed: bool) -> None:
-        """Lets autograd use the leaves, whose memory is filled.
+    def admit(self, changed: bool, in_place: bool) -> None:
+        """Lets autograd use the leaves, now that their values have come.
 
         Args:
             changed: Whether their values are others than before: what graphs saved then is refused.
+            in_place: Whether they have come into the unsharded buffer, also where gathers go elsewhere.
         """
+        if self.gathered is not self.full and not in_place:
+            self.full.allocate()
+            foreach_copy_(*self._copies)
+            self.gathered.free()
         if self._apart:
             self._rejoin()
         if changed:
@@ -185,7 +181,8 @@ class Segment:
         self._keeps_memory = keep
 
     def _alias_full(self) -> None:
-        self.write_shard = partial(self.layout.write_shard, self._communicator.own_part(self.gathered.data))
+        own = self._communicator.own_part(self.gathered.data)
+        self.write_shard = partial(self.layout.write_shard, own) if self.full.temporary else _write_nothing
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
@@ -208,3 +205,7 @@ class Segment:
         fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
         if fits and self.full.temporary and self.full.resizable:
             self.gradients.take_in(self.full, index)
+
+
+def _write_nothing() -> None:
+    """Writes the shard where the shard is the buffer."""

@@ -17,8 +17,6 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import refuse_in_steps
 from fsdp_wrap._params.layout import Layout
 
-__all__ = ["SummonedSegment", "Summoning"]
-
 _REASON = (
     "was made inside summon_full_params and holds '{}' as shown there, which training does not reach: "
     "make it outside, or wrap with use_orig_params=True"
@@ -42,17 +40,22 @@ class Summoning:
 
 
 class SummonedSegment:
-    """The full parameters of one segment; making one is collective, and so is writing back."""
+    """The full parameters of one segment; making one is collective, and so is writing back.
+
+    Attributes:
+        shows_full: Whether this rank shows the full parameters.
+    """
 
     def __init__(
         self, layout: Layout, communicator: Communicator, replicas: Communicator, how: Summoning
     ) -> None:
         self._layout = layout
         self._carrier = _Carrier(layout, communicator, replicas, how)
+        self.shows_full = self._carrier.shows
         self._full = self._carrier.collect(layout.write_shard)
         self._grads = _SummonedGrads(layout, self._carrier) if how.with_grads else None
         self._params: list[nn.Parameter] = []
-        self._edited: list[torch.Tensor | None] = []
+        self._edits: _Moves = []
         if self._full is not None:
             self._params = [
                 nn.Parameter(view, requires_grad=source.requires_grad)
@@ -61,11 +64,6 @@ class SummonedSegment:
             layout.show_full(self._params, copies=False)
             if self._grads is not None:
                 self._grads.show()
-
-    @property
-    def shows_full(self) -> bool:
-        """Whether this rank shows the full parameters."""
-        return self._full is not None
 
     def leave(self) -> None:
         """Leaves the shown parameters to whoever keeps them; optimizers are told so when they step."""
@@ -82,22 +80,22 @@ class SummonedSegment:
         """
         if self._full is None:
             return
+        views = self._layout.views(self._full)
         shown = [
             param if found is None else found for param, found in zip(self._params, self._layout.shown())
         ]
         # Not against the parameters: their `.data` may be what was replaced.
-        for fqn, view, found in zip(self._layout.fqns, self._layout.views(self._full), shown):
+        for fqn, view, found in zip(self._layout.fqns, views, shown):
             _check_fits(f"parameter '{prefix}{fqn}'", view, found)
             if self._grads is not None and found.grad is not None:
                 _check_fits(f"the gradient of parameter '{prefix}{fqn}'", view, found.grad)
-        self._edited = _noted(self._layout.views(self._full), [found.detach() for found in shown])
+        self._edits = _moves(shown, views)
         if self._grads is not None:
             self._grads.take([found.grad for found in shown])
 
     def write_back(self) -> None:
         """Takes this rank's part of the noted edits into the shard; the modules show the shards again."""
-        if self._full is not None:
-            _fill(self._layout.views(self._full), self._edited)
+        _carry_out(self._edits)
         self._layout.read_shard(self._carrier.distribute(self._full))
         if self._grads is not None:
             self._grads.write_back()
@@ -111,66 +109,62 @@ def _check_fits(what: str, view: torch.Tensor, found: torch.Tensor) -> None:
         )
 
 
-def _noted(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Returns copies of the values that do not lie in their views as they should, which may be in others."""
+_Moves = list[tuple[torch.Tensor, torch.Tensor]]
+"""Places in full buffers, and what is to be copied there."""
+
+
+def _moves(values: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> _Moves:
+    """Returns copies of the values that do not lie in their views, which may be in others; zeros for None."""
     return [
-        value.detach().clone() if value is not None and not _is(view, value) else value
+        (view, torch.zeros_like(view) if value is None else value.detach().clone())
         for view, value in zip(views, values)
+        if value is None or value.data_ptr() != view.data_ptr() or value.stride() != view.stride()
     ]
 
 
-def _fill(views: Sequence[torch.Tensor], noted: Sequence[torch.Tensor | None]) -> None:
-    for view, value in zip(views, noted):
-        if value is None:
-            view.zero_()
-        elif not _is(view, value):
-            view.copy_(value)
-
-
-def _is(view: torch.Tensor, value: torch.Tensor) -> bool:
-    return value.data_ptr() == view.data_ptr() and value.stride() == view.stride()
+def _carry_out(moves: _Moves) -> None:
+    for view, value in moves:
+        view.copy_(value)
 
 
 class _Carrier:
-    """Brings the shards of one segment together where they are shown, and back."""
+    """Brings the shards of one segment together where they are shown, and back.
+
+    Attributes:
+        shows: Whether this rank shows full tensors.
+    """
 
     def __init__(
         self, layout: Layout, communicator: Communicator, replicas: Communicator, how: Summoning
     ) -> None:
         self._layout, self._communicator, self._replicas = layout, communicator, replicas
-        self._rank0_only = how.rank0_only
-        self._offload = how.offload_to_cpu
+        self._rank0_only, self._offload = how.rank0_only, how.offload_to_cpu
         self._in_first_copy = replicas.rank == 0
-
-    @property
-    def shows(self) -> bool:
-        """Whether this rank shows full tensors."""
-        return not self._rank0_only or (self._in_first_copy and self._communicator.rank == 0)
+        self.shows = not how.rank0_only or (self._in_first_copy and communicator.rank == 0)
 
     def collect(self, write: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
         """Assembles a full buffer from what `write` puts into each rank's part; None where none is shown."""
         full = self._empty(self._layout.numel) if self.shows else None
-        own = self._own_part(full)
-        if not self._rank0_only:
-            assert full is not None
+        own = self._empty(self._layout.shard_numel) if full is None else self._communicator.own_part(full)
+        if full is not None and not self._rank0_only:
             self._communicator.all_gather([full], lambda: write(own)).wait()
         elif self._in_first_copy:
             write(own)
             self._communicator.gather(own, full)
+        if full is None:
+            return None
         with torch.inference_mode(False):
-            if full is not None:
-                full = self._layout.unpack(full)
-            return full.cpu() if full is not None and self._offload else full
+            full = self._layout.unpack(full)
+            return full.cpu() if self._offload else full
 
     def distribute(self, full: torch.Tensor | None) -> torch.Tensor:
         """Returns this rank's part of a full buffer that it shows, or else of the first rank's."""
-        if not self._rank0_only:
-            assert full is not None
-            return self._communicator.own_part(self._layout.pack(full))
+        packed = None if full is None else self._layout.pack(full)
+        if packed is not None and not self._rank0_only:
+            return self._communicator.own_part(packed)
         own = self._empty(self._layout.shard_numel)
         if self._in_first_copy:
-            packed = None if full is None else self._layout.pack(full).to(self._communicator.device)
-            self._communicator.scatter(own, packed)
+            self._communicator.scatter(own, packed if packed is None else packed.to(own.device))
         self._replicas.broadcast(own)
         return own
 
@@ -180,19 +174,11 @@ class _Carrier:
         self._communicator.all_reduce([tensor], op=dist.ReduceOp.MAX).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
-    def of_first_rank(self, flags: Sequence[bool]) -> list[bool]:
+    def of_first_rank(self, flags: list[bool]) -> list[bool]:
         """Returns the flags of the rank whose edits count."""
-        if not self._rank0_only:
-            return list(flags)
-        tensor = torch.tensor(flags, dtype=torch.int32, device=self._communicator.device)
-        for communicator in (self._communicator, self._replicas):
-            communicator.broadcast(tensor)
-        return [bool(flag) for flag in tensor.tolist()]
-
-    def _own_part(self, full: torch.Tensor | None) -> torch.Tensor:
-        if full is None:
-            return self._empty(self._layout.shard_numel)
-        return self._communicator.own_part(full)
+        for communicator in (self._communicator, self._replicas) if self._rank0_only else ():
+            flags = communicator.broadcast_object(flags)
+        return flags
 
     def _empty(self, numel: int) -> torch.Tensor:
         return self._communicator.empty(numel, self._layout.dtype)
@@ -205,7 +191,7 @@ class _SummonedGrads:
         self._layout, self._carrier = layout, carrier
         self._present = carrier.any_rank([source.grad is not None for source in layout.sources])
         self._full = carrier.collect(layout.write_gradient) if any(self._present) else None
-        self._edited: list[torch.Tensor | None] = []
+        self._edits: _Moves = []
 
     def show(self) -> None:
         """Gives the parameters that are shown their gradients."""
@@ -222,12 +208,11 @@ class _SummonedGrads:
             with torch.inference_mode(False):
                 self._full = torch.zeros(self._layout.full_numel, dtype=self._layout.dtype)
         if self._full is not None:
-            self._edited = _noted(self._layout.views(self._full), grads)
+            self._edits = _moves(grads, self._layout.views(self._full))
 
     def write_back(self) -> None:
         """Takes this rank's part of the noted gradients."""
-        if self._full is not None:
-            _fill(self._layout.views(self._full), self._edited)
+        _carry_out(self._edits)
         present = self._carrier.of_first_rank(self._present)
         own = self._carrier.distribute(self._full) if any(present) else None
         self._layout.read_gradient(own, present)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._comm import Buffer, Communicator, Pending, Then, as_transport, lane_of
+from fsdp_wrap._comm import Buffer, Communicator, Pending, Then, accelerator_of, as_transport, lane_of
 from fsdp_wrap._core import OtherCommsError
 from fsdp_wrap._params import ParamHandle
 
@@ -59,7 +59,9 @@ def hook_on_stream(
         return hook
 
     def run(reduced: torch.Tensor) -> None:
-        current = torch.accelerator.current_stream(reduced.device)
+        accelerator = accelerator_of(reduced.device)
+        assert accelerator is not None
+        current = accelerator.current_stream()
         stream.wait_stream(current)
         with stream:
             hook(reduced)

@@ -31,7 +31,7 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
-from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle, Showing
+from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
@@ -55,6 +55,7 @@ class Schedule:
         iteration: How many outermost forwards have begun.
         device: Where the units compute.
         depth: Forward calls in progress.
+        syncs: Whether gradients are reduced: not under `no_sync`.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -70,7 +71,7 @@ class Schedule:
         self.depth = 0
         self._backward_open = False
         self._trains = False
-        self._syncs = True
+        self.syncs = True
         self._keeps_graph = False
         self._reducing: Unit | None = None
         self._prefetching_later: Unit | None = None
@@ -153,8 +154,6 @@ class Schedule:
         unit, handle = use.unit, use.unit.handle
         assert handle is not None
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
-        if with_grad:
-            use.written = [*map(WRITTEN, handle.layouts)]
         for tensor in with_grad:
             tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
         if graph_task() != -1:
@@ -224,6 +223,8 @@ class Schedule:
                 continue
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
                 if unit.survives:
+                    if handle.shown.state is Showing.SHARDED:
+                        refuse_changes(unit, handle)
                     continue
                 unit.reshard(Phase.FORWARD)  # kept for a backward that has not come: may be stale by now
             if handle.state is HandleState.SHARDED:
@@ -283,10 +284,13 @@ class Schedule:
         """
         unit, handle = use.unit, use.unit.handle
         assert handle is not None  # or nothing had been hooked
-        if unit.options.unshards_in_backward:
+        unshards = unit.options.unshards_in_backward
+        if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
+            handle.look()
+        if unshards:
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
-        if handle.shown.changed or use.outdated:
+        if handle.shown.changed or use.values != handle.values:
             unit.reshard(Phase.BACKWARD)
             refuse_outdated(use)
 
@@ -367,7 +371,7 @@ class Schedule:
         unit.arrivals.end()
         if observers:
             emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
-        if unit.options.reshards_after_backward:
+        if unit.options.reshards_after_backward and self.syncs:
             unit.reshard(Phase.BACKWARD)
         else:
             unit.end_unsharded(Phase.BACKWARD)
@@ -398,7 +402,7 @@ class Schedule:
             finished = unit.arrivals.progress is Progress.FINISHED
             if not finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
                 self._finish_backward_of(unit, handle)
-            if not (self._syncs and unit.options.syncs):
+            if not (self.syncs and unit.options.syncs):
                 handle.keep_accumulated()
         if self.ending.automatic:
             self._make_room()
@@ -504,7 +508,7 @@ class Schedule:
         """Whether nothing speaks against gradients in the place of the unit's parameters."""
         options = unit.options
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
-        return freed and self._syncs and options.syncs and not torch.is_grad_enabled()
+        return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
@@ -518,7 +522,7 @@ class Schedule:
             return
         if self._reducing or self._prefetching_later:
             self._make_room()  # one is in flight at most
-        if self._syncs and unit.options.syncs:
+        if self.syncs and unit.options.syncs:
             unit.reduce(phase)
             self._reducing = unit
         else:
@@ -536,11 +540,11 @@ class Schedule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients without communication while the context is open."""
-        before, self._syncs = self._syncs, False
+        before, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.syncs = before
 
     def require_idle(self, doing: str) -> None:
         """Refuses what must not happen in the middle of a forward or backward.

@@ -28,11 +28,11 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import graph_task, will_execute
-from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle
+from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
-from fsdp_wrap._runtime.initial_values import InitialValues
 
 if TYPE_CHECKING:
+    from fsdp_wrap._runtime.same_model import InitialValues
     from fsdp_wrap._runtime.schedule import Schedule
 
 __all__ = [
@@ -115,7 +115,6 @@ class Unit:
     Attributes:
         running: Forward calls in progress.
         casts: Whether it casts inputs or outputs.
-        held: Whether the user has unsharded it by hand.
         schedule: In which it runs; None before its first use.
         positions: Where it tells other ranks what it does, once it runs in a schedule.
         arrivals: What it has got of the running backward.
@@ -140,7 +139,7 @@ class Unit:
         self.module = module
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
-        self.held = False
+        self._held = False
         self.handle = handle
         self.options = options
         self.casts = options.casts != NO_CASTS
@@ -213,7 +212,7 @@ class Unit:
         state = handle.state
         if state is HandleState.SUMMONED or state is HandleState.REPLACED:
             raise _not_ours(self, state)
-        self.positions.enter(phase, self.schedule.iteration)
+        self.positions.enter(self.schedule.iteration, phase.index)
         if state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
@@ -240,7 +239,8 @@ class Unit:
             self.finish_reduction()
         gather = self.positions.gather if handle.kept is None else self.positions.gather_kept
         gather.issue(phase, self.schedule.iteration)
-        handle.gather(lasting=phase is Phase.IDLE or not self.options.reshards_after_backward)
+        freed = self.options.reshards_after_backward and self.schedule.syncs
+        handle.gather(lasting=phase is Phase.IDLE or not freed)
         if observers:
             emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator)
         return True
@@ -257,7 +257,7 @@ class Unit:
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
         if handle.reshard(within):
-            self.held = False
+            self._held = False
             if observers:
                 emit(EventKind.RESHARD, self.fqn, phase, handle.unsharded_nbytes)
 
@@ -283,16 +283,16 @@ class Unit:
     # forward
 
     def hold(self) -> None:
-        """Notes that the user has unsharded it by hand."""
-        self.held = True
+        """Notes that the next iteration takes over its full parameters, unless they change."""
+        self._held = True
 
     @property
     def survives(self) -> bool:
         """Whether a new iteration takes over its full parameters."""
-        wanted = self.held or not self.options.reshards_after_backward
-        if not wanted or self.handle is None or not self.handle.is_current:
+        handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
+        if not wanted or handle is None or not handle.is_current:
             return False
-        return self.handle.in_full == self.leaves_mixed_precision
+        return handle.in_full == self.leaves_mixed_precision
 
     @property
     def leaves_mixed_precision(self) -> bool:
@@ -398,11 +398,19 @@ class Unit:
         return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
     def end_unsharded(self, phase: Phase) -> None:
-        """Reshards where a backward has ended, or shows the sharded parameters at least."""
-        if self.options.reshards_after_backward:
+        """Reshards where a backward has ended, or shows the sharded parameters at least.
+
+        Under `no_sync` the next forward takes over what has stayed from forward to backward.
+        """
+        options, schedule = self.options, self.schedule
+        accumulates = schedule is not None and not schedule.syncs
+        if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
             self.reshard(phase)
-        elif self.handle is not None and not self.running:
-            self.handle.shown.show_sharded()
+            return
+        if self.handle is not None:
+            self.hold()
+            if not self.running:
+                self.handle.shown.show_sharded()
 
     @property
     def reached(self) -> bool:
@@ -420,23 +428,13 @@ class Use:
         """How many of its inputs report when their gradients are done."""
         self.task = -1
         """The graph task in which its backward is open."""
-        self.written: list[tuple[list[int], list[int]]] = []
-        """What the layouts said when the forward was over."""
         self._awaited = 0
-        self._values = 0 if unit.handle is None else unit.handle.values
-        self._generation = 0 if unit.handle is None else unit.handle.generation
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the leaves have other values now than it computed with, or the shards were written to."""
-        handle = self.unit.handle
-        if handle is None:
-            return False
-        if handle.resident:
-            handle.note_values()
-        if self._values != handle.values:
-            return True
-        return bool(self.written) and self.written != [*map(WRITTEN, handle.layouts)]
+        handle = unit.handle
+        self.values = 0 if handle is None else handle.values
+        """How often the leaves had got other values before those that it computes with."""
+        self.written = [] if handle is None else handle.written
+        """What the layouts said when these were gathered."""
+        self._generation = 0 if handle is None else handle.generation
 
     @property
     def converted(self) -> bool:

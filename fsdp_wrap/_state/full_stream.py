@@ -8,14 +8,20 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import make_communicator
 from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
 from fsdp_wrap._params import FlatParameter
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
-from fsdp_wrap._state.full_values import FullValue, copier, handles_of, is_first_rank
+from fsdp_wrap._state.full_values import (
+    FullValue,
+    check_budget,
+    full_values,
+    handles_of,
+    is_first_rank,
+    stream,
+    value_held_here,
+)
 from fsdp_wrap._state.originals import Originals, owned_places
-from fsdp_wrap._state.streaming import check_budget, stream
 
 __all__ = ["FullParams", "iter_full_params", "param_aliases", "settled_units"]
 
@@ -139,19 +145,13 @@ def settled_units(module: nn.Module, doing: str) -> list[Unit]:
 
 
 def _params(names: Originals) -> Iterator[FullValue]:
-    sharded = names.full_values()
+    handles = dict.fromkeys(each.handle for each in names.by_name.values() if each.handle is not None)
+    owned = {value.key: value for handle in handles for value in full_values(handle)}
     for fqn, original in names.by_name.items():
-        if fqn in sharded:
-            yield sharded[fqn]
+        if original.key in owned:
+            yield replace(owned[original.key], key=fqn)
         else:
-            yield _alone(fqn, original.source)
-
-
-def _alone(key: str, tensor: torch.Tensor) -> FullValue:
-    if tensor.is_meta:
-        raise RuntimeError(f"'{key}' is on the meta device and has no values")
-    communicator = make_communicator(None, tensor.device)
-    return FullValue(key, tensor.shape, tensor.dtype, communicator, [tensor.numel()], copier(tensor))
+            yield value_held_here(fqn, original.source)
 
 
 def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
@@ -160,4 +160,4 @@ def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
 
 def _buffers(module: nn.Module, units: Iterable[Unit]) -> list[FullValue]:
     with original_buffers(units):
-        return [_alone(fqn, buffer) for fqn, _, buffer in named(module, persistent)]
+        return [value_held_here(fqn, buffer) for fqn, _, buffer in named(module, persistent)]

@@ -101,12 +101,9 @@ class HeldGradients:
 
     def widest_dtype(self) -> torch.dtype:
         """Returns that of the gradients that there may be: a rank may have none of them."""
-        dtypes = {segment.dtypes.grad for segment in self._segments}
-        dtypes |= {param.dtype for param in self.replicated}
-        if len(dtypes) != 1:  # else asking each parameter would change nothing
-            trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
-            dtypes = {segment.dtypes.grad for segment in trained}
-            dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
+        trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
+        dtypes = {segment.dtypes.grad for segment in trained}
+        dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     @property
@@ -132,11 +129,11 @@ class HeldGradients:
 
     def named(self, share: Share) -> list[tuple[Original, torch.Tensor | None]]:
         """Returns the parameters of a share, each with what this rank holds of its gradient, or None."""
-        gradients = {id(each): each.layout.gradients() for each in _segments(share.handles)}
+        gradients = {each.layout: each.layout.gradients() for each in _segments(share.handles)}
         found: list[tuple[Original, torch.Tensor | None]] = []
         for original in Originals(self._module).by_name.values():
-            if id(original.segment) in gradients:
-                found.append((original, gradients[id(original.segment)][original.index]))
+            if original.layout in gradients:
+                found.append((original, gradients[original.layout][original.index]))
             elif original.handle is None and None in share.handles and not is_owned(original.source):
                 found.append((original, _strided(original.source)))
         return found
