@@ -282,7 +282,7 @@ class GroupCommunicator(Communicator):
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
-        return in_flight(works, self._watch)
+        return in_flight(self._watch, works)
 
     def _compare(self) -> None:
         """Compares, before the first collective, what all ranks must have alike; if it raises, then again."""

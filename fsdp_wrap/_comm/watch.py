@@ -148,10 +148,11 @@ class InFlight(ABC):
 
     Args:
         watch: Looks at the ranks once a wait takes long.
+        works: What the process group has returned for it.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, works: Sequence[Any] = ()) -> None:
+        self._watch, self._works = watch, works
         self._number = watch.positions.issued
         self._begin = time.monotonic()
         self._ended, self._warned = False, False
@@ -192,16 +193,7 @@ class InFlight(ABC):
 
 
 class Works(InFlight):
-    """Works of the process group.
-
-    Args:
-        works: What tells of each collective when it has ended.
-        watch: Looks at the ranks once a wait takes long.
-    """
-
-    def __init__(self, works: Sequence[Any], watch: Watch) -> None:
-        super().__init__(watch)
-        self._works = works
+    """What the process group does."""
 
     def _wait_for(self, seconds: float) -> bool:
         limit = timedelta(seconds=seconds)
@@ -216,7 +208,7 @@ class Works(InFlight):
 
 
 class WorksWithoutLimit(Works):
-    """Works that are waited for once all peers have come: nothing could end a wait for one that does not."""
+    """What is waited for once all peers have come: nothing could end a wait for one that does not."""
 
     def _wait_for(self, seconds: float) -> bool:
         begin = time.monotonic()
