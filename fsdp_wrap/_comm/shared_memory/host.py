@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from ctypes import string_at
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -206,7 +207,7 @@ class HostCommunicator(GroupCommunicator):
         def take(number: int) -> None:
             for rank, peer in self._channel.peers.items():
                 length, begin = self._channel.read(number, Kind.OBJECT, rank)
-                every[rank] = pickle.loads(peer.board.memory.read(begin, length))
+                every[rank] = pickle.loads(string_at(peer.board.memory.address(begin), length))
 
         self._prepare(1)
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
