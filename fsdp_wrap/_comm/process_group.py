@@ -20,14 +20,16 @@ from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.groups import Ranks, is_destroyed
 from fsdp_wrap._comm.lanes import Finished, Lane, Pending, lane_of
 from fsdp_wrap._comm.objects import (
+    GATHER,
+    TO_GATHER,
+    TRANSPORTED,
     all_gather_object,
-    all_gather_single,
     as_transport,
     broadcast_object,
     reduce_scatter_single,
 )
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
-from fsdp_wrap._comm.watch import Watch, Works, WorksWithoutLimit
+from fsdp_wrap._comm.watch import InFlight, Watch, Works, WorksWithoutLimit
 
 __all__ = [
     "SUM",
@@ -236,7 +238,7 @@ class GroupCommunicator(Communicator):
         self._reduce_lane = lane_of(device, "reduce")
         self._on_host = accelerator_of(device) is None
         # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
-        self._reduction_in_flight = WorksWithoutLimit if self._on_host else Works
+        self._reduction_in_flight: type[InFlight] = WorksWithoutLimit if self._on_host else Works
 
     def _identity(self) -> object:
         return self.device, self._reference
@@ -260,7 +262,7 @@ class GroupCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(dist.get_process_group_ranks(self._group))
 
-    def _issue(self, lane: Lane, start: Start, in_flight: type[Works] = Works) -> Pending:
+    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = Works) -> Pending:
         """Issues collectives.
 
         Args:
@@ -295,12 +297,13 @@ class GroupCommunicator(Communicator):
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         fill()
-        works = []
+        gather, works = getattr(group, GATHER), []
         for each in full:
+            each = each if each.dtype in TRANSPORTED else each.view(torch.uint8)
             length = each.numel() // self.size
             own = each[self.rank * length : (self.rank + 1) * length]
-            works.append(all_gather_single(each, own, group, async_op))
-        return works
+            works.append(gather(each, own, TO_GATHER[async_op]))
+        return works if async_op else [work.wait() for work in works if work is not None]
 
     def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         parts = torch.split(full, list(lengths))

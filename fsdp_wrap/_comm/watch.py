@@ -26,6 +26,7 @@ from fsdp_wrap._comm.positions import GroupPositions, positions_of
 __all__ = ["InFlight", "Watch", "Works", "WorksWithoutLimit", "deaths_told"]
 
 _FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
+_FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
 _LATER_LOOKS = 1.0
 _LAST_LOOK = 0.01  # what rounds to no milliseconds would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
@@ -195,6 +196,13 @@ class InFlight(ABC):
 class Works(InFlight):
     """What the process group does."""
 
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait(_FIRST_LIMIT)
+        except RuntimeError:  # one is late, or has failed
+            super().wait()
+
     def _wait_for(self, seconds: float) -> bool:
         limit = timedelta(seconds=seconds)
         for work in self._works:
@@ -207,7 +215,7 @@ class Works(InFlight):
         return True
 
 
-class WorksWithoutLimit(Works):
+class WorksWithoutLimit(InFlight):
     """What is waited for once all peers have come: nothing could end a wait for one that does not."""
 
     def _wait_for(self, seconds: float) -> bool:
