@@ -17,6 +17,7 @@ __all__ = [
     "TO_GATHER",
     "TRANSPORTED",
     "all_gather_object",
+    "all_gather_single",
     "as_transport",
     "broadcast_object",
     "reduce_scatter_single",
@@ -50,7 +51,10 @@ def as_transport(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in TRANSPORTED else tensor.view(torch.uint8)
 
 
-def _all_gather(full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
+def all_gather_single(
+    full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
+    """Fills a tensor from all ranks; returns the work if that is asynchronous."""
     work = getattr(group, GATHER)(full, own, TO_GATHER[async_op])
     return work if async_op or work is None else work.wait()
 
@@ -76,11 +80,11 @@ def all_gather_object(value: Any, group: dist.ProcessGroup, run: Run = _synchron
     own, ranks = _pickled(value, group), dist.get_world_size(group)
     length = torch.tensor([own.numel()], device=own.device)
     lengths = length.new_empty(ranks)
-    run(lambda later: _all_gather(lengths, length, group, later))
+    run(lambda later: all_gather_single(lengths, length, group, later))
     longest = int(lengths.max())
     full = own.new_empty(ranks * longest)
     padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
-    run(lambda later: _all_gather(full, padded, group, later))
+    run(lambda later: all_gather_single(full, padded, group, later))
     return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
 
 

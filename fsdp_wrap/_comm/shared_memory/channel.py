@@ -263,7 +263,8 @@ class Channel:
         Raises:
             RuntimeError: In a fork.
         """
-        self.check_process()
+        if os.getpid() != self._process:
+            self.check_process()
         number = self.next_number
         self.next_number = number + 1
         self.board.post(number, kind, nbytes, begin)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
-from ctypes import string_at
+from ctypes import memmove, string_at
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -35,6 +35,8 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
 
 _PIECE = 1 << 17
 """Bytes of a broadcast at a time: initialisation promises to hold no more than so much twice."""
+
+_SMALL = 1 << 14  # bytes
 
 Parts = dict[int, torch.Tensor]  # by rank
 
@@ -69,7 +71,7 @@ class HostCommunicator(GroupCommunicator):
         first = self._channel.next_number
         leases = [self._lending.lay(buffer, number) for number, buffer in enumerate(common, first)]
         fill()
-        return _all([self._gather_lent(*each) for each in zip(common, leases)])
+        return _all([*map(self._gather_lent, common, leases)])
 
     def _gather_lent(self, buffer: SharedBuffer, lease: Lease | None) -> Collective:
         number = self._lending.post(buffer.data, lease)
@@ -89,17 +91,28 @@ class HostCommunicator(GroupCommunicator):
         self._tell_of_gathers(full)
         fill()
         self._prepare(len(full))
-        return _all([self._gather_one(each) for each in full])
+        return _all([*map(self._gather_one, full)])
 
     def _tell_of_gathers(self, full: Iterable[torch.Tensor]) -> None:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             for tensor in full:
-                listening._allgather_base(tensor, self.own_part(tensor))
+                self._listening()._allgather_base(tensor, self.own_part(tensor))
 
     def _gather_one(self, full: torch.Tensor) -> Collective:
-        parts = _by_rank(full, self.size)
-        own = parts.pop(self.rank)
-        return self._exchange(Kind.ALL_GATHER, own, own.nbytes, parts)
+        own = self.own_part(full)
+        if (nbytes := own.nbytes) > _SMALL:
+            parts = _by_rank(full, self.size)
+            del parts[self.rank]
+            return self._exchange(Kind.ALL_GATHER, own, nbytes, parts)
+        number = self._channel.post_tensor(Kind.ALL_GATHER, own)
+        return self._collective(number, partial(self._take_small, full, nbytes))
+
+    def _take_small(self, full: torch.Tensor, nbytes: int, number: int) -> None:
+        """Completes a gather of which making a tensor for each part would take longer than to copy it."""
+        begin = full.data_ptr()
+        for rank, peer in self._channel.peers.items():
+            _, there = self._channel.read(number, Kind.ALL_GATHER, rank, nbytes)
+            memmove(begin + rank * nbytes, peer.board.memory.address(there), nbytes)
 
     def _exchange(
         self, kind: Kind, shown: torch.Tensor | None, nbytes: int, wanted: Parts, offset: int = 0
@@ -139,11 +152,11 @@ class HostCommunicator(GroupCommunicator):
         ]
 
     def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             for shard, source in zip(shards, full):
-                listening._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
+                self._listening()._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
         self._prepare(len(full))
-        return _all([self._reduce_one(*each) for each in zip(shards, full)])
+        return _all([*map(self._reduce_one, shards, full)])
 
     def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor) -> Collective:
         kind, nbytes, own = Kind.REDUCE_SCATTER, full.nbytes, self.own_part(full)
@@ -156,9 +169,9 @@ class HostCommunicator(GroupCommunicator):
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         if op not in _REDUCTIONS:
             return super().all_reduce(tensors, op)
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             for tensor in tensors:
-                listening.allreduce([tensor])
+                self._listening().allreduce([tensor])
         self._prepare(len(tensors))
         return _all([self._combine(each, _REDUCTIONS[op]) for each in tensors])
 
@@ -171,17 +184,17 @@ class HostCommunicator(GroupCommunicator):
         return self._collective(self._channel.post_tensor(kind, row), take)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        if (listening := self._listening()) is not None:
-            listening.broadcast([tensor])
+        if number_of_dispatch_modes():
+            self._listening().broadcast([tensor])
         for piece in torch.split(tensor.detach().view(-1), max(1, _PIECE // tensor.element_size())):
             self._prepare(1)
             shown, wanted = (piece, {}) if self.rank == 0 else (None, {0: piece})
             self._exchange(Kind.BROADCAST, shown, piece.nbytes, wanted).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             outputs = [] if full is None else [list(full.chunk(self.size))]
-            listening.gather(outputs, [own], dist.GatherOptions())
+            self._listening().gather(outputs, [own], dist.GatherOptions())
         parts: Parts = {}
         if full is not None:
             parts = _by_rank(full, self.size)
@@ -192,9 +205,9 @@ class HostCommunicator(GroupCommunicator):
         self._exchange(Kind.GATHER, own if full is None else None, own.nbytes, parts).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             inputs = [] if full is None else [list(full.chunk(self.size))]
-            listening.scatter([own], inputs, dist.ScatterOptions())
+            self._listening().scatter([own], inputs, dist.ScatterOptions())
         if full is not None:
             own.copy_(self.own_part(full))
         wanted = {} if self.rank == 0 else {0: own}
@@ -218,20 +231,20 @@ class HostCommunicator(GroupCommunicator):
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        if (listening := self._listening()) is not None:
-            listening.alltoall_base(received, sent, [], [])
+        if number_of_dispatch_modes():
+            self._listening().alltoall_base(received, sent, [], [])
         own = self.own_part(sent)
         parts = _by_rank(received, self.size)
         parts.pop(self.rank).copy_(own)
         self._prepare(1)
         return self._exchange(Kind.ALL_TO_ALL, sent, sent.nbytes, parts, self.rank * own.nbytes)
 
-    def _listening(self) -> dist.ProcessGroup | None:
-        """Returns what to call in the group's place, and may spoil what it is given; None if nobody listens.
+    def _listening(self) -> dist.ProcessGroup:
+        """Returns what to call in the group's place where somebody listens, and may spoil what it is given.
 
         `CommDebugMode` and the like count c10d's operators, which no collective here calls.
         """
-        return _make_stand_in(self.rank, self.size) if number_of_dispatch_modes() else None
+        return _make_stand_in(self.rank, self.size)
 
 
 def _all(pending: list[Collective]) -> Pending:

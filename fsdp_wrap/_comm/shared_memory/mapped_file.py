@@ -92,7 +92,8 @@ class MappedFile:
         Raises:
             RuntimeError: As `at` does.
         """
-        self.at(begin)
+        if begin >= self._end:
+            self._follow()
         index = bisect_right(self._begins, begin) - 1
         return self._addresses[index] + begin - self._begins[index]
 
