@@ -54,8 +54,8 @@ def as_transport(tensor: torch.Tensor) -> torch.Tensor:
 def all_gather_single(
     full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
-    """Fills a tensor from all ranks; returns the work if that is asynchronous."""
-    work = getattr(group, GATHER)(full, own, TO_GATHER[async_op])
+    """Fills a tensor of any dtype from all ranks; returns the work if that is asynchronous."""
+    work = getattr(group, GATHER)(as_transport(full), as_transport(own), TO_GATHER[async_op])
     return work if async_op or work is None else work.wait()
 
 

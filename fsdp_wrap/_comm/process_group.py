@@ -343,18 +343,12 @@ class GroupCommunicator(Communicator):
         self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        def start(async_op: bool) -> Any:
-            source, parts = as_transport(own), self._parts(full)
-            return dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)
-
-        self._run(start)
+        collective = partial(dist.gather, as_transport(own), self._parts(full), group=self._group)
+        self._run(lambda later: collective(group_dst=0, async_op=later))
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        def start(async_op: bool) -> Any:
-            target, parts = as_transport(own), self._parts(full)
-            return dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)
-
-        self._run(start)
+        collective = partial(dist.scatter, as_transport(own), self._parts(full), group=self._group)
+        self._run(lambda later: collective(group_src=0, async_op=later))
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(as_transport(full).chunk(self.size))

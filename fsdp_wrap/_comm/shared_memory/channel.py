@@ -21,7 +21,7 @@ import torch
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, SharedMemory
 from fsdp_wrap._comm.shared_memory.signals import Life, wait_until, wake
 
-__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Post", "Readers"]
+__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Readers"]
 
 LENDER = 0
 """The rank whose memory is lent (`_comm/shared_memory/lending.py`)."""
@@ -285,14 +285,14 @@ class Channel:
             self._shown[slot] = number
             memmove(self._slots_address + slot * _SLOT, tensor.data_ptr(), nbytes)
             return self._slots + slot * _SLOT
-        post = Post(self.readers, number)
+        is_read = partial(self.readers.have_read, number)
         piece = self.memory.find(tensor) if in_place else None
         if piece is not None:
-            self.memory.note(piece, post)
+            self.memory.note(piece, is_read)
             return self.memory.offset(tensor)
         begin = self.memory.take(nbytes)
         self.memory.tensor(begin, tensor.numel(), tensor.dtype).copy_(tensor.view(-1))
-        self.memory.note(begin, post)
+        self.memory.note(begin, is_read)
         self.memory.give_back(begin)
         return begin
 
@@ -345,25 +345,6 @@ class Channel:
                 board.acknowledge(number, self.rank)
 
 
-class Post(NamedTuple):
-    """Something posted: `is_read` tells whether all have read it."""
-
-    readers: Readers
-    number: int
-
-    def is_read(self) -> bool:
-        return self.readers.have_read(self.number)
-
-
-class _Left(NamedTuple):
-    """A board that this rank has left: it is free for something else when all others have as well."""
-
-    readers: Readers
-
-    def is_read(self) -> bool:
-        return self.readers.are_gone()
-
-
 def _leave(
     process: int, rank: int, boards: list[Board], memory: SharedMemory, begin: int, readers: Readers
 ) -> None:
@@ -371,5 +352,5 @@ def _leave(
     if os.getpid() == process:
         for board in boards:
             board.leave(rank)
-        memory.note(begin, _Left(readers))
+        memory.note(begin, readers.are_gone)  # then the board is free for something else
         memory.give_back(begin)

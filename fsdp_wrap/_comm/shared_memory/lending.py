@@ -63,7 +63,7 @@ class Lending:
         users = channel.memory.words(lease.begin, channel.size)
         for rank in channel.peers:
             users[rank] = _NOT_TAKEN
-        channel.memory.note(lease.begin, Lent(channel.readers, number, users))
+        channel.memory.note(lease.begin, Lent(channel.readers, number, users).is_read)
         channel.board.announce(number, Kind.COMMON_GATHER, nbytes, lease.begin)
         return lease
 

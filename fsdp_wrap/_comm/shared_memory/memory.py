@@ -19,7 +19,6 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -31,7 +30,6 @@ __all__ = [
     "Lease",
     "Memory",
     "PeerMemory",
-    "Posted",
     "PrivateMap",
     "SharedBuffer",
     "SharedMemory",
@@ -49,16 +47,11 @@ _LEAST, _MOST = 16 << 20, 1 << 30
 
 _WORD_BYTES = 16
 
+IsRead = Callable[[], bool]
+"""Whether all have read something in this memory that were to."""
+
 _OF_FILE = 0x20  # in the highest byte of an entry of a page map: not a copy of the process's own
 _THERE = 0xC0  # likewise: in memory, or swapped out
-
-
-class Posted(Protocol):
-    """Something in this memory that other ranks may be reading."""
-
-    def is_read(self) -> bool:
-        """Whether all have read it that were to."""
-        ...
 
 
 class Memory(MappedFile):
@@ -155,7 +148,7 @@ class SharedMemory(Memory):
         self._grown: set[int] = set()  # where the file has ended, across which nothing may lie
         self._free = [(mmap.PAGESIZE, _LEAST)]  # sorted; those that are adjacent lie in several maps
         self._taken: dict[int, int] = {}  # from where to where
-        self._posted: dict[int, list[Posted]] = {}
+        self._posted: dict[int, list[IsRead]] = {}
         self._unread: list[int] = []  # given back, but somebody may read still
         self._ended: deque[int] = deque()  # leases that ended, whenever that was
 
@@ -201,9 +194,9 @@ class SharedMemory(Memory):
         self._grown.add(begin)
         self._free.append((begin, end))
 
-    def note(self, begin: int, posted: Posted) -> None:
+    def note(self, begin: int, is_read: IsRead) -> None:
         """Notes that others may read a piece, which is not reused before they have."""
-        self._posted.setdefault(begin, []).append(posted)
+        self._posted.setdefault(begin, []).append(is_read)
 
     def give_back(self, begin: int) -> None:
         """Ends this process's use of a piece."""
@@ -218,7 +211,7 @@ class SharedMemory(Memory):
             self.give_back(self._ended.popleft())
         waiting, self._unread = self._unread, []
         for begin in waiting:
-            if all(posted.is_read() for posted in self._posted[begin]):
+            if all(is_read() for is_read in self._posted[begin]):
                 del self._posted[begin]
                 self._release(begin, self._taken.pop(begin))
             else:
