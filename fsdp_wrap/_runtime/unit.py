@@ -241,7 +241,8 @@ class Unit:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
             handle.wait()
-            self.positions.gathered()
+            if self.positions.gathers:
+                self.positions.gathered()
 
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being so, already.
@@ -301,7 +302,7 @@ class Unit:
         handle = self.handle
         if handle is not None and handle.reduction is not None:
             handle.finish_reduction()
-            if not handle.has_own_reduction:  # which may have waited for nobody
+            if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
                 self.positions.reduced()
 
     # forward
