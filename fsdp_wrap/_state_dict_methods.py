@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,6 +231,9 @@ class StateDictMethods(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+_load_known = partial(load_optim_state_dict, only_known=True)
+
+
 class OptimStateDictMethods:
     """Saves and loads the state of a wrapped module's optimizer."""
 
@@ -295,17 +299,11 @@ class OptimStateDictMethods:
             ValueError: If it does not fit; nothing is loaded then.
         """
         settings = StateDictMethods.get_state_dict_type(model)
-        rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        first = getattr(settings.optim_state_dict_config, "rank0_only", False)
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             optim_state_dict = refitted(model, optim_state_dict)
-        result = load_optim_state_dict(
-            model,
-            optim,
-            optim_state_dict,
-            from_first_rank=rank0_only,
-            by_name=is_named_optimizer,
-            only_known=not load_directly,
-        )
+        load = load_optim_state_dict if load_directly else _load_known
+        result = load(model, optim, optim_state_dict, from_first_rank=first, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -339,9 +337,7 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
         _warn_of_optim_input(optim_input)
-        return load_optim_state_dict(
-            model, optim, full_optim_state_dict, optim_input=optim_input, only_known=True
-        )
+        return _load_known(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -353,21 +349,15 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
         _warn_of_optim_input(optim_input)
-        return load_optim_state_dict(
-            model,
-            optim,
-            full_optim_state_dict,
-            optim_input=optim_input,
-            from_first_rank=True,
-            only_known=True,
-        )
+        given = full_optim_state_dict
+        return _load_known(model, optim, given, optim_input=optim_input, from_first_rank=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of pieces, also of another wrapping; collective."""
-        return load_optim_state_dict(model, optim, refitted(model, sharded_optim_state_dict), only_known=True)
+        return _load_known(model, optim, refitted(model, sharded_optim_state_dict))
 
     @staticmethod
     def rekey_optim_state_dict(

@@ -91,7 +91,7 @@ class ParamHandle:
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
         self.layouts = layouts
-        self._trained = [True in layout.trains for layout in layouts]
+        self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
         self.in_full = False
         self._contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes())]

@@ -15,9 +15,6 @@ from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
 from fsdp_wrap._params.layout import Layout
 
-__all__ = ["Segment"]
-
-
 _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
 

@@ -17,8 +17,6 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import refuse_in_steps
 from fsdp_wrap._params.layout import Layout
 
-__all__ = ["SummonedSegment", "Summoning"]
-
 _REASON = (
     "was made inside summon_full_params and holds '{}' as shown there, which training does not reach: "
     "make it outside, or wrap with use_orig_params=True"

@@ -55,6 +55,7 @@ class Schedule:
         iteration: How many outermost forwards have begun.
         device: Where the units compute.
         depth: Forward calls in progress.
+        syncs: Whether gradients are reduced: not under `no_sync`.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -70,7 +71,7 @@ class Schedule:
         self.depth = 0
         self._backward_open = False
         self._trains = False
-        self._syncs = True
+        self.syncs = True
         self._keeps_graph = False
         self._reducing: Unit | None = None
         self._prefetching_later: Unit | None = None
@@ -228,6 +229,8 @@ class Schedule:
                 continue
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
                 if unit.survives:
+                    if handle.shown.state is Showing.SHARDED:
+                        refuse_changes(unit, handle)
                     continue
                 unit.reshard(Phase.FORWARD)  # kept for a backward that has not come: may be stale by now
             if handle.state is HandleState.SHARDED:
@@ -374,7 +377,7 @@ class Schedule:
         unit.arrivals.end()
         if observers:
             emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
-        if unit.options.reshards_after_backward:
+        if unit.options.reshards_after_backward and self.syncs:
             unit.reshard(Phase.BACKWARD)
         else:
             unit.end_unsharded(Phase.BACKWARD)
@@ -405,7 +408,7 @@ class Schedule:
             finished = unit.arrivals.progress is Progress.FINISHED
             if not finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
                 self._finish_backward_of(unit, handle)
-            if not (self._syncs and unit.options.syncs):
+            if not (self.syncs and unit.options.syncs):
                 handle.keep_accumulated()
         if self.ending.automatic:
             self._make_room()
@@ -511,7 +514,7 @@ class Schedule:
         """Whether nothing speaks against gradients in the place of the unit's parameters."""
         options = unit.options
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
-        return freed and self._syncs and options.syncs and not torch.is_grad_enabled()
+        return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
@@ -525,7 +528,7 @@ class Schedule:
             return
         if self._reducing or self._prefetching_later:
             self._make_room()  # one is in flight at most
-        if self._syncs and unit.options.syncs:
+        if self.syncs and unit.options.syncs:
             unit.reduce(phase)
             self._reducing = unit
         else:
@@ -543,11 +546,11 @@ class Schedule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients without communication while the context is open."""
-        before, self._syncs = self._syncs, False
+        before, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.syncs = before
 
     def require_idle(self, doing: str) -> None:
         """Refuses what must not happen in the middle of a forward or backward.

@@ -115,7 +115,6 @@ class Unit:
     Attributes:
         running: Forward calls in progress.
         casts: Whether it casts inputs or outputs.
-        held: Whether the user has unsharded it by hand.
         schedule: In which it runs; None before its first use.
         positions: Where it tells other ranks what it does, once it runs in a schedule.
         arrivals: What it has got of the running backward.
@@ -140,7 +139,7 @@ class Unit:
         self.module = module
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
-        self.held = False
+        self._held = False
         self.handle = handle
         self.options = options
         self.casts = options.casts != NO_CASTS
@@ -240,7 +239,8 @@ class Unit:
             self.finish_reduction()
         gather = self.positions.gather if handle.kept is None else self.positions.gather_kept
         gather.issue(phase, self.schedule.iteration)
-        handle.gather(lasting=phase is Phase.IDLE or not self.options.reshards_after_backward)
+        freed = self.options.reshards_after_backward and self.schedule.syncs
+        handle.gather(lasting=phase is Phase.IDLE or not freed)
         if observers:
             emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator)
         return True
@@ -257,7 +257,7 @@ class Unit:
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
         if handle.reshard(within):
-            self.held = False
+            self._held = False
             if observers:
                 emit(EventKind.RESHARD, self.fqn, phase, handle.unsharded_nbytes)
 
@@ -283,16 +283,16 @@ class Unit:
     # forward
 
     def hold(self) -> None:
-        """Notes that the user has unsharded it by hand."""
-        self.held = True
+        """Notes that the next iteration takes over its full parameters, unless they change."""
+        self._held = True
 
     @property
     def survives(self) -> bool:
         """Whether a new iteration takes over its full parameters."""
-        wanted = self.held or not self.options.reshards_after_backward
-        if not wanted or self.handle is None or not self.handle.is_current:
+        handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
+        if not wanted or handle is None or not handle.is_current:
             return False
-        return self.handle.in_full == self.leaves_mixed_precision
+        return handle.in_full == self.leaves_mixed_precision
 
     @property
     def leaves_mixed_precision(self) -> bool:
@@ -393,11 +393,19 @@ class Unit:
         return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
     def end_unsharded(self, phase: Phase) -> None:
-        """Reshards where a backward has ended, or shows the sharded parameters at least."""
-        if self.options.reshards_after_backward:
+        """Reshards where a backward has ended, or shows the sharded parameters at least.
+
+        Under `no_sync` the next forward takes over what has stayed from forward to backward.
+        """
+        options, schedule = self.options, self.schedule
+        accumulates = schedule is not None and not schedule.syncs
+        if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
             self.reshard(phase)
-        elif self.handle is not None and not self.running:
-            self.handle.shown.show_sharded()
+            return
+        if self.handle is not None:
+            self.hold()
+            if not self.running:
+                self.handle.shown.show_sharded()
 
     @property
     def reached(self) -> bool:

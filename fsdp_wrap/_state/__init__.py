@@ -21,8 +21,8 @@ from fsdp_wrap._state.gradients.hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
     register_comm_hook,
+    set_gradients_in_place,
 )
-from fsdp_wrap._state.gradients.in_place import set_gradients_in_place
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_load import load_optim_state_dict
@@ -39,7 +39,7 @@ from fsdp_wrap._state.state_dict import (
     begin_load,
     resolve_settings,
     take_state_dict,
+    taking,
     to_load,
     wants_result,
 )
-from fsdp_wrap._state.taking import taking

@@ -12,9 +12,16 @@ from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, sa
 from fsdp_wrap._params import FlatParameter
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
-from fsdp_wrap._state.full_values import FullValue, full_values, handles_of, is_first_rank, value_held_here
+from fsdp_wrap._state.full_values import (
+    FullValue,
+    check_budget,
+    full_values,
+    handles_of,
+    is_first_rank,
+    stream,
+    value_held_here,
+)
 from fsdp_wrap._state.originals import Originals, owned_places
-from fsdp_wrap._state.streaming import check_budget, stream
 
 __all__ = ["FullParams", "iter_full_params", "param_aliases", "settled_units"]
 

@@ -16,13 +16,7 @@ from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Spr
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_values import handles_of, used_by
 
-__all__ = [
-    "Original",
-    "Originals",
-    "originals_in",
-    "owned_names",
-    "owned_places",
-]
+__all__ = ["Original", "Originals", "originals_in", "owned_names", "owned_places"]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ saves in a folder: it holds a locked file there, which the next one meets.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fsdp_wrap.checkpoint._manifest import (
@@ -31,8 +32,7 @@ from fsdp_wrap.checkpoint._manifest import (
 )
 
 __all__ = [
-    "begin",
-    "claimed",
+    "begun",
     "clean_up",
     "complete_before",
     "find",
@@ -40,7 +40,6 @@ __all__ = [
     "latest",
     "place_of",
     "publish",
-    "remove",
     "shows",
     "step_folder",
     "steps_in",
@@ -81,7 +80,7 @@ def latest(dir: str | Path) -> Path | None:
 
     Complete means: the manifest is intact and all files have their sizes; `load` reads every byte.
     """
-    return next((path for path in steps_in(Path(dir)).values() if lack_of(path) is None), None)
+    return next(_complete_in(Path(dir)), None)
 
 
 def find(path: Path, step: int | None) -> Path:
@@ -123,32 +122,55 @@ def sum_of_manifest(folder: Path) -> int | None:
 def complete_before(folder: Path) -> Path | None:
     """Returns the newest complete step folder beside another one and older."""
     name = _STEP.fullmatch(folder.name)
-    steps = steps_in(folder.parent).items() if name else ()
-    return next((path for n, path in steps if name and n < int(name[1]) and lack_of(path) is None), None)
+    return next(_complete_in(folder.parent, int(name[1])), None) if name else None
 
 
-def begin(parent: Path, step: int | None) -> tuple[int, str]:
+def _complete_in(parent: Path, before: float = math.inf) -> Iterator[Path]:
+    """Yields the complete step folders in a folder, newest first, that are older than a step."""
+    steps = steps_in(parent).items()
+    return (folder for step, folder in steps if step < before and lack_of(folder) is None)
+
+
+@contextmanager
+def begun(parent: Path, step: int | None) -> Iterator[tuple[int, str]]:
     """Clears up after crashed saves and makes the hidden folder in which a step is written.
 
+    In the end what is left of that is removed, and others may save.
+
     Args:
-        parent: The folder of steps, which this process has claimed.
+        parent: The folder of steps.
         step: Its number; None for one after the newest.
 
-    Returns:
+    Yields:
         The step's number and the hidden folder's name, by which ranks know that they see the same one.
 
     Raises:
+        RuntimeError: If another run, or another thread, is saving there.
         ValueError: If something that is no checkpoint is in the way.
     """
-    clean_up(parent)
-    if step is None:
-        step = next(iter(steps_in(parent)), 0) + 1
-    final = step_folder(parent, step)
-    if os.path.lexists(final) and not (final / MANIFEST).is_file():  # a link to nowhere, too
-        raise ValueError(f"{final} is in the way and no checkpoint of ours: remove it, or save another step")
-    hidden = f".{final.name}.{secrets.token_hex(4)}.partial"
-    (parent / hidden).mkdir()
-    return step, hidden
+    parent.mkdir(parents=True, exist_ok=True)
+    with _claimed(parent):
+        _clean_up(parent)
+        if step is None:
+            step = next(iter(steps_in(parent)), 0) + 1
+        final = step_folder(parent, step)
+        if os.path.lexists(final) and not (final / MANIFEST).is_file():  # a link to nowhere, too
+            raise ValueError(
+                f"{final} is in the way and no checkpoint of ours: remove it, or save another step"
+            )
+        written = parent / f".{final.name}.{secrets.token_hex(4)}.partial"
+        written.mkdir()
+        try:
+            yield step, written.name
+        finally:
+            with suppress(OSError):  # then the next save removes it
+                _remove(written)
+
+
+def clean_up(parent: Path) -> None:
+    """Removes what crashed saves have left in a folder of steps, unless another process does so or saves."""
+    with suppress(RuntimeError, OSError), _claimed(parent):
+        _clean_up(parent)
 
 
 def step_folder(parent: Path, step: int) -> Path:
@@ -192,14 +214,15 @@ def publish(written: Path, step: int, keep_last: int | None) -> None:
     written.rename(final)
     sync(parent)
     try:
-        remove(replaced)
+        _remove(replaced)
         if keep_last is not None:
-            _remove_older(parent, step, keep_last - 1)
+            for older in [*_complete_in(parent, step)][keep_last - 1 :]:
+                _remove(older.rename(_hidden(older, "deleted")))
     except OSError as error:  # the new step is there all the same
         warnings.warn(f"an old checkpoint in {parent} could not be removed: {error}", stacklevel=2)
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Removes a folder, or a link to one, if it is there.
 
     Raises:
@@ -217,21 +240,14 @@ def remove(path: Path) -> None:
                 raise
 
 
-def _remove_older(parent: Path, step: int, kept: int) -> None:
-    steps = steps_in(parent).items()
-    older = [folder for number, folder in steps if number < step and lack_of(folder) is None]
-    for folder in older[kept:]:
-        remove(folder.rename(_hidden(folder, "deleted")))
-
-
-def clean_up(parent: Path) -> None:
+def _clean_up(parent: Path) -> None:
     """Removes what crashed saves have left in a folder of steps that this process has claimed."""
     for path in list(parent.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden and hidden[2] == "replaced" and not os.path.lexists(parent / hidden[1]):
             path.rename(parent / hidden[1])
         elif hidden:
-            remove(path)
+            _remove(path)
 
 
 def _hidden(folder: Path, kind: str) -> Path:
@@ -247,7 +263,7 @@ def place_of(path: Path) -> str:
 
 
 @contextmanager
-def claimed(parent: Path) -> Iterator[None]:
+def _claimed(parent: Path) -> Iterator[None]:
     """Holds the right to save in a folder; it ends with the process in whatever way, too.
 
     Raises:
@@ -272,25 +288,20 @@ def _locked(path: Path) -> Iterator[int]:
     """Locks a file, which is made if it is not there, until it is closed."""
     while True:
         with path.open("ab", buffering=0) as file:
-            _lock(path, file.fileno())
-            if _is_there(path, file.fileno()):
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                owner = path.read_text(errors="replace") if path.exists() else ""
+                raise _refusal(path.parent, owner or "another process") from None
+            except OSError as error:
+                warnings.warn(
+                    f"{path.parent} takes no file locks ({error}): two runs that save there at the same time "
+                    "would not notice each other",
+                    stacklevel=2,
+                )
+            if _is_there(path, file.fileno()):  # and was not removed by its last owner meanwhile
                 yield file.fileno()
                 return
-        # It was removed by its last owner meanwhile.
-
-
-def _lock(path: Path, descriptor: int) -> None:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        owner = path.read_text(errors="replace") if path.exists() else ""
-        raise _refusal(path.parent, owner or "another process") from None
-    except OSError as error:
-        warnings.warn(
-            f"{path.parent} takes no file locks ({error}): two runs that save there at the same time would "
-            "not notice each other",
-            stacklevel=2,
-        )
 
 
 def _refusal(parent: Path, owner: str) -> RuntimeError:

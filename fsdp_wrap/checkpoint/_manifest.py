@@ -95,15 +95,13 @@ class Manifest:
             DamagedCheckpoint: If it is missing or not as it was written.
         """
         try:
-            data = (folder / MANIFEST).read_bytes()
+            content = json.loads((folder / MANIFEST).read_bytes())
+            if content.pop("crc") == zlib.crc32(_encoded(content)):
+                return cls(**content)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from None
-        try:
-            content = json.loads(data)
-            if content.pop("crc") == zlib.crc32(_encoded(content)):
-                return cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
         raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")

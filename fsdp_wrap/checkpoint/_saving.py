@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -54,18 +54,18 @@ class Save:
     def __post_init__(self) -> None:
         for name, least in (("step", 0), ("keep_last", 1)):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
+            if isinstance(value, bool) or not isinstance(value, int | None):
                 raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
 
     def write(self) -> Path:
         """Writes the step folder, on every rank; it appears once all have succeeded, or not at all."""
         try:
             with ExitStack() as held:
-                step, hidden = self.team.on_first(lambda: self._begin(held))
+                step, hidden = self.team.on_first(
+                    lambda: held.enter_context(folders.begun(self.parent, self.step))
+                )
                 fate = "nothing of it is left, other steps are as they were"
                 doing = f"saving step {step} in {self.parent} ({fate})"
                 written = self.parent / hidden
@@ -76,17 +76,10 @@ class Save:
                     save_state_dict(self.state, writer, self.team.group, no_dist=self.team.group is None)
                 self.team.on_first(lambda: self._publish(written, step, places, doing, held))
         except BaseException:
-            self._clean_up_for_dead()
+            if self.team.first_died():  # of several survivors one does what it would have done
+                folders.clean_up(self.parent)
             raise
         return folders.step_folder(self.parent, step)
-
-    def _begin(self, held: ExitStack) -> tuple[int, str]:
-        """Makes the hidden folder, on the first rank; it goes with what is held, unless it was published."""
-        self.parent.mkdir(parents=True, exist_ok=True)
-        held.enter_context(folders.claimed(self.parent))
-        step, hidden = folders.begin(self.parent, self.step)
-        held.callback(_remove_what_is_left, self.parent / hidden)
-        return step, hidden
 
     def _agreed_places(self, written: Path) -> list[str]:
         """Returns where the ranks find the hidden folder; refuses if one does not, before it writes."""
@@ -111,18 +104,6 @@ class Save:
             raise RuntimeError(f"{doing} failed: rank 0 ({places[0]}) sees that {'; '.join(lacks)}")
         folders.publish(written, step, self.keep_last)
         held.close()  # before the others know: one of them may be the first of the next save
-
-    def _clean_up_for_dead(self) -> None:
-        """Removes what a first rank that has died was writing; of several survivors one does."""
-        if self.team.is_first or not self.team.first_died():
-            return
-        with suppress(RuntimeError, OSError), folders.claimed(self.parent):  # another does, or the next save
-            folders.clean_up(self.parent)
-
-
-def _remove_what_is_left(folder: Path) -> None:
-    with suppress(OSError):  # then the next save removes it
-        folders.remove(folder)
 
 
 class PendingSave:

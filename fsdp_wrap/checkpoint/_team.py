@@ -66,8 +66,8 @@ class Team:
         return self.rank == 0
 
     def first_died(self) -> bool:
-        """Whether the first rank is known to have died."""
-        return self.watch is not None and self.ranks[0] in self.watch.dead()
+        """Whether another rank is the first, and is known to have died."""
+        return not self.is_first and self.watch is not None and self.ranks[0] in self.watch.dead()
 
     def gather(self, value: T) -> list[T]:
         """Returns every rank's value, in the order of ranks."""

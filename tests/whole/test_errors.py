@@ -677,7 +677,7 @@ def test_summon_inside_summon(rank, world_size, use_orig_params, part):
         with torch.no_grad():
             for param in (*model.parameters(), *plain.parameters()):
                 param.mul_(0.9)
-        with refused(model, RuntimeError, "already shown", "summon_full_params"):
+        with refused(model, RuntimeError, "shown in full by", "another summon_full_params"):
             enter(FSDP.summon_full_params(target))
     assert_same_state(model, plain)
     assert_trains_like(plain, model)

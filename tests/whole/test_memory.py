@@ -12,7 +12,7 @@ from torch import nn
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import each_front, full_grads, shard, twins
+from fronts import each_form, each_front, full_grads, shard, twins
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._runtime.unit import units_in
@@ -111,6 +111,30 @@ def test_only_shards_remain_after_each_step(rank, world_size, front, strategy, p
     assert live_bytes() <= 2 * at_rest + slack
     model.zero_grad()
     assert live_bytes() <= at_rest + slack
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@ranks(2)
+def test_no_sync_holds_full_gradients_and_with_grad_op_full_parameters(
+    rank, world_size, use_orig_params, strategy
+):
+    front = "orig" if use_orig_params else "flat"
+    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy])
+    slack, model_nbytes = unit // 8, 4 * unit
+    at_rest = model_nbytes // world_size
+    x = torch.ones(1, 512)
+    for _ in range(2):
+        with model.no_sync():
+            model(x).sum().backward()
+        gc.collect()
+        marks = at_rest  # the zeros that stand for gradients until they are reduced
+        kept = model_nbytes if strategy == "SHARD_GRAD_OP" else 0
+        assert abs(live_bytes() - at_rest - marks - model_nbytes - kept) <= slack
+        model(x).sum().backward()
+        gc.collect()
+        assert live_bytes() <= 2 * at_rest + slack
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("front", ["orig", "composable"])

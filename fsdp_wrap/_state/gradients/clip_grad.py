@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._core import NotIdleError
-from fsdp_wrap._runtime import Unit, schedule_of, units_in
-from fsdp_wrap._state.full_params import is_summoned
+from fsdp_wrap._runtime import schedule_of, units_in
+from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients
 from fsdp_wrap._state.gradients.norms import (
     accumulation_dtype,
@@ -69,7 +68,11 @@ class GradientNorms:
         if not bound >= 0:
             raise ValueError(f"max_norm must not be negative, but is {max_norm}")
         known = self._found("clip_grad_norm_()")
-        _require_root(known.units[0])
+        if known.units[0].nested:
+            raise RuntimeError(
+                f"clip_grad_norm_() must be called on the root, and this is {known.units[0].name}: gradients "
+                "are clipped by the norm of all of them"
+            )
         grads = {share: by_kind(known.held(share)) for share in known.shares}
         powers = {share: power(held, p, known.device) for share, held in grads.items()}
         total = root(merged(over_ranks(powers, p), p), p).squeeze(0)
@@ -123,8 +126,7 @@ class GradientNorms:
         for schedule in dict.fromkeys(map(schedule_of, units)):
             schedule.require_idle(doing)
             schedule.end_failed_backward()
-        if any(map(is_summoned, units)):
-            raise NotIdleError(f"{doing} must not run inside summon_full_params, which hides gradients")
+        refuse_summoned(units, doing)
         self._known = HeldGradients(self._module) if known is None else known
         return self._known
 
@@ -134,14 +136,6 @@ def _norm_type(norm_type: float) -> float:
     if not p > 0:
         raise ValueError(f"norm_type must be positive, but is {norm_type}: it is the p of the p-norm")
     return p
-
-
-def _require_root(unit: Unit) -> None:
-    if unit.nested:
-        raise RuntimeError(
-            f"clip_grad_norm_() must be called on the root, and this is {unit.name}: gradients are clipped "
-            "by the norm of all of them"
-        )
 
 
 def _warn(message: str) -> None:

@@ -101,12 +101,9 @@ class HeldGradients:
 
     def widest_dtype(self) -> torch.dtype:
         """Returns that of the gradients that there may be: a rank may have none of them."""
-        dtypes = {segment.dtypes.grad for segment in self._segments}
-        dtypes |= {param.dtype for param in self.replicated}
-        if len(dtypes) != 1:  # else asking each parameter would change nothing
-            trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
-            dtypes = {segment.dtypes.grad for segment in trained}
-            dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
+        trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
+        dtypes = {segment.dtypes.grad for segment in trained}
+        dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     @property
