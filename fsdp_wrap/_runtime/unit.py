@@ -153,7 +153,7 @@ class Unit:
         self.running = 0
         self.nested = False
         self.schedule: Schedule | None = None
-        self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
+        self._hooked: set[nn.Parameter] = set()
         self.hooked_generation = -1
         self.all_train = handle is None
         self.arrivals = Arrivals()
@@ -241,7 +241,8 @@ class Unit:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
             handle.wait()
-            self.positions.gathered()
+            if self.positions.gathers:
+                self.positions.gathered()
 
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being so, already.
@@ -301,7 +302,7 @@ class Unit:
         handle = self.handle
         if handle is not None and handle.reduction is not None:
             handle.finish_reduction()
-            if not handle.has_own_reduction:  # which may have waited for nobody
+            if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
                 self.positions.reduced()
 
     # forward
@@ -393,22 +394,17 @@ class Unit:
                 segment.layout.show(copies[number])
         return before
 
-    def newly_trainable(self) -> list[tuple[nn.Parameter, int, int]]:
-        """Returns (leaf, segment, index) of leaves that need gradients and were not returned before."""
+    def newly_trainable(self) -> list[nn.Parameter]:
+        """Returns the leaves that need gradients and were not returned before."""
         handle = self.handle
         assert handle is not None
-        leaves = [
-            (leaf, number, index)
-            for number, segment in enumerate(handle.segments)
-            for index, leaf in enumerate(segment.leaves)
-        ]
-        trainable = [found for found in leaves if found[0].requires_grad]
+        leaves = [leaf for segment in handle.segments for leaf in segment.leaves]
+        trainable = [leaf for leaf in leaves if leaf.requires_grad]
         self.hooked_generation = handle.generation
-        self.arrivals.expect(found[0] for found in trainable)
+        self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
-        self._hooked = {id(found[0]): found[0] for found in leaves if id(found[0]) in self._hooked}
-        new = [found for found in trainable if id(found[0]) not in self._hooked]
-        self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
+        new = [leaf for leaf in trainable if leaf not in self._hooked]
+        self._hooked = {*self._hooked.intersection(leaves), *new}
         return new
 
     # backward

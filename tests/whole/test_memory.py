@@ -12,8 +12,8 @@ from torch import nn
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import each_form, each_front, full_grads, inner, shard, twins
-from fsdp_wrap import BackwardPrefetch, ShardingStrategy
+from fronts import assert_same_grads, each_form, each_front, each_prefetch, inner, prefetching, shard, twins
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -85,17 +85,10 @@ def test_backward_holds_few_units(rank, world_size, front):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize(
-    ("front", "prefetch"),
-    [(front, prefetch) for front in ("flat", "orig") for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST")]
-    + [("composable", "default")],
-)
+@each_prefetch
 @ranks(2)
 def test_only_shards_remain_after_each_step(rank, world_size, front, strategy, prefetch):
-    options = {}
-    if prefetch != "default":
-        options["backward_prefetch"] = BackwardPrefetch[prefetch] if prefetch else None
-    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy], **options)
+    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy], **prefetching(prefetch))
     gc.collect()
     slack = unit // 8  # activations and biases' padding
     at_rest = 4 * unit // world_size
@@ -253,9 +246,7 @@ def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front, l
         for module in (plain, model):
             module.zero_grad()
             module(torch.full((2, 6), 0.5, dtype=torch.float64)).square().sum().backward()
-        found = full_grads(model)
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+        assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
         if front != "composable":
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
             torch.testing.assert_close(model.clip_grad_norm_(1e9), expected, rtol=1e-12, atol=0.0)

@@ -17,8 +17,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._params import ParamHandle, Segment, held_by_this_rank
 from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.full_values import handles_of
-from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.originals import Original, Originals, handles_of
 
 __all__ = ["HeldGradients", "Share"]
 
@@ -103,9 +102,12 @@ class HeldGradients:
 
     def widest_dtype(self) -> torch.dtype:
         """Returns that of the gradients that there may be: a rank may have none of them."""
-        trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
-        dtypes = {segment.dtypes.grad for segment in trained}
-        dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
+        dtypes = {segment.dtypes.grad for segment in self._segments}
+        dtypes |= {param.dtype for param in self.replicated}
+        if len(dtypes) != 1:  # else asking each parameter would change nothing
+            trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
+            dtypes = {segment.dtypes.grad for segment in trained}
+            dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     @property
