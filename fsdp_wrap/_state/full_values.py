@@ -399,12 +399,8 @@ def unsharded(value: Any) -> Any:
 
     def write(full: torch.Tensor) -> None:
         for shard in value.local_shards():
-            part = full
-            for dim, (offset, size) in enumerate(
-                zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
-            ):
-                part = part.narrow(dim, offset, size)
-            part.copy_(shard.tensor)
+            bounds = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
+            full[tuple(slice(first, first + size) for first, size in bounds)].copy_(shard.tensor)
 
     return assemble(metadata.size, metadata.tensor_properties.dtype, [value._process_group], write)
 
@@ -419,7 +415,13 @@ def is_first_rank(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Announced:
-    """A tensor of the first rank, which travels by itself."""
+    """A tensor of the first rank, which travels by itself.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        own: The tensor, on the first rank.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
