@@ -233,7 +233,7 @@ def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
     """
     handles = []
     for unit in used_by(units):
-        if unit.handle is not None and unit.handle.settle():
+        if unit.handle is not None and unit.handle.become_sharded():
             for segment in unit.handle.segments:
                 refuse_replaced(unit, segment.layout)
             handles.append(unit.handle)

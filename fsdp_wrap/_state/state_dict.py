@@ -171,16 +171,14 @@ def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> It
 
 def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
     """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
-    for module, name in owned_places([unit]):  # as modules show it now
+    inside = (module.__dict__[UNIT_ATTR] for module in _modules(unit) if UNIT_ATTR in module.__dict__)
+    units: list[Unit] = [unit, *inside]
+    for module, name in owned_places(units):  # as modules show it now
         shown = module._parameters.get(name, module.__dict__.get(name))
         if shown is not None:
             yield shown
-    yield from (
-        each for module in unit.buffers.modules for each in module._buffers.values() if each is not None
-    )
-    for module in _modules(unit):
-        if UNIT_ATTR in module.__dict__:
-            yield from _tensors(module.__dict__[UNIT_ATTR].buffers.modules)
+    for held in (held for each in units for held in each.buffers.held):
+        yield from (buffer for buffer in held.values() if buffer is not None)
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:
