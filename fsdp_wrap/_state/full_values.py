@@ -354,10 +354,7 @@ def settled_units(module: nn.Module, doing: str) -> list[Unit]:
         hidden = isinstance(child.__dict__.get(name), torch.Tensor)
         foreign = hidden if param is None else is_owned(param) and not isinstance(param, FlatParameter)
         if foreign and (child, name) not in owned:
-            raise ValueError(
-                f"{doing} needs whole units, but '{fqn}' belongs to a unit around this module: pass the "
-                "wrapped module itself"
-            )
+            raise ValueError(f"'{fqn}' belongs to a unit around this module: pass that one to {doing}")
     return units
 
 
