@@ -206,7 +206,7 @@ def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
     if named != needed:
         raise ValueError(
             f"the hook has to average the gradients of {unit.name} over ranks {needed}, but its state "
-            f"has ranks {named}: make the state with their group, or where units differ write a hook that chooses"
+            f"has ranks {named}: make it with their group, or where units differ write a hook that chooses"
         )
 
 
