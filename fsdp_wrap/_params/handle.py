@@ -71,7 +71,6 @@ class ParamHandle:
         keeps_gradients: Whether a backward since the last reduction has left any (`no_sync`).
         in_full: Whether it computes in the master dtype, whatever its policies say.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
-        resident: Whether leaves alias the shards.
         kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
         values: How often the leaves have got other values; a graph needs those that they had in its forward.
         written: What the layouts said when `look` asked them last, by segment.
@@ -145,7 +144,6 @@ class ParamHandle:
         self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
-        self.resident = any(not segment.full.temporary for segment in self.segments)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
@@ -272,13 +270,15 @@ class ParamHandle:
             ValueError: If they do not fit.
         """
         assert self.state is HandleState.SHARDED
-        moved = []
+        moved = False
         for segment in self.segments:
             if segment.gradients.kept:
                 segment.refuse_conversion()
-            moved.append(segment.layout.follow_replaced())
-        if True in moved:
-            self._remake(moved)
+            if segment.layout.follow_replaced():
+                segment.follow_shard()
+                moved = True
+        if moved:
+            self._follow_dtypes()
 
     @property
     def mixes(self) -> bool:
@@ -289,18 +289,16 @@ class ParamHandle:
         """Lets a sharded unit compute and reduce in its master dtype from now on, or as its policies say."""
         assert self.state is HandleState.SHARDED and not self.accumulates
         self.in_full = in_full
-        self._remake([False] * len(self.segments))
+        self._follow_dtypes()
 
-    def _remake(self, moved: Sequence[bool]) -> None:
-        """Makes segments of other dtypes anew, and lets others follow their layouts that have moved."""
+    def _follow_dtypes(self) -> None:
+        """Makes segments anew that are to compute in others."""
         self.values += 1
         self._changed = True
         for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes())):
             if dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.layout, dtypes)
                 self.generation += 1
-            elif moved[index]:
-                segment.follow_resident()
         self._note_contents()
 
     @property
@@ -309,7 +307,7 @@ class ParamHandle:
         params = [layout.flat_param for layout in self.layouts]
         return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
 
-    def settle(self) -> bool:
+    def become_sharded(self) -> bool:
         """Reshards, and takes over replaced data; returns False if the modules show something else."""
         self.reshard()
         if self.state is not HandleState.SHARDED:
@@ -319,7 +317,7 @@ class ParamHandle:
 
     def summon(self, how: Summoning) -> None:
         """Puts the full parameters, in master dtype, into the user's hands; collective."""
-        self.settle()
+        self.become_sharded()
         self._summoned = [
             SummonedSegment(layout, self.communicator, self.replicas, how) for layout in self.layouts
         ]
@@ -346,7 +344,7 @@ class ParamHandle:
             each.leave()
 
     def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Lets a settled unit's modules show other parameters, given by segment."""
+        """Lets a sharded unit's modules show other parameters, given by segment."""
         for layout, shown in zip(self.layouts, params):
             layout.show_full(shown, copies=True)
         self.state = HandleState.REPLACED
@@ -390,6 +388,16 @@ class ParamHandle:
         for segment in self.segments:
             segment.gradients.average_over(factor)
 
+    def take_in_place(self, leaf: nn.Parameter) -> None:
+        """Moves a leaf's gradient to where the leaf lies, if that may serve as the reduce buffer.
+
+        Raises:
+            RuntimeError: If a gradient lies there already.
+        """
+        for segment in self.segments:
+            if leaf in segment.places:
+                segment.take_in_place(segment.places[leaf])
+
     def accumulate_gradients(self) -> None:
         """Moves the leaves' gradients into the reduce buffers, where more may be added before a reduction."""
         for segment in self.segments:
@@ -420,11 +428,11 @@ class ParamHandle:
         return nbytes
 
     def finish_reduction(self) -> None:
-        """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""
-        if self.reduction is not None:
-            reduction, self.reduction = self.reduction, None
-            self.keeps_gradients = False
-            reduction.finish()
+        """Waits for the reduction in flight, and adds it to the sharded parameters' gradients."""
+        assert self.reduction is not None
+        reduction, self.reduction = self.reduction, None
+        self.keeps_gradients = False
+        reduction.finish()
 
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""

@@ -65,7 +65,7 @@ class Schedule:
         for fqn, unit in units.items():
             names.setdefault(unit, []).append(fqn)
         self._units = list(names)
-        self._order: ExecOrder[Unit] = ExecOrder()
+        self._order = ExecOrder()
         self._order_check = OrderCheck()
         self.iteration = 0
         self.depth = 0
@@ -118,14 +118,21 @@ class Schedule:
             handle.shown.show_leaves()
         return Use(unit, part)
 
-    def watch_inputs(self, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any, list[Node]]:
+    def watch_inputs(self, use: Use, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Puts a view between each input that needs a gradient and this use, to see when that is done.
 
+        Args:
+            use: The forward call.
+            nodes: Gets the views' nodes.
+            args: The inputs.
+            kwargs: The inputs by name.
+
         Returns:
-            The inputs to compute with, and the views' nodes.
+            The inputs to compute with.
         """
+        if use.unit.handle is None or not torch.is_grad_enabled():
+            return args, kwargs
         seen: dict[int, torch.Tensor] = {}
-        nodes: list[Node] = []
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or tensor.layout != torch.strided:
@@ -137,10 +144,9 @@ class Schedule:
                 nodes.append(view.grad_fn)
             return seen[id(tensor)]
 
-        if use.unit.handle is not None and torch.is_grad_enabled():
-            args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
-            use.watched = len(nodes)
-        return args, kwargs, nodes
+        args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
+        use.watched = len(nodes)
+        return args, kwargs
 
     def post_forward(self, use: Use, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
         """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
@@ -211,7 +217,7 @@ class Schedule:
             communicator.require_group()  # which a mesh may keep alive when it was destroyed
         self.iteration += 1
         self._order.begin_forward()
-        self._order_check.begin_forward(self._trains and self.root.module.training, self.iteration)
+        self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
             self._abandon_backward()
         if self._event is not None:
@@ -240,9 +246,9 @@ class Schedule:
         sources = (source for segment in unit.handle.segments for source in segment.layout.sources)
         for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
-        for leaf, number, index in leaves:
-            # The leaf holds the hook, and the unit the leaf: a cycle would never go.
-            act = partial(Schedule._on_leaf_gradient, weakref.ref(unit), number, index)
+        # The leaf holds the hook, and the unit the leaf: a cycle would never go.
+        act = partial(Schedule._on_leaf_gradient, weakref.ref(unit))
+        for leaf in leaves:
             hook = unit.arrivals.hook(leaf, act)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -321,8 +327,8 @@ class Schedule:
         return self._watched(use, grad) if torch.is_grad_enabled() else None
 
     @staticmethod
-    def _on_leaf_gradient(reference: weakref.ref[Unit], number: int, index: int, leaf: nn.Parameter) -> None:
-        """Acts after a leaf, given with its place, has its gradient of the running backward."""
+    def _on_leaf_gradient(reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
+        """Acts after a leaf of a unit has its gradient of the running backward."""
         unit = reference()
         if unit is None:
             return
@@ -334,7 +340,7 @@ class Schedule:
             arrivals.expect_all_but(leaf)
         if options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
-            unit.handle.segments[number].take_in_place(index)
+            unit.handle.take_in_place(leaf)
         all_came = arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
         if arrivals.quarter_came and (self._reducing or self._prefetching_later):
             self._make_room()

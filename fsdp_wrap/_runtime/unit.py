@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,8 @@ class Unit:
         parts: Iterable[nn.Module] = (),
         initial: InitialValues | None = None,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module, self._dissolve)
+        self._keeps = module if parts else None  # what holds parts together is held by nobody else
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
         self._held = False
@@ -151,11 +153,33 @@ class Unit:
         self.running = 0
         self.nested = False
         self.schedule: Schedule | None = None
-        self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
+        self._hooked: set[nn.Parameter] = set()
         self.hooked_generation = -1
         self.all_train = handle is None
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the front-end made a unit, which holds the unit. Graphs keep it, by their uses."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def trains(self) -> bool:
+        """Whether its module is there, and in training mode."""
+        module = self._module()
+        return module is not None and module.training
+
+    def moves_to(self, module: nn.Module) -> None:
+        """Lets another module hold the unit: a wrapper."""
+        self._module = weakref.ref(module, self._dissolve)
+
+    def _dissolve(self, _: object) -> None:
+        """Lets go of everything when the module has gone: the units of a tree know each other."""
+        self.handle = self.initial = None
+        self._hooked.clear()
 
     @property
     def name(self) -> str:
@@ -336,7 +360,7 @@ class Unit:
         if not has_grad_outputs:  # gradients may enter through something that no hook can see
             return use.watched > 0 or (self.handle is not None and self.handle.trainable)
         if as_root and self.options.keeps_as_root:
-            return self.module.training
+            return self.trains
         return not self.options.reshard_after_forward
 
     def ran(self, part: nn.Module | None) -> bool:
@@ -370,22 +394,17 @@ class Unit:
                 segment.layout.show(copies[number])
         return before
 
-    def newly_trainable(self) -> list[tuple[nn.Parameter, int, int]]:
-        """Returns (leaf, segment, index) of leaves that need gradients and were not returned before."""
+    def newly_trainable(self) -> list[nn.Parameter]:
+        """Returns the leaves that need gradients and were not returned before."""
         handle = self.handle
         assert handle is not None
-        leaves = [
-            (leaf, number, index)
-            for number, segment in enumerate(handle.segments)
-            for index, leaf in enumerate(segment.leaves)
-        ]
-        trainable = [found for found in leaves if found[0].requires_grad]
+        leaves = [leaf for segment in handle.segments for leaf in segment.leaves]
+        trainable = [leaf for leaf in leaves if leaf.requires_grad]
         self.hooked_generation = handle.generation
-        self.arrivals.expect(found[0] for found in trainable)
+        self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
-        self._hooked = {id(found[0]): found[0] for found in leaves if id(found[0]) in self._hooked}
-        new = [found for found in trainable if id(found[0]) not in self._hooked]
-        self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
+        new = [leaf for leaf in trainable if leaf not in self._hooked]
+        self._hooked = {*self._hooked.intersection(leaves), *new}
         return new
 
     # backward
@@ -424,6 +443,7 @@ class Use:
 
     def __init__(self, unit: Unit, part: nn.Module | None = None) -> None:
         self.unit = unit
+        self._module = unit._module()  # which a graph keeps
         self.part = part
         self.watched = 0
         """How many of its inputs report when their gradients are done."""
