@@ -90,6 +90,10 @@ class Lane:
         works = start(True)
         return Then(works) if works else Finished()
 
+    def finish(self) -> None:
+        """Lets the host wait until nothing that was issued reads its memory any more."""
+        return None
+
 
 class _EventPending:
     """What runs on a lane's stream until an event.
@@ -139,6 +143,9 @@ class StreamLane(Lane):
             current.wait_stream(self._stream)  # a part of it may run
             raise
         return _EventPending(event, self._accelerator, start)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
 
 
 _ON_CPU = Lane()

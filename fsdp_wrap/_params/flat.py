@@ -204,7 +204,7 @@ class FlatLayout(Layout):
         self._use_notes = _UseNotes(bounds, self.shard_numel, communicator, together=self._one_for_all)
         self.note_used, self.note_in_shard = self._use_notes.write, self._use_notes.write_in_shard
         shard = self._allocate(self.shard_numel, self.dtype)
-        self._resides = not sharded and not (offload and self._accelerator is not None)
+        self._resides = not sharded and not self.offloaded
         self._fill(shard, slots)
         self._hold(shard, first.requires_grad)
         self._stand_for([slot.param for slot in slots])

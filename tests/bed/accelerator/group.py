@@ -106,7 +106,11 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
         nothing = torch.zeros(0)
         return self._run("barrier", threaded.Broadcast(0), [nothing], [], [])
 
-    def getBackendName(self) -> str:  # noqa: N802
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def getBackendName(self) -> str:
         return BACKEND
 
 

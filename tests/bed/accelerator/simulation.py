@@ -158,14 +158,16 @@ class Simulation(Accelerator):
         self.host_waits.append(f"{what} ({self._where()})")
 
     def act(
-        self, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], queue: str | None = None
+        self,
+        what: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        queue: str | None = None,
     ) -> Action:
         """Notes one action, on the current stream if no other queue is given."""
         return self._act(what, [*map(self._region, reads)], [*map(self._region, writes)], queue)
 
-    def _act(
-        self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None
-    ) -> Action:
+    def _act(self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None) -> Action:
         stream = self._current[-1]
         clock = self._host_clock if queue == HOST else stream.clock
         queue = queue or stream.name
@@ -213,7 +215,8 @@ class Simulation(Accelerator):
             self.faults.append(f"{call.name} ({self._where()}) mixes memory of the host and of the device")
         later = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         if not later or not all(block.pinned for block in of_host):
-            self.host_waits_for(stream.clock, f"{call.name} {'from' if call.read else 'to'} the host")
+            way = "to" if any(self._block(each).on_host for each in call.written) else "from"
+            self.host_waits_for(stream.clock, f"{call.name} {way} the host")
 
     def collective(self, what: str, part: Part, reads: Any, writes: Any) -> None:
         """Notes this rank's part in a collective, which runs on the current stream."""
@@ -230,7 +233,8 @@ class Simulation(Accelerator):
         if not on_host:
             self.host_waits_for(self._current[-1].clock, what)
         if self.recording is not None:
-            self.recording.add_read(action, tensor)
+            with self.aside():
+                self.recording.add_read(action, tensor)
 
     # memory
 
@@ -317,9 +321,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._simulation = simulation
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._simulation.is_aside or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **kwargs)

@@ -17,7 +17,7 @@ from bed.accelerator import Simulation
 from fronts import FRONTS, inner, no_sync, shard
 from fsdp_wrap import CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap.comm_hooks import bf16_compress_hook, compress
+from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
 from fsdp_wrap.in_place_gradients import set_gradients_in_place
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -37,7 +37,9 @@ class Layer(nn.Module):
         self.checkpoints = checkpoints
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (checkpoint(self._compute, x, use_reentrant=False) if self.checkpoints else self._compute(x))
+        if self.checkpoints:
+            return x + checkpoint(self._compute, x, use_reentrant=False)
+        return x + self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).tanh())
@@ -139,7 +141,7 @@ def _by_hand(rank: int, device: Simulation) -> None:
         with side:
             optimizer.step()
             model.set_post_optim_event(side.record_event())
-    model(batch(rank, 0))  # waits for the last step
+    model(batch(rank, 0))  # waits for the last step, as an unshard by hand does
 
 
 def _kept_within_a_host(rank: int, device: Simulation) -> None:
@@ -160,7 +162,9 @@ class _Gather:
 
 
 class _Reduce(_Gather):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
@@ -181,7 +185,7 @@ def _hooked_on_a_stream(rank: int, device: Simulation) -> None:
 
 def _comm_hook(rank: int, device: Simulation, **options: Any) -> None:
     model = wrapped("orig", **options)
-    model.register_comm_hook(None, bf16_compress_hook)
+    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
     train(model, rank, device)
 
 
