@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -154,7 +153,9 @@ _ON_CPU = Lane()
 def lane_of(device: torch.device, purpose: str) -> Lane:
     """Returns the one lane of this process for a device and a purpose, such as "gather"."""
     accelerator = accelerator_of(device)
-    return _ON_CPU if accelerator is None else _stream_lane(accelerator, purpose)
-
-
-_stream_lane = lru_cache(StreamLane)
+    if accelerator is None:
+        return _ON_CPU
+    lane: Lane | None = accelerator.lanes.get(purpose)
+    if lane is None:
+        lane = accelerator.lanes[purpose] = StreamLane(accelerator, purpose)
+    return lane

@@ -43,6 +43,7 @@ class Simulation(Accelerator):
         faults: What it objects to.
         host_waits: What the host waited for: by what, and where.
         actions: All that was done, in the order of the program.
+        group_has_stream: Whether process groups run collectives on a stream of their own.
         recording: What can be done again in another order, if that was asked for.
 
     Args:
@@ -54,6 +55,8 @@ class Simulation(Accelerator):
     def __init__(self, records: bool = False) -> None:
         self.faults: list[str] = []
         self.host_waits: list[str] = []
+        super().__init__(torch.device("cpu"))
+        self.group_has_stream = False
         self.actions: list[Action] = []
         self.recording = Recording(self._block) if records else None
         self._host_clock: Clock = {}
@@ -218,13 +221,19 @@ class Simulation(Accelerator):
             way = "to" if any(self._block(each).on_host for each in call.written) else "from"
             self.host_waits_for(stream.clock, f"{call.name} {way} the host")
 
-    def collective(self, what: str, part: Part, reads: Any, writes: Any) -> None:
-        """Notes this rank's part in a collective, which runs on the current stream."""
+    def collective(self, what: str, part: Part, reads: Any, writes: Any) -> Event:
+        """Notes this rank's part in a collective; returns what tells that it is over."""
         if self.recording is not None:
             part.data = self.recording.describe(part.data)
-        action = self.act(what, reads, writes)
+        stream = self.current_stream()
+        if self.group_has_stream:
+            before, stream = stream, self.stream("group")
+            stream.wait_stream(before)
+        with stream:
+            action = self.act(what, reads, writes)
         if self.recording is not None:
             self.recording.parts[action] = part
+        return stream.record_event()
 
     def read_by_host(self, tensor: torch.Tensor, what: str) -> None:
         """Notes that the host looks at a tensor's numbers."""
