@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, overload
 
@@ -44,7 +45,7 @@ class FSDPModule(nn.Module):
         """Runs forward, and all hooks, with full parameters."""
         return run_forward(self.__dict__[UNIT_ATTR], super().__call__, args, kwargs, self)
 
-    def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return run_forward(_unit_of(self), call, args, kwargs, self)
 
     def register_forward_method(self, method_name: str) -> None:
@@ -432,16 +433,12 @@ class UnshardHandle:
 def run_as_unit(module: nn.Module, unit: Unit) -> None:
     """Makes a module an `FSDPModule` of a unit, in place: its class becomes a subclass of what it was."""
     module.__dict__[UNIT_ATTR] = unit
-    module.__class__ = _sharded_class(type(module))
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes can be hashed
 
 
-_sharded_classes: dict[type[nn.Module], type[FSDPModule]] = {}
-
-
+@functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
-    if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-    return _sharded_classes[cls]
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def _unit_of(module: Any) -> Unit:

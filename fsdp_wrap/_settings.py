@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import ShardMesh, resolve_mesh
 from fsdp_wrap._core import (
@@ -29,13 +30,12 @@ from fsdp_wrap._core import (
     find_replicated,
 )
 from fsdp_wrap._params import FlatParameterLayout, Layout, SliceLayout
-from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, Unit, UnitOptions
+from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions
 
 __all__ = [
     "Settings",
     "ShowsSettings",
     "resolve_ignored",
-    "resolve_options",
 ]
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -85,96 +85,85 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
     return Ignored(frozenset(modules), frozenset(params))
 
 
-def resolve_options(
-    *,
-    sharding_strategy: Any,
-    process_group: Any = None,
-    device_mesh: Any = None,
-    cpu_offload: Any = None,
-    backward_prefetch: Any = None,
-    mixed_precision: Any = None,
-    param_init_fn: Any = None,
-    shared_memory: Any = None,
-    **others: Any,
-) -> ShardMesh:
-    """Checks what does not depend on the module, and finds the ranks."""
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {param_init_fn!r}")
-    check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
-    check_kind("cpu_offload", cpu_offload, CPUOffload)
-    check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
-    check_kind("mixed_precision", mixed_precision, MixedPrecision)
-    check_flag("shared_memory", shared_memory)
-    if mixed_precision is not None:
-        mixed_precision.check()
-    return resolve_mesh(process_group, device_mesh, sharding_strategy or ShardingStrategy.FULL_SHARD)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of one wrapper, with their defaults filled in.
+    """The arguments of a wrapper that hold for the units below it as well, under their names, as given."""
 
-    Attributes:
-        group: The ranks that shard, or, where none do, that hold copies; a reference, since a model must not
-            keep process groups alive.
-        device: Where it computes.
-        sharding_strategy: How it shards.
-        cpu_offload: Whether shards live in host memory.
-        mixed_precision: Dtypes of computation and communication.
-        backward_prefetch: When backward gathers the next unit.
-        forward_prefetch: Whether forward does.
-        limit_all_gathers: As given.
-        use_orig_params: Whether the optimizer sees slices of the original parameters.
-    """
-
-    group: Callable[[], dist.ProcessGroup | None]
-    device: torch.device
-    sharding_strategy: ShardingStrategy
-    cpu_offload: CPUOffload
-    mixed_precision: MixedPrecision
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    use_orig_params: bool
+    process_group: Any = None
+    device_mesh: DeviceMesh | None = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    backward_prefetch: BackwardPrefetch | None = None
+    mixed_precision: MixedPrecision | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | torch.device | None = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    shared_memory: bool = True
 
     @classmethod
-    def of(cls, mesh: ShardMesh, device: torch.device, options: Mapping[str, Any]) -> Settings:
-        """Reads the wrapper's options, by the names of its arguments."""
-        policy = options["mixed_precision"]
-        return cls(
-            mesh.first.reference,
-            device,
-            options["sharding_strategy"],
-            options["cpu_offload"] or CPUOffload(),
-            policy.plain if isinstance(policy, FullPrecision) else policy or MixedPrecision(),
-            options["backward_prefetch"],
-            options["forward_prefetch"],
-            options["limit_all_gathers"],
-            options["use_orig_params"],
-        )
+    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Picks them from the arguments of a wrapper."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments})
+
+    def mesh(self) -> ShardMesh:
+        """Checks what does not depend on the module, and finds the ranks.
+
+        Raises:
+            TypeError: If one is of the wrong type.
+            ValueError: If one has a value that it cannot have.
+        """
+        init = self.param_init_fn
+        if init is not None and not callable(init):
+            raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {init!r}")
+        check_kind("sharding_strategy", self.sharding_strategy, ShardingStrategy)
+        check_kind("cpu_offload", self.cpu_offload, CPUOffload)
+        check_kind("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
+        check_kind("mixed_precision", self.mixed_precision, MixedPrecision)
+        check_flag("shared_memory", self.shared_memory)
+        self.policy.check()
+        return resolve_mesh(self.process_group, self.device_mesh, self.strategy)
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        """How it shards."""
+        return self.sharding_strategy or ShardingStrategy.FULL_SHARD
+
+    @property
+    def policy(self) -> MixedPrecision:
+        """Dtypes of computation and communication."""
+        return self.mixed_precision or MixedPrecision()
 
     def layouts(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., Layout]:
         """Returns what makes the layouts of a module's parameters."""
         kind = SliceLayout if self.use_orig_params else FlatParameterLayout
-        sharded, offload = mesh.shard is not None, self.cpu_offload.offload_params
-        return partial(kind, module=module, sharded=sharded, offload=offload)
+        offload = self.cpu_offload is not None and self.cpu_offload.offload_params
+        return partial(kind, module=module, sharded=mesh.shard is not None, offload=offload)
 
-    def unit_options(self, casts: InputCasts) -> UnitOptions:
-        """Returns how the schedule is to treat a unit."""
+    def unit_options(self, module: nn.Module) -> UnitOptions:
+        """Returns how the schedule is to treat the unit made of a module."""
         return UnitOptions(
-            reshard_after_forward=self.sharding_strategy in _RESHARD_AFTER_FORWARD,
+            reshard_after_forward=self.strategy in _RESHARD_AFTER_FORWARD,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=bool(self.forward_prefetch),
-            casts=casts,
+            casts=InputCasts.of(self.policy, module),
             full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
         )
+
+    def kept(self) -> Settings:
+        """Returns what a wrapper keeps of them: not the ranks, since a model must not keep groups alive."""
+        return replace(self, process_group=None, device_mesh=None, param_init_fn=None)
 
 
 class ShowsSettings(nn.Module):
     """The attributes of `torch.distributed.fsdp.FullyShardedDataParallel`'s instances, to be read only."""
 
-    _settings: Settings
-    _unit: Unit
+    def _show_settings(self, settings: Settings, mesh: ShardMesh, device: torch.device) -> None:
+        self._settings = settings.kept()
+        self._group_reference = mesh.first.reference
+        self._compute_device = device
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -183,7 +172,7 @@ class ShowsSettings(nn.Module):
         Raises:
             RuntimeError: If it was destroyed.
         """
-        group = self._settings.group()
+        group = self._group_reference()
         if group is None:
             raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
         return group
@@ -201,22 +190,23 @@ class ShowsSettings(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where the module computes."""
-        return self._settings.device
+        return self._compute_device
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """How the unit is sharded."""
-        return self._settings.sharding_strategy
+        return self._settings.strategy
 
     @property
     def cpu_offload(self) -> CPUOffload:
         """Whether shards live in host memory."""
-        return self._settings.cpu_offload
+        return self._settings.cpu_offload or CPUOffload()
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """Dtypes of computation and communication."""
-        return self._settings.mixed_precision
+        policy = self._settings.policy
+        return MixedPrecision() if isinstance(policy, FullPrecision) else policy
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,8 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
 from fsdp_wrap._state import (
-    FullLoad,
-    ShardedLoad,
     Targets,
-    add_wrapped_prefix,
     begin_load,
-    clean_keys,
-    default_settings,
-    expand_local,
     full_optim_state_dict,
     load_optim_state_dict,
     refitted,
@@ -41,9 +36,8 @@ from fsdp_wrap._state import (
     sharded_optim_state_dict,
     take_state_dict,
     taking,
-    unshard_values,
+    to_load,
     wants_result,
-    with_wrapped_metadata,
 )
 
 __all__ = ["OptimStateDictMethods", "StateDictMethods", "drop_stale_loads"]
@@ -59,8 +53,8 @@ class StateDictMethods(nn.Module):
     _unit: Unit
 
     def _prepare_state_dicts(self) -> None:
-        self._state_dict_settings = default_settings()
-        self._loading: FullLoad | ShardedLoad | None = None
+        self._state_dict_settings = resolve_settings()
+        self._loading: Callable[[bool], None] | None = None
         self._load_errors: list[str] = []
         self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
 
@@ -100,7 +94,7 @@ class StateDictMethods(nn.Module):
             ValueError: If they differ.
         """
         wrappers = _wrappers_in(module)
-        settings = wrappers[0]._state_dict_settings if wrappers else default_settings()
+        settings = wrappers[0]._state_dict_settings if wrappers else resolve_settings()
         for wrapper in wrappers:
             if wrapper._state_dict_settings != settings:
                 raise ValueError(
@@ -152,9 +146,6 @@ class StateDictMethods(nn.Module):
             destination = take_state_dict(
                 self._unit, settings, call, wanted=wanted, prefix=prefix, keep_vars=keep_vars
             )
-            if outermost:
-                call.separate()
-                call.add_metadata()
         for hook in self._state_dict_hooks.values():
             changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
             if changed is not None and not getattr(hook, "_from_public_api", False):
@@ -186,18 +177,14 @@ class StateDictMethods(nn.Module):
                 "load_state_dict(assign=True) would replace sharded parameters; leave assign out"
             )
         if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}"
-            )
+            raise TypeError(f"state_dict must map names to tensors, and is a {type(state_dict).__name__}")
         schedule_of(self._unit).require_idle("load_state_dict()")
         drop_stale_loads(self)
         targets, kind = Targets(self), self._state_dict_settings.state_dict_type
         if targets.load(state_dict, pieces=kind is not StateDictType.FULL_STATE_DICT):
             return IncompatibleKeys([], [])
-        copied = with_wrapped_metadata(self, state_dict)
-        problems = expand_local(self, units_in(self), copied)
-        if problems:
-            raise RuntimeError("\n".join(["Nothing was loaded:", *problems]))
+        copied, problems = to_load(self, state_dict)
+        targets.refuse(problems)
         known_to_fit = targets.check(copied, strict, kind)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
             return super().load_state_dict(copied, strict)
@@ -227,19 +214,20 @@ class StateDictMethods(nn.Module):
     def _finish_load(self, keep: bool) -> None:
         loading, self._loading = self._loading, None
         if loading is not None:
-            loading.end(keep)
+            loading(keep)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
         self._finish_load(keep=False)
         self._load_errors = args[-1]
-        self._load_errors += expand_local(self, {"": self._unit}, state_dict, prefix)
-        unshard_values(self._unit, state_dict, prefix)
-        add_wrapped_prefix(state_dict, prefix)
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters
-        self._loading = begin_load(self._unit, kind, in_full=_deferred.get() or assigns)
+        in_full = _deferred.get() or assigns
+        self._loading = begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_load_known = partial(load_optim_state_dict, only_known=True)
 
 
 class OptimStateDictMethods:
@@ -307,17 +295,11 @@ class OptimStateDictMethods:
             ValueError: If it does not fit; nothing is loaded then.
         """
         settings = StateDictMethods.get_state_dict_type(model)
-        rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        first = getattr(settings.optim_state_dict_config, "rank0_only", False)
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             optim_state_dict = refitted(model, optim_state_dict)
-        result = load_optim_state_dict(
-            model,
-            optim,
-            optim_state_dict,
-            from_first_rank=rank0_only,
-            by_name=is_named_optimizer,
-            only_known=not load_directly,
-        )
+        load = load_optim_state_dict if load_directly else _load_known
+        result = load(model, optim, optim_state_dict, from_first_rank=first, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -351,9 +333,7 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
         _warn_of_optim_input(optim_input)
-        return load_optim_state_dict(
-            model, optim, full_optim_state_dict, optim_input=optim_input, only_known=True
-        )
+        return _load_known(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -365,21 +345,15 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
         _warn_of_optim_input(optim_input)
-        return load_optim_state_dict(
-            model,
-            optim,
-            full_optim_state_dict,
-            optim_input=optim_input,
-            from_first_rank=True,
-            only_known=True,
-        )
+        given = full_optim_state_dict
+        return _load_known(model, optim, given, optim_input=optim_input, from_first_rank=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of pieces, also of another wrapping; collective."""
-        return load_optim_state_dict(model, optim, refitted(model, sharded_optim_state_dict), only_known=True)
+        return _load_known(model, optim, refitted(model, sharded_optim_state_dict))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -418,8 +392,7 @@ def drop_stale_loads(module: nn.Module) -> None:
 def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
     assert isinstance(module, StateDictMethods)
-    module._load_errors[:] = [clean_fqn(message) for message in module._load_errors]
     if not _deferred.get():
         module._finish_load(keep=True)
-    clean_keys(incompatible_keys.missing_keys)
-    clean_keys(incompatible_keys.unexpected_keys)
+    for keys in (module._load_errors, *incompatible_keys):
+        keys[:] = map(clean_fqn, keys)

@@ -18,7 +18,7 @@ from fsdp_wrap import distributed_state_dict as ours
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import torch_gathers
 from fsdp_wrap._core.torch_private import torch_state_dict as theirs
-from fsdp_wrap._params import IntervalTensor, passes_for_dtensor
+from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
 
 __all__: list[str] = []
 
@@ -58,7 +58,7 @@ def _adapt() -> None:
     for name, function in _OURS.items():
         setattr(theirs, name, _asking_first(function, getattr(theirs, name)))
     theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
-    if not passes_for_dtensor():
+    if not PASSES_FOR_DTENSOR:
         torch_gathers._iterate_state_dict = _gathering_pieces(torch_gathers._iterate_state_dict)
 
 

@@ -2,9 +2,6 @@
 
 from fsdp_wrap._params import FlatParameter
 
-__all__ = [
-    "FlatParameter",
-]
+__all__ = ["FlatParameter"]
 
-for _public in map(globals().__getitem__, __all__):
-    _public.__module__ = __name__  # the path that errors and pickles name
+FlatParameter.__module__ = __name__  # the path that errors and pickles name

@@ -39,7 +39,7 @@ def register_forward_method(
         wrapper: The wrapper.
         wrapped: What it wraps.
         method_name: The method, which returns its result rather than yield it.
-        run_as_forward: Method of the wrapper that runs `(call, args, kwargs)` as its forward.
+        run_as_forward: Method of the wrapper that runs `(call, *args, **kwargs)` as its forward.
 
     Raises:
         ValueError: If the wrapped module has no such method, the wrapper has one of the same name, or it is
@@ -60,16 +60,9 @@ def register_forward_method(
             f"{owner}.{method_name} is a generator or coroutine function, whose body would run after the "
             "parameters are sharded again; register a method that returns its result"
         )
-    setattr(wrapped, method_name, _ForwardMethod(run_as_forward, method))
+    registered = _ForwardMethod(run_as_forward, method)
+    setattr(wrapped, method_name, functools.update_wrapper(registered, method))
 
 
-class _ForwardMethod:
-    """Stands for a method of a wrapped module; an object, so that it is copied along with the module."""
-
-    def __init__(self, run_as_forward: Callable[..., Any], method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._run_as_forward = run_as_forward
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_as_forward(self._method, args, kwargs)
+class _ForwardMethod(functools.partial[Any]):
+    """Stands for a method of a wrapped module; it is copied along with the module."""

@@ -23,6 +23,7 @@ from fsdp_wrap._comm import (
 from fsdp_wrap._core import (
     UNIT_ATTR,
     AlreadyShardedError,
+    Contents,
     CPUOffloadPolicy,
     Ignored,
     InputCasts,
@@ -35,7 +36,6 @@ from fsdp_wrap._core import (
     WrongKindError,
     check_flag,
     check_kind,
-    collect_slots,
     find_replicated,
 )
 from fsdp_wrap._fsdp_module import (
@@ -54,7 +54,6 @@ from fsdp_wrap._runtime import (
     check_tensors,
     is_container,
     move,
-    own_tensors,
 )
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
@@ -117,9 +116,9 @@ def fully_shard(
     reshard_after_forward = _resolved(reshard_after_forward, ranks.shard.size)
     alone = isinstance(module, nn.Module)
     owner = module if alone else nn.ModuleList(parts)
-    ignored = _ignored(parts, ignored_params)
-    slots = collect_slots(owner, ignored)
-    check_tensors(owner, slots, ignored, "apply it to model.parameters() after fully_shard")
+    contents = Contents.of(owner, _ignored(parts, ignored_params))
+    slots = contents.slots
+    check_tensors(contents, "apply it to model.parameters() after fully_shard")
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
     policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, mp_policy) for slot in slots}
     options = UnitOptions(
@@ -128,7 +127,7 @@ def fully_shard(
         casts=_casts_of(mp_policy),
         reshards_within=_kept_within(reshard_after_forward, ranks.shard, device, shared_memory is not False),
     )
-    move([named for named in own_tensors(owner, slots, ignored) if not named[1].is_meta], device)
+    move([named for named in contents.tensors() if not named[1].is_meta], device)
 
     def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
         return DTensorLayout(
@@ -147,11 +146,10 @@ def fully_shard(
         make_layout=make_layout,
         policy_of=policies.__getitem__,
         options=options,
-        ignored=ignored,
         parts=() if alone else tuple(parts),
         shared_memory=shared_memory is not False,
     )
-    unit = assemble_unit(owner, slots, spec)
+    unit = assemble_unit(owner, contents, spec)
     for part in parts:
         run_as_unit(part, unit)
     return module

@@ -23,7 +23,6 @@ from fsdp_wrap._core import (
     FullPrecision,
     FullStateDictConfig,
     Ignored,
-    InputCasts,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
@@ -55,7 +54,7 @@ from fsdp_wrap._runtime import (
     units_in,
     warn_of_container,
 )
-from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_options
+from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
 from fsdp_wrap._state import (
     GradientNorms,
     deepcopy_wrapper,
@@ -178,46 +177,43 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         super().__init__()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        policy = MixedPrecision() if mixed_precision is None else mixed_precision
-        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
-        options: dict[str, Any] = {
-            "process_group": process_group,
-            "device_mesh": device_mesh,
-            "sharding_strategy": strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "param_init_fn": param_init_fn,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "sync_module_states": sync_module_states,
-            "use_orig_params": use_orig_params,
-            "shared_memory": shared_memory,
-        }
-        mesh = resolve_options(**options)
+        settings = Settings(
+            process_group=process_group,
+            device_mesh=device_mesh,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            shared_memory=shared_memory,
+        )
+        mesh = settings.mesh()
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         tensors = check_module(module, ignored, values, mesh, None if use_orig_params else _IN_BACKWARD)
-        wanted = SegmentPolicy.of(policy)
         device = resolve_device(tensors, device_id, mesh.groups)
-        self._settings = settings = Settings.of(mesh, device, options)
+        policy = SegmentPolicy.of(settings.policy)
         spec = UnitSpec(
             mesh=mesh,
             device=device,
             make_layout=settings.layouts(module, mesh),
-            policy_of=lambda _: wanted,
-            buffer_dtype=policy.buffer_dtype,
-            options=settings.unit_options(InputCasts.of(policy, module)),
-            ignored=ignored,
+            policy_of=lambda _: policy,
+            buffer_dtype=settings.policy.buffer_dtype,
+            options=settings.unit_options(module),
             shared_memory=shared_memory is not False,
         )
         if auto_wrap_policy is not None:
-            _wrap_below(type(self), module, auto_wrap_policy, ignored, options | {"device_id": device})
-        self._adopt(module, build_unit(module, spec, values))
+            _wrap_below(type(self), module, auto_wrap_policy, ignored, replace(settings, device_id=device))
+        self._show_settings(settings, mesh, device)
+        self._adopt(module, build_unit(module, ignored, spec, values))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
-        unit.module = self
+        unit.moves_to(self)
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
@@ -280,7 +276,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             self._finish_load(keep=False)
         return run_forward(self._unit, self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
-    def _run_as_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._loading is not None:  # of a plain module above, which failed half-way
             self._finish_load(keep=False)
         return run_forward(self._unit, call, args, kwargs)
@@ -299,7 +295,9 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         """Accumulates gradients without communication while the context is open.
 
         The accumulated gradients join those of the next backward outside of it. Until then they are held
-        unsharded, in memory of the size of the full model.
+        unsharded, in memory of the size of the full model. So are the parameters of units that do not
+        reshard after forward (SHARD_GRAD_OP): the next forward computes with them and gathers nothing,
+        unless they have changed. Backward outside of the context frees them.
 
         Raises:
             RuntimeError: If called on an instance that another one encloses.
@@ -475,7 +473,7 @@ def _wrap_below(
     module: nn.Module,
     auto_wrap_policy: Any,
     ignored: Ignored,
-    shared: dict[str, Any],
+    settings: Settings,
 ) -> None:
     names = {child: name for name, child in module.named_modules()}
 
@@ -486,7 +484,7 @@ def _wrap_below(
         except MaterializationError as error:
             raise MaterializationError(f"in '{names[child]}': {error}") from None
 
-    policy: MixedPrecision | None = shared["mixed_precision"]
+    policy = settings.mixed_precision
     classes = () if policy is None else tuple(policy._module_classes_to_ignore)
     plan = plan_wrapping(
         module,
@@ -494,12 +492,12 @@ def _wrap_below(
         wrapper_cls,
         ignored_modules=ignored.modules,
         ignored_params=ignored.params,
-        wrapper_kwargs=shared,
+        wrapper_kwargs=vars(settings),
         apart=(classes, {"mixed_precision": FullPrecision()}),
     )
     for child, kwargs in plan.targets.items():
         try:
-            resolve_options(**kwargs)
+            Settings.of(kwargs).mesh()
         except (TypeError, ValueError) as error:
             raise type(error)(f"for '{names[child]}': {error}") from None
     plan.apply(make_unit)

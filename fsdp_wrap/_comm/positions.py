@@ -27,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
@@ -324,31 +324,9 @@ class GroupPositions:
         self.issued = 0
         self.trees = 0
 
-    def issue(self, note: Note, phase: Phase, iteration: int) -> tuple[GroupPositions, int, int]:
-        """Notes a collective that this rank is about to issue, and looks what peers have issued in its place.
-
-        At all of them at once: what that takes does not depend on how many share the host.
-
-        Returns:
-            This, with the collective's number and word.
-
-        Raises:
-            RuntimeError: If one has issued another one.
-        """
-        if self._searches:
-            self._search()
-        self.issued = number = self.issued + 1
-        row = _FIRST + number % _RING
-        _write(self._memory, self._entries + row * _ENTRY.size, number, note.text, iteration, phase.index)
-        words, first = self._words, row * self._size
-        own = first + self._rank
-        before = words[own]
-        words[own] = word = (number & _LOW) << 32 | note.digest
-        if len(self._there) > 1:
-            # Who has not come as far has nothing there, or the ring's last round.
-            if not {word, before, 0}.issuperset(words[first + self._begin : first + self._end]):
-                self.compare(number)
-        return self, number, word
+    def issue(self, note: Note, phase: Phase, iteration: int) -> None:
+        """Notes a collective that is no unit's; see `Collective.issue`."""
+        Collective([(self, note)]).issue(phase, iteration)
 
     def compare(self, number: int, all_came: bool = False) -> None:
         """Compares a collective with what the peers have issued in its place.
@@ -483,6 +461,83 @@ _Issued = tuple[GroupPositions, int, int]  # with the collective's number and wo
 Agree = Callable[[Agreement, str], None]
 
 
+class Collective:
+    """Notes one kind of collective in every group concerned.
+
+    Args:
+        places: The groups, each with what is noted there.
+        issued: Where it puts down what it has issued and is to be looked at again once it was waited for.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[GroupPositions, Note]], issued: list[_Issued] | None = None
+    ) -> None:
+        self._places = places
+        self._issued: list[_Issued] = [] if issued is None else issued
+
+    def _find_places(self) -> Sequence[tuple[GroupPositions, Note]]:
+        """Returns the groups where they were not known before the first collective."""
+        return self._places
+
+    def issue(self, phase: Phase, iteration: int) -> None:
+        """Notes that this rank is about to issue it, and looks what peers have issued in its place.
+
+        At all of them at once: what that takes does not depend on how many share the host.
+
+        Raises:
+            RuntimeError: If one has issued another one.
+        """
+        issued = self._issued
+        issued.clear()  # what was never waited for
+        for group, note in self._places or self._find_places():
+            if group._searches:
+                group._search()
+            group.issued = number = group.issued + 1
+            row = _FIRST + number % _RING
+            _write(
+                group._memory, group._entries + row * _ENTRY.size, number, note.text, iteration, phase.index
+            )
+            words, first = group._words, row * group._size
+            own = first + group._rank
+            before = words[own]
+            words[own] = word = (number & _LOW) << 32 | note.digest
+            if len(group._there) > 1:
+                peers = words[first + group._begin : first + group._end]
+                # Who has not come as far has nothing there, or the ring's last round.
+                if not {word, before, 0}.issuperset(peers):
+                    group.compare(number)
+                issued.append((group, number, word))
+
+
+class UnitCollective(Collective):
+    """The same of a unit, whose ranks compare it before the first.
+
+    Args:
+        text: What it does.
+        tree: To which the unit belongs.
+        groups: In which it does so.
+        issued: As above.
+        agree: Called with each group's agreement and the unit's name there.
+    """
+
+    def __init__(
+        self, text: str, tree: Tree, groups: Iterable[GroupPositions], issued: list[_Issued], agree: Agree
+    ) -> None:
+        super().__init__([], issued)
+        self._text, self._tree, self._agree = text, tree, agree
+        self._groups = tuple(dict.fromkeys(groups))
+
+    def _find_places(self) -> Sequence[tuple[GroupPositions, Note]]:
+        self._places = [(group, self._note_in(group)) for group in self._groups]
+        return self._places
+
+    def _note_in(self, group: GroupPositions) -> Note:
+        number = self._tree.number_in(group)
+        text = self._text if number == 1 else f"{self._text} of root number {number}"
+        self._agree(group.agreement, text.partition(" ")[2])
+        return Note(text)
+
+
 class UnitPositions:
     """Notes what one unit does.
 
@@ -496,12 +551,16 @@ class UnitPositions:
         agree: Called with each group's agreement and the unit's name there, before its first collective.
 
     Attributes:
+        enter: Notes, given iteration and index of the phase, that this rank, of all of the job, enters the
+            unit.
         gather: Notes that it gathers parameters.
         gather_kept: Notes that it gathers them from those who keep them.
         reduction: Notes that it reduces gradients.
         reduction_in_copy: Notes that it does so within one copy.
-        gathered: Checks, once a gather was waited for, that every peer has issued the same.
-        reduced: Checks the same of a reduction.
+        gathers: What is to be checked once a gather was waited for.
+        gathered: Checks then that every peer has issued the same.
+        reductions: What is to be checked once a reduction was waited for.
+        reduced: Checks the same of it.
     """
 
     def __init__(
@@ -514,23 +573,23 @@ class UnitPositions:
         waits: bool,
         agree: Agree,
     ) -> None:
-        gathers: list[_Issued] = []
-        reductions: list[_Issued] = []
+        self.gathers: list[_Issued] = []
+        self.reductions: list[_Issued] = []
         kept, in_copy = f"gathers {name} from neighbours", f"reduces {name} in a copy"
-        self.gather = CollectivePositions(f"gathers {name}", tree, gathering, gathers, agree)
-        self.gather_kept = CollectivePositions(kept, tree, keeping, gathers, agree)
-        self.reduction = CollectivePositions(f"reduces {name}", tree, reducing, reductions, agree)
-        self.reduction_in_copy = CollectivePositions(in_copy, tree, gathering, reductions, agree)
-        self.gathered = partial(_check_alike, gathers, waits)
-        self.reduced = partial(_check_alike, reductions, waits)
-        self._text = Note(name).text
-        self._world = next((group.world for group in reducing), None)
-
-    def enter(self, phase: Phase, iteration: int) -> None:
-        """Notes that this rank, of all of the job, enters the unit."""
-        world = self._world
+        self.gather = UnitCollective(f"gathers {name}", tree, gathering, self.gathers, agree)
+        self.gather_kept = UnitCollective(kept, tree, keeping, self.gathers, agree)
+        self.reduction = UnitCollective(f"reduces {name}", tree, reducing, self.reductions, agree)
+        self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, self.reductions, agree)
+        self.gathered = partial(_check_alike, self.gathers, waits)
+        self.reduced = partial(_check_alike, self.reductions, waits)
+        world = next((group.world for group in reducing), None)
+        self.enter: Callable[[int, int], object] = _tell_nobody
         if world is not None:
-            _write(world._memory, world._entries, 1, self._text, iteration, phase.index)
+            self.enter = partial(_write, world._memory, world._entries, 1, Note(name).text)
+
+
+def _tell_nobody(iteration: int, phase: int) -> None:
+    return None
 
 
 def _check_alike(issued: list[_Issued], waits: bool) -> None:
@@ -545,42 +604,3 @@ def _check_alike(issued: list[_Issued], waits: bool) -> None:
             if not {word}.issuperset(group._words[first + group._begin : first + group._end]):
                 group.compare(number, waits)
     issued.clear()
-
-
-class CollectivePositions:
-    """Notes one kind of collective of one unit, in every group concerned.
-
-    Args:
-        text: What it does.
-        tree: To which the unit belongs.
-        groups: In which it does so.
-        issued: Where it puts down what it has issued and nobody has waited for.
-        agree: As above.
-    """
-
-    def __init__(
-        self, text: str, tree: Tree, groups: Iterable[GroupPositions], issued: list[_Issued], agree: Agree
-    ) -> None:
-        self._text, self._agree = text, agree
-        self._tree = tree
-        self._issued = issued
-        self._groups = tuple(dict.fromkeys(groups))
-        self._notes: dict[GroupPositions, Note] = {}
-
-    def issue(self, phase: Phase, iteration: int) -> None:
-        """Notes that the collective is about to be issued.
-
-        Raises:
-            RuntimeError: If a peer has issued another one in its place.
-        """
-        self._issued.clear()  # what was never waited for
-        for group in self._groups:
-            note = self._notes.get(group) or self._make_note(group)
-            self._issued.append(group.issue(note, phase, iteration))
-
-    def _make_note(self, group: GroupPositions) -> Note:
-        number = self._tree.number_in(group)
-        text = self._text if number == 1 else f"{self._text} of root number {number}"
-        self._agree(group.agreement, text.partition(" ")[2])
-        self._notes[group] = Note(text)
-        return self._notes[group]

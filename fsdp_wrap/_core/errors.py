@@ -4,20 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-__all__ = [
-    "AlreadyShardedError",
-    "ChangedBetweenError",
-    "NoDimensionError",
-    "NoValuesError",
-    "NotIdleError",
-    "NotPicklableError",
-    "OtherCommsError",
-    "ReplacedError",
-    "UnevenCutError",
-    "WrongConfigError",
-    "WrongKindError",
-]
-
 
 class NotIdleError(RuntimeError, AssertionError, ValueError):
     """What must not run inside a forward, a backward or `summon_full_params` was called there."""

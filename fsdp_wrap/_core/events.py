@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-__all__ = ["Event", "EventKind", "Phase", "emit", "observe_events", "observers", "record_events"]
-
 
 class EventKind(Enum):
     """What the runtime did.

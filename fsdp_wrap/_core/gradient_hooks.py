@@ -13,8 +13,6 @@ from torch import nn
 
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 
-__all__ = ["HOOKS_OF", "REFUSED_HOOKS_OF", "run_gradient_hooks", "step_in_backward", "with_optimizers"]
-
 HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")
 """Returns what was given to `register_post_accumulate_grad_hook`; nothing true if nothing was."""
 

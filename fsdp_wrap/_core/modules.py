@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fsdp_wrap._core.torch_private import composable_registry
-from fsdp_wrap._core.walks import WRAPPED_ATTR, Place, clean_fqn, named, params, walk
-
-__all__ = [
-    "UNIT_ATTR",
-    "WRAPPED_ATTR",
-    "Display",
-    "Ignored",
-    "ParamPlaces",
-    "Place",
-    "ParamSlot",
-    "announce_sharded",
-    "clean_fqn",
-    "collect_borrowed",
-    "collect_slots",
-    "find_replicated",
-    "is_owned",
-    "mark_managed",
-    "mark_owned",
-    "original_class",
-    "own_modules",
-    "replace_tensor",
-    "show_extra",
-]
+from fsdp_wrap._core.walks import WRAPPED_ATTR, Place, joined, named, params, walk
 
 UNIT_ATTR = "_fsdp_unit"
 """Key in the `__dict__` of a module that a front-end has made a unit."""
 
 
 class ParamPlaces:
-    """Every place in the module tree that shows one original parameter."""
+    """Every place in the module tree that shows one original parameter.
 
-    def __init__(self) -> None:
-        self._places: list[Place] = []
+    Args:
+        owner: The unit's module, which is held weakly: it holds the unit, and so these places.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
+        self._places: list[tuple[nn.Module | None, str]] = []
 
     def __iter__(self) -> Iterator[Place]:
-        return iter(self._places)
+        owner: Any = self._owner()
+        return ((owner if module is None else module, name) for module, name in self._places)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamPlaces:
+        copied = ParamPlaces(copy.deepcopy(cast(nn.Module, self._owner()), memo))
+        for module, name in self:
+            copied.add(copy.deepcopy(module, memo), name)
+        return copied
 
     def add(self, module: nn.Module, name: str) -> None:
         """Adds one more place."""
-        self._places.append((module, name))
+        self._places.append((None if module is self._owner() else module, name))
 
 
 class Display:
@@ -67,7 +59,7 @@ class Display:
     def __init__(
         self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
     ) -> None:
-        self._told: list[tuple[nn.Module, str, Any]] = []
+        self._told: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._params: list[tuple[dict[str, Any], str, Any]] = []
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
         self._covers: list[tuple[dict[str, Any], str]] = []
@@ -81,12 +73,13 @@ class Display:
                     self._covers.append((module.__dict__, name))
                 registrable = param is None or param.is_leaf  # RNNs look themselves for what is not
                 if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
-                    self._told.append((module, name, param))  # RNNs update a second list of their weights
+                    # RNNs update a second list of their weights.
+                    self._told.append((weakref.ref(module), name, param))
 
     def show(self) -> None:
         """Shows the tensors."""
         for module, name, param in self._told:
-            setattr(module, name, param)
+            setattr(module(), name, param)
         for names, name in self._covers:
             names.pop(name, None)
         for shown in (self._params, self._plain):
@@ -106,7 +99,7 @@ class ParamSlot:
 
     fqn: str
     param: nn.Parameter
-    places: ParamPlaces = field(default_factory=ParamPlaces)
+    places: ParamPlaces
 
 
 def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -161,38 +154,55 @@ class Ignored:
     left: frozenset[nn.Parameter] = frozenset()
 
 
-def collect_slots(
-    module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter] = frozenset()
-) -> list[ParamSlot]:
-    """Finds the parameters that a unit made of `module` would own, in the order of `named_parameters`.
+@dataclass(frozen=True)
+class Contents:
+    """What a unit made of a module consists of.
 
-    Args:
-        module: The unit's module.
-        ignored: What not to collect.
-        lent: Parameters that units below have left; they are collected with all their places.
+    Attributes:
+        ignored: What it leaves alone.
+        modules: Its modules with their names, as `own_modules` gives them.
+        slots: The parameters that it owns, in the order of `named_parameters`.
+        borrowed: (name, place, parameter) where it uses a parameter of another unit.
     """
-    slots: dict[nn.Parameter, ParamSlot] = {}
-    for fqn, place, param in _used_params(module, ignored, lent):
-        if not is_owned(param):
-            slots.setdefault(param, ParamSlot(fqn, param)).places.add(*place)
-    return list(slots.values())
 
+    ignored: Ignored
+    modules: list[tuple[str, nn.Module]]
+    slots: list[ParamSlot]
+    borrowed: list[tuple[str, Place, nn.Parameter]]
 
-def collect_borrowed(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, Place, nn.Parameter]]:
-    """Yields (fqn, place, parameter) where a unit made of `module` would use a parameter of another unit."""
-    for fqn, place, param in _used_params(module, ignored, frozenset()):
-        if is_owned(param):
-            yield fqn, place, param
+    @classmethod
+    def of(
+        cls, module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter] = frozenset()
+    ) -> Contents:
+        """Finds them.
 
+        Args:
+            module: The unit's module.
+            ignored: What to leave alone.
+            lent: Parameters that units below have left; they are collected with all their places.
+        """
+        modules = [*own_modules(module, ignored.modules)]
+        own = {each for _, each in modules}
+        slots: dict[nn.Parameter, ParamSlot] = {}
+        borrowed = []
+        for fqn, place, param in named(module, params):
+            wanted = param in lent or (place[0] in own and param not in ignored.params)
+            if param is None or not wanted or param in ignored.left:
+                continue
+            if is_owned(param):
+                borrowed.append((fqn, place, param))
+            else:
+                slots.setdefault(param, ParamSlot(fqn, param, ParamPlaces(module))).places.add(*place)
+        return cls(ignored, modules, [*slots.values()], borrowed)
 
-def _used_params(
-    module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter]
-) -> Iterator[tuple[str, Place, nn.Parameter]]:
-    own = {current for _, current in own_modules(module, ignored.modules)}
-    for fqn, place, param in named(module, params):
-        wanted = param in lent or (place[0] in own and param not in ignored.params)
-        if param is not None and wanted and param not in ignored.left:
-            yield fqn, place, param
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns the parameters that it owns and its buffers by name, each once, parameters first."""
+        found: dict[torch.Tensor, str] = {slot.param: slot.fqn for slot in self.slots}
+        for prefix, module in self.modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    found.setdefault(buffer, joined(prefix, name))
+        return [(fqn, tensor) for tensor, fqn in found.items()]
 
 
 def is_owned(param: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""What is to be known of optimizers' steps: how many there were, and with parameters that training has left.
+"""What is to be known of optimizers' steps: how many there were, and with which parameters none may be.
 
 Their kernels do not always move version counters: so steps are counted, and those of fused kernels noted.
 """
@@ -17,100 +17,57 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._core.modules import is_owned
 
-__all__ = ["NOT_ELEMENTWISE", "note_fused_steps", "refuse_in_steps", "refuse_pieces_in_steps", "steps_taken"]
-
 NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor)
 """Optimizers of torch that compute with numbers of whole parameters, or of all of them."""
 
-_LEFT = "_fsdp_left_by_training"
+_LEFT = "_fsdp_left_by_training"  # an attribute, since it is asked for at each step of each parameter
 
-
-class _Counter:
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def __call__(self, *_: Any) -> None:
-        self.steps += 1
-
-
-@functools.cache
-def _counter() -> _Counter:
-    counter = _Counter()
-    register_optimizer_step_post_hook(counter)
-    return counter
+_steps = 0
+_refused = WeakIdKeyDictionary()  # for a parameter: the kinds of optimizers, and what tells why
 
 
 def steps_taken() -> int:
-    """Returns how many steps optimizers have taken since the first call."""
-    return _counter().steps
+    """Returns how many steps optimizers have taken since `watch_steps`."""
+    return _steps
 
 
 @functools.cache
-def note_fused_steps() -> None:
-    """Lets steps by fused kernels be seen as what writes to sharded parameters."""
-    register_optimizer_step_post_hook(_note_fused)
+def watch_steps() -> None:
+    """Lets steps be counted and refused, and those of fused kernels be seen as writing to parameters."""
+    register_optimizer_step_pre_hook(_refuse)
+    register_optimizer_step_post_hook(_note)
 
 
-def _note_fused(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])
-
-
-def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) -> None:
+def refuse_in_steps(
+    params: Iterable[tuple[nn.Parameter, Callable[[], str]]],
+    kinds: tuple[type[torch.optim.Optimizer], ...] | None = None,
+) -> None:
     """Lets optimizers that hold these parameters raise when they step, before anything changes.
 
     Args:
         params: Each with what tells why: the end of a sentence about the optimizer.
+        kinds: The optimizers concerned, of `NOT_ELEMENTWISE`; None for all.
     """
-    _watch_steps()
     for param, reason in params:
-        param.__dict__[_LEFT] = True
-        _reasons[param] = reason
+        if kinds is None:
+            param.__dict__[_LEFT] = True
+        _refused[param] = kinds or torch.optim.Optimizer, reason
 
 
-_reasons: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def refuse_pieces_in_steps(
-    params: Iterable[tuple[nn.Parameter, tuple[type[torch.optim.Optimizer], ...], Callable[[], str]]],
-) -> None:
-    """Lets some kinds of optimizers raise when they step with these parameters, before anything changes.
-
-    Args:
-        params: Each with the kinds, of `NOT_ELEMENTWISE`, and what tells why: the rest of a sentence.
-    """
-    _watch_pieces()
-    for param, kinds, reason in params:
-        _pieces[param] = kinds, reason
-
-
-_pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-@functools.cache
-def _watch_pieces() -> None:
-    register_optimizer_step_pre_hook(_refuse_pieces)
-
-
-def _refuse_pieces(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not isinstance(optimizer, NOT_ELEMENTWISE):
-        return
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    needs_whole = isinstance(optimizer, NOT_ELEMENTWISE)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param in _pieces:
-                kinds, reason = _pieces[param]
+            # Others have copied the attribute.
+            if (needs_whole or _LEFT in param.__dict__) and param in _refused:
+                kinds, reason = _refused[param]
                 if isinstance(optimizer, kinds):
-                    raise RuntimeError(f"{type(optimizer).__name__} {reason()}")
+                    raise RuntimeError(f"this {type(optimizer).__name__} {reason()}")
 
 
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse_left)
-
-
-def _refuse_left(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _steps
+    _steps += 1
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            if _LEFT in param.__dict__ and param in _reasons:  # others have copied the attribute
-                raise RuntimeError(f"this {type(optimizer).__name__} {_reasons[param]()}")
+        if group.get("fused"):
+            increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])

@@ -12,8 +12,6 @@ import torch
 
 from fsdp_wrap._core.torch_private import pytree
 
-__all__ = ["iter_tensors", "map_tensors"]
-
 _ATOMS = (int, float, str, bytes, bool, type(None))
 
 

@@ -8,19 +8,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-__all__ = [
-    "WRAPPED_ATTR",
-    "Place",
-    "children_first",
-    "clean_fqn",
-    "joined",
-    "named",
-    "params",
-    "persistent",
-    "saved_tensors",
-    "walk",
-]
-
 T = TypeVar("T")
 
 WRAPPED_ATTR = "_fsdp_wrapped_module"

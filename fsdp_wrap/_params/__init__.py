@@ -9,12 +9,12 @@ Must never know: when that happens, and in which order units run.
 from fsdp_wrap._params.display import Showing
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.flat import FlatLayout, FlatParameter, FlatParameterLayout, HiddenFlatParameter
-from fsdp_wrap._params.handle import WRITTEN, HandleState, ParamHandle
+from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
 from fsdp_wrap._params.interval_tensor import (
+    PASSES_FOR_DTENSOR,
     IntervalTensor,
     assemble,
-    passes_for_dtensor,
     rebuild_interval_tensor,
 )
 from fsdp_wrap._params.layout import Interval, Layout
@@ -22,28 +22,3 @@ from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.slices import SliceLayout
 from fsdp_wrap._params.summoned import Summoning
 from fsdp_wrap._params.zero_marks import held_by_this_rank
-
-__all__ = [
-    "DTensorLayout",
-    "FlatLayout",
-    "FlatParameter",
-    "FlatParameterLayout",
-    "HandleState",
-    "HeldBy",
-    "HiddenFlatParameter",
-    "Interval",
-    "IntervalTensor",
-    "Layout",
-    "ParamHandle",
-    "Segment",
-    "Showing",
-    "SliceLayout",
-    "Spread",
-    "Summoning",
-    "WRITTEN",
-    "assemble",
-    "boxes_of",
-    "held_by_this_rank",
-    "passes_for_dtensor",
-    "rebuild_interval_tensor",
-]

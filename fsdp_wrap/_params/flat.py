@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Sequence
+from itertools import chain, compress
 from typing import Any, final
 
 import torch
@@ -16,12 +14,8 @@ from torch import nn
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, show_extra
-from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_, make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, round_up, stretches
-
-__all__ = ["FlatLayout", "FlatParameter", "FlatParameterLayout", "HiddenFlatParameter"]
-
-_VERSION = attrgetter("_version")
+from fsdp_wrap._core.torch_private import make_subclass
+from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
 
 
 class FlatParameter(nn.Parameter):
@@ -90,78 +84,13 @@ class HiddenFlatParameter(FlatParameter):
             layout.read_gradient(grad, [grad is not None] * len(layout.places))
 
 
-class _UseNotes:
-    """By which ranks tell each other, in a reduction, whose gradients they have contributed to.
-
-    Where a rank has no gradient its contribution is -0.0. A sum of zeros is -0.0 only if all of them are, so
-    one number of each piece, its first, is enough to note it, and nothing more travels: who has used the
-    parameter makes sure that this number is not -0.0.
-
-    Args:
-        bounds: The (start, stop) of each parameter.
-        shard_numel: Elements of each rank's part of the buffer.
-        communicator: Of the ranks.
-        together: Whether all are one for the optimizer, so that one that was used speaks for all.
-    """
-
-    def __init__(
-        self,
-        bounds: Sequence[tuple[int, int]],
-        shard_numel: int,
-        communicator: Communicator,
-        together: bool,
-    ) -> None:
-        marks = [_begins(start, stop, shard_numel) for start, stop in bounds]
-        if together:
-            firsts = {mark // shard_numel: mark for mark in reversed([*chain.from_iterable(marks)])}
-            marks = [sorted(firsts.values())] * len(bounds)
-        self._marks, self._bounds, self._together = marks, bounds, together
-        self._first, self._length = communicator.rank * shard_numel, shard_numel
-        own = range(self._first, self._first + shard_numel)
-        self._own = [next((mark - self._first for mark in each if mark in own), None) for each in marks]
-        with torch.inference_mode(False):
-            every = sorted({*chain.from_iterable(marks)})
-            self._every = torch.tensor(every, dtype=torch.int64, device=communicator.device)
-
-    def write(self, full: torch.Tensor, used: Sequence[bool]) -> None:
-        """Notes what this rank has used, in its contribution of all ranks' parts."""
-        index = self._every
-        if False in used:
-            some = {mark for marks, mine in zip(self._marks, used) if mine for mark in marks}
-            index = torch.tensor(sorted(some), dtype=torch.int64, device=full.device)
-        full.index_add_(0, index, full.new_zeros(index.numel()))  # -0.0 + 0.0 is 0.0
-
-    def write_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
-        """Notes what all ranks have used in what this rank has got of a sum."""
-        for (start, stop), mark, by_any in zip(self._bounds, self._own, used):
-            if mark is None:
-                continue
-            if by_any or (self._together and any(used)):
-                shard[mark] += 0.0
-            else:
-                shard[max(0, start - self._first) : max(0, stop - self._first)] = -0.0
-
-    def read(self, shard: torch.Tensor, used: Sequence[bool], wanted: Sequence[bool]) -> list[bool]:
-        """For each parameter, whether any rank has used it, where this one holds a piece of it.
-
-        Args:
-            shard: What this rank has got of the sum.
-            used: What this rank has used, and so need not look for.
-            wanted: Of which parameters it matters.
-        """
-        open_marks: dict[int | None, bool] = {
-            mark: False
-            for mark, mine, matters in zip(self._own, used, wanted)
-            if matters and not mine and mark is not None
-        }
-        if open_marks and not (self._together and any(used)):
-            index = torch.tensor([*open_marks], device=shard.device)
-            open_marks.update(zip(open_marks, map(_is_noted, shard[index].tolist())))
-        return [mine or open_marks.get(mark, False) for mark, mine in zip(self._own, used)]
-
-
 class FlatLayout(Layout):
     """Parameters of one dtype side by side in one buffer, cut into one even shard per rank.
+
+    The ranks tell each other in a reduction whose gradients they have contributed to. Where a rank has no
+    gradient its contribution is -0.0. A sum of zeros is -0.0 only if all of them are. So one number of each
+    rank's piece of a parameter, its first, is enough to note it: who has used the parameter makes sure that
+    this number is not -0.0.
 
     Attributes:
         first: Where this rank's shard begins in the unsharded buffer.
@@ -178,7 +107,6 @@ class FlatLayout(Layout):
 
     flat_param: FlatParameter
     _kind = FlatParameter
-    _one_for_all = True  # whether the optimizer sees all original parameters as one
 
     def __init__(
         self,
@@ -191,68 +119,44 @@ class FlatLayout(Layout):
         offload: bool,
     ) -> None:
         super().__init__(name, slots, communicator, offload)
-        first = slots[0].param
-        self.dtype, self.module, self.sharded, self.in_place = first.dtype, module, sharded, True
-        self.extents = _extents(slots, self._alignment)
-        self.shard_numel = max(1, -(-self.extents[-1].stop // communicator.size))
-        self.numel = self.full_numel = self.shard_numel * communicator.size
-        self.noted_numel = 0
-        self.first = self.shard_numel * communicator.rank
-        self._bounds = [extent.within(self.first, self.shard_numel) for extent in self.extents]
-        self._sizes, self._indices = stretches(self._bounds, self.shard_numel)
-        bounds = [(extent.start, extent.stop) for extent in self.extents]
-        self._use_notes = _UseNotes(bounds, self.shard_numel, communicator, together=self._one_for_all)
-        self.note_used, self.note_in_shard = self._use_notes.write, self._use_notes.write_in_shard
-        shard = self._allocate(self.shard_numel, self.dtype)
+        self.module, self.sharded = module, sharded
+        extents = _extents(slots)
+        shard_numel = max(1, -(-extents[-1].stop // communicator.size))
+        self.first = shard_numel * communicator.rank
+        self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
+        self._lay_out(extents, self._bounds, shard_numel)
+        self._begins = [  # of this rank's pieces, in their parameters
+            self.first + start - extent.start if stop > start else 0
+            for extent, (start, stop) in zip(extents, self._bounds)
+        ]
+        self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]  # of all ranks
+        with torch.inference_mode(False):
+            firsts = [*chain.from_iterable(self._firsts)]
+            self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
         self._resides = not sharded and not self.offloaded
-        self._fill(shard, slots)
-        self._hold(shard, first.requires_grad)
-        self._stand_for([slot.param for slot in slots])
-        for slot, piece in zip(slots, self._pieces):
-            slot.param.data = piece  # whoever holds the original does not keep its memory alive
-        self._follow_places()
-        self.hide_full()
+        self._take_over(slots)
 
-    def _fill(self, shard: torch.Tensor, slots: Sequence[ParamSlot]) -> None:
-        shard.zero_()
-        for extent, slot, (start, stop) in zip(self.extents, slots, self._bounds):
-            if stop > start:
-                offset = self.first + start - extent.start
-                shard[start:stop].copy_(slot.param.detach().reshape(-1)[offset : offset + stop - start])
+    def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        piece, begin = self._pieces[index], self._begins[index]
+        return tensor.reshape(-1)[begin : begin + piece.numel()].view(piece.shape)
 
-    def _hold(self, shard: torch.Tensor, requires_grad: bool) -> None:
-        """Makes the `FlatParameter`."""
-        self.flat_param = self._kind(shard, requires_grad, self.extents)
-        self.flat_param.of_layout = LayoutRef(self)
+    def _adopt(self, shard: torch.Tensor) -> None:
+        self.flat_param = self._kind(shard, False, self.extents)
+        self.flat_param.of_layout, self.flat_param.shard_alias = LayoutRef(self), None
         self._lie_in(shard)
 
     def _lie_in(self, shard: torch.Tensor) -> None:
-        self._shard, self._pieces = shard, self.pieces(shard)
+        self._shard, self.dtype, self._pieces = shard, shard.dtype, self.pieces(shard)
+        self.resident = shard.data if self._resides else None
 
-    @abstractmethod
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
-        """Sets `sources` and `sharded_params`.
-
-        Args:
-            originals: One for each piece; those of the user, in the layout that is made first.
-        """
-
-    @property
-    def resident(self) -> torch.Tensor | None:
-        return self.flat_param.data if self._resides else None
-
-    @property
-    def version(self) -> int:
-        version: int = self.flat_param._version + sum(map(_VERSION, self.sharded_params))
-        return version
-
-    def written(self) -> tuple[list[int], list[int]]:
-        return [*map(_VERSION, self.sources)], [*map(torch.Tensor.data_ptr, self.sources)]
+        self.flat_param.requires_grad_(originals[0].requires_grad)
 
     def intervals(self) -> list[Interval]:
         result = []
-        for extent, source, (start, stop) in zip(self.extents, self.sources, self._bounds):
-            first = self.first + start - extent.start if stop > start else 0
+        for extent, first, source, (start, stop) in zip(
+            self.extents, self._begins, self.sources, self._bounds
+        ):
             offset = start if source is self.flat_param else 0
             data = self.flat_param.data[start:stop]
             result.append(Interval(extent.fqn, extent.shape, first, data, source, offset, extent.start))
@@ -270,48 +174,38 @@ class FlatLayout(Layout):
         parts = torch.split_with_sizes(shard, self._sizes)
         return [*map(parts.__getitem__, self._indices)]
 
-    # buffers
-
-    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
-        return [[view] for view in self.views(travelling)]
-
-    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor]
-
-    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        views, gaps = self.views(travelling), self.padding(travelling)
-
-        def pack(tensors: list[torch.Tensor]) -> None:
-            foreach_copy_(views, tensors)
-            if gaps:
-                foreach_zero_(gaps)
-
-        return pack
-
-    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
-        stops = [0, *(extent.stop for extent in self.extents)]
-        starts = [*(extent.start for extent in self.extents), self.numel]
-        return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
-
-    def write_shard(self, out: torch.Tensor) -> None:
-        shard = self.flat_param.data
-        if not self._resides or out.data_ptr() != shard.data_ptr():
-            out.copy_(shard, non_blocking=True)
-
-    def read_shard(self, own: torch.Tensor) -> None:
-        self.flat_param.data.copy_(own.data)
-
     # gradients
 
-    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        return travelling
+    def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
+        """Tells for which original parameters it is known that a gradient is there, if these were used."""
+        return used
+
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        firsts = self._all_firsts
+        if False in used:
+            some = chain.from_iterable(compress(self._firsts, self._known_used(used)))
+            firsts = torch.tensor([*some], dtype=torch.int64, device=notes.device)
+        notes.index_add_(0, firsts, notes.new_zeros(firsts.numel()))  # -0.0 + 0.0 is 0.0
+
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        for (start, stop), by_any in zip(self._bounds, self._known_used(used)):
+            if by_any and stop > start:
+                shard[start] += 0.0
+            else:
+                shard[start:stop] = -0.0
 
     def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
-        return self._use_notes.read(shard, used, self.trains)
-
-    def take_gradients_in(self, dtype: torch.dtype) -> None:
-        for param in self.sharded_params:
-            param.grad_dtype = None
+        result = [*self._known_used(used)]
+        firsts = {
+            index: start
+            for index, ((start, stop), known, source) in enumerate(zip(self._bounds, result, self.sources))
+            if source.requires_grad and not known and stop > start
+        }
+        if firsts:  # to look at numbers waits for the device
+            noted = shard[torch.tensor([*firsts.values()], device=shard.device)].tolist()
+            for index, number in zip(firsts, noted):
+                result[index] = number != 0 or math.copysign(1, number) > 0
+        return result
 
     def joint_gradient(self) -> torch.Tensor | None:
         """Returns the gradient shard, of which the sharded parameters' gradients are views, if any has one.
@@ -335,23 +229,13 @@ class FlatLayout(Layout):
                 f"the data of the FlatParameter of '{self.fqns[0]}' and others were replaced by a tensor of "
                 f"shape {tuple(shard.shape)}; they must keep {tuple(self._shard.shape)}"
             )
-        self.dtype, self.flat_param.data = shard.dtype, shard
+        self.flat_param.data = shard
         self._lie_in(shard)
         for param, data in zip(self.sharded_params, self.cut(shard)):
             param.data = data
             if param.grad is not None:
                 grad, param.grad = param.grad, None
                 param.grad = grad.to(param)
-
-    def _part(self, memo: dict[int, Any]) -> None:
-        flat, sources = self.flat_param, self.sources
-        self._hold(self._allocate(self.shard_numel, self.dtype).copy_(flat.data), flat.requires_grad)
-        own = {"of_layout": self.flat_param.of_layout, "shard_alias": None}
-        self.flat_param.__dict__.update(flat.__dict__ | own)
-        memo[id(flat)] = self.flat_param
-        self._stand_for(
-            [nn.Parameter(piece, each.requires_grad) for piece, each in zip(self._pieces, sources)]
-        )
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         self.module = copy.deepcopy(self.module, memo)
@@ -365,12 +249,16 @@ class FlatParameterLayout(FlatLayout):
     _shows_plain = True
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        super()._stand_for(originals)
         self.sources, self.sharded_params = [self.flat_param] * len(self.places), [self.flat_param]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         return [shard]
 
     _cut_gradients = cut
+
+    def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [any(used)] * len(used)  # one speaks for all
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         return [any(used)]
@@ -390,34 +278,22 @@ class FlatParameterLayout(FlatLayout):
         grad = self.flat_param.grad
         return [None] * len(self.sources) if grad is None else [*self.pieces(grad)]
 
-    def gradient_blocks(self) -> list[torch.Tensor]:
-        grad = self.flat_param.grad
-        return [] if grad is None else [grad]
-
     def _go_to(self, shard: torch.Tensor) -> None:
         super()._go_to(shard)
         self._follow_places()
         self.show_sharded()
 
-    def _part(self, memo: dict[int, Any]) -> None:
-        before = self._pieces
-        super()._part(memo)
-        memo.update((id(piece), new) for piece, new in zip(before, self._pieces))
 
-
-def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:
+def _extents(slots: Sequence[ParamSlot]) -> list[Extent]:
     result: list[Extent] = []
     start = 0
     for slot in slots:
         result.append(Extent(slot.fqn, slot.param.shape, start))
-        start = round_up(result[-1].stop, alignment)
+        start = round_up(result[-1].stop, alignment_of(slots))
     return result
 
 
-def _begins(start: int, stop: int, length: int) -> list[int]:
+def _firsts_of_pieces(extent: Extent, length: int) -> list[int]:
     """Where the pieces begin into which even parts of this length cut a parameter."""
-    return [start, *range(start // length * length + length, stop, length)] if stop > start else []
-
-
-def _is_noted(number: float) -> bool:
-    return number != 0 or math.copysign(1, number) > 0
+    begin, end = extent.start, extent.stop
+    return [begin, *range(begin // length * length + length, end, length)] if end > begin else []

@@ -8,7 +8,6 @@ protocol of `torch.distributed.checkpoint` for tensors that bring chunks of thei
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,35 +31,16 @@ from fsdp_wrap._core.torch_private import (
     to_copy_operator,
 )
 from fsdp_wrap._core.torch_private import TensorProperties as ShardProperties
-from fsdp_wrap._params.held_by import Box, HeldBy, Intervals, Spread, boxes_of
-
-__all__ = ["Box", "IntervalTensor", "assemble", "boxes_of", "passes_for_dtensor", "rebuild_interval_tensor"]
+from fsdp_wrap._params.held_by import HeldBy, Intervals, Spread, boxes_of
 
 _aten = torch.ops.aten
 
 
-class _Disguised(torch.Tensor):
-    """What `isinstance` takes for a `DTensor`."""
+PASSES_FOR_DTENSOR = torch.__version__ >= "2.12"
+"""Whether operators find what `isinstance` takes for a `DTensor`.
 
-    __class__ = property(lambda self: DTensor)
-    __torch_function__ = no_torch_function  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> torch.Tensor:
-        return torch.empty(0)
-
-
-@cache
-def passes_for_dtensor() -> bool:
-    """Whether operators find what `isinstance` takes for a `DTensor`.
-
-    Up to torch 2.11 they go to `DTensor`'s own runtime then, which reads what is not there.
-    """
-    try:
-        make_wrapper_subclass(_Disguised, (0,)).detach()
-    except AttributeError:
-        return False
-    return True
+Up to torch 2.11 they go to `DTensor`'s own runtime then, which reads what is not there.
+"""
 
 
 class IntervalTensor(torch.Tensor):
@@ -70,7 +50,7 @@ class IntervalTensor(torch.Tensor):
     TypeError. Made by sharded state dicts; `torch.distributed.checkpoint` saves and loads it.
 
     Programs that expect a `DTensor` or a `ShardedTensor` find what they read of one: `isinstance` says that
-    it is a `DTensor` (from torch 2.13 on), and the methods of both are here.
+    it is a `DTensor` (from torch 2.12 on), and the methods of both are here.
 
     Args:
         shape: Shape of the full tensor.
@@ -99,14 +79,11 @@ class IntervalTensor(torch.Tensor):
         self.start, self.piece, self.spread = start, piece, spread
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # to which isinstance() looks beside the type
-        return DTensor if passes_for_dtensor() else IntervalTensor
+        return DTensor if PASSES_FOR_DTENSOR else IntervalTensor
 
     @property
     def stop(self) -> int:
@@ -115,10 +92,9 @@ class IntervalTensor(torch.Tensor):
 
     def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
         """Returns the boxes that this rank holds, as views of the piece, by their offsets."""
-        found = boxes_of(tuple(self.shape), self.start, self.stop)
         return {
             box.offsets: self.piece.narrow(0, box.first - self.start, box.numel).view(box.sizes)
-            for box in found
+            for box in boxes_of(tuple(self.shape), self.start, self.stop)
         }
 
     def with_piece(self, piece: torch.Tensor) -> IntervalTensor:
@@ -159,13 +135,7 @@ class IntervalTensor(torch.Tensor):
         def write(full: torch.Tensor) -> None:
             full.view(-1)[self.start : self.stop].copy_(self.piece)
 
-        def combine(data: torch.Tensor) -> None:
-            for group in groups:
-                with deaths_told(group):
-                    dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
-
-        like = self.piece.new_empty((), device=_device_in(groups[0], self.device)).expand(self.shape)
-        return assemble(like, write, combine).to(self.device)
+        return assemble(self.shape, self.dtype, groups, write, self.device).to(self.device)
 
     # what programs read of a `DTensor`
 
@@ -245,7 +215,8 @@ class IntervalTensor(torch.Tensor):
         return ShardedTensorMetadata(
             shards_metadata=[
                 ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{_device_of(rank, self.device)}")
-                for rank, box in self.spread.boxes(self.shape)
+                for rank, interval in zip(self.spread.held_by.ranks, self.spread.bounds(self.shape.numel()))
+                for box in boxes_of(tuple(self.shape), *interval)
             ],
             size=self.shape,
             tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
@@ -254,13 +225,12 @@ class IntervalTensor(torch.Tensor):
     # how torch.distributed.checkpoint sees it
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()
-                ),
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -301,7 +271,7 @@ class IntervalTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = self.piece.untyped_storage().nbytes() == self.piece.numel() * self.piece.element_size()
+        own = self.piece.untyped_storage().nbytes() == self.piece.nbytes
         # A view would take the whole shard with it.
         piece = self.piece if own else self.piece.clone()
         spread = self.spread and (*self.spread.held_by.described, self.spread.first, self.spread.length)
@@ -317,7 +287,6 @@ _LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allcl
 
 _ON_PIECES = {
     _aten.detach.default,
-    _aten.clone.default,
     to_copy_operator,
     _aten.alias.default,
     _aten.empty_like.default,
@@ -335,7 +304,7 @@ _ON_PIECES = {
 def rebuild_interval_tensor(
     shape: tuple[int, ...], start: int, piece: torch.Tensor, described: tuple[Any, ...] | None = None
 ) -> IntervalTensor:
-    spread = described and Spread(HeldBy(*described[:-2]), *described[-2:])
+    spread = None if described is None else Spread(HeldBy(*described[:-2]), *described[-2:])
     return IntervalTensor(torch.Size(shape), start, piece, spread=spread)
 
 
@@ -347,15 +316,18 @@ torch.serialization.add_safe_globals(
 
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("memory_format", None)  # pieces are 1-D
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, IntervalTensor))
-    for leaf in leaves:
+
+    def piece_of(leaf: Any) -> Any:
         if isinstance(leaf, IntervalTensor):
             _refuse_other(first, leaf)
-        elif isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.piece
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             raise TypeError(f"{func}: a value of a sharded state dict cannot combine with a full tensor")
-    pieces = [leaf.piece if isinstance(leaf, IntervalTensor) else leaf for leaf in leaves]
-    piece_args, piece_kwargs = pytree.tree_unflatten(pieces, spec)
+        return leaf
+
+    piece_args, piece_kwargs = pytree.tree_map(piece_of, (args, kwargs))
     result = func(*piece_args, **piece_kwargs)
     if not isinstance(result, torch.Tensor) or func in _LOOKS:
         return result
@@ -402,20 +374,29 @@ _OTHERWISE: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 def assemble(
-    like: torch.Tensor, write: Callable[[torch.Tensor], None], combine: Callable[[torch.Tensor], None]
+    shape: torch.Size,
+    dtype: torch.dtype,
+    groups: Sequence[dist.ProcessGroup | None],
+    write: Callable[[torch.Tensor], None],
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Puts a full tensor together from what every rank has of it.
+    """Puts a full tensor together from what every rank has of it; collective.
+
+    What a rank does not have is zero, and what several have is the same: so the largest bytes are its values.
 
     Args:
-        like: Gives shape, dtype and device.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        groups: Their ranks have all of it between them.
         write: Writes what this rank has into a full tensor of zeros.
-        combine: Replaces bytes by the largest over the ranks: what a rank does not have is zero, and what
-            several have is the same.
+        device: Where the tensor is made, if the groups can communicate from there.
     """
-    full = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    full = torch.zeros(shape, dtype=dtype, device=_device_in(groups[0], device))
     write(full)
-    if full.numel() > 0:
-        combine(full.view(-1).view(torch.uint8))
+    data = full.view(-1).view(torch.uint8)
+    for group in groups if data.numel() else ():
+        with deaths_told(group):
+            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
     return full
 
 
@@ -431,11 +412,11 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return data.view(view.dtype).view(view.shape)
 
 
-def _device_in(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+def _device_in(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device:
     """Returns a device from which a group can communicate: the given one, if it can."""
     group = dist.group.WORLD if group is None else group
     types = {each.type for each in group._device_types}  # type: ignore[union-attr]
-    return device if device.type in types else default_device_of(group)
+    return device if device is not None and device.type in types else default_device_of(group)
 
 
 def _device_of(rank: int, like: torch.device) -> str:

@@ -15,15 +15,22 @@ from torch import nn
 
 from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, run_gradient_hooks
+from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
 
-__all__ = ["Extent", "Interval", "Layout", "round_up", "stretches"]
+Written = tuple[list[int], list[int]]
+"""How often tensors were written to, and where they lie."""
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
+
+
+def alignment_of(slots: Sequence[ParamSlot]) -> int:
+    """Returns of how many elements the starts of parameters in a buffer must be multiples."""
+    return max(1, _ALIGNMENT_BYTES // slots[0].param.element_size())
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -148,31 +155,20 @@ class Layout(ABC):
         show_sharded: Shows the sharded parameters in the modules.
         shown_sharded: What the modules show while they are sharded.
         cover: The leaves, to stand before the sharded parameters.
-        note_used: Notes in what `notes` returns which original parameters this rank has contributed to the
-            gradients of, where other ranks must know it.
-        note_in_shard: The same for all ranks, in a shard (1-D, in the reduce dtype) that was reduced in a way
-            which loses notes.
+        resident: The unsharded buffer, where it is the shard itself and always in memory.
         average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
     """
 
-    dtype: torch.dtype
     extents: Sequence[Extent]
-    numel: int
-    full_numel: int
-    in_place: bool
-    shard_numel: int
-    noted_numel: int
-    sharded: bool
     flat_param: nn.Parameter
     sources: Sequence[nn.Parameter]
     sharded_params: Sequence[nn.Parameter]
-    show_leaves: Callable[[], None]
-    show_sharded: Callable[[], None]
-    shown_sharded: Shown
-    cover: Cover
-    note_used: Callable[[torch.Tensor, Sequence[bool]], None]
-    note_in_shard: Callable[[torch.Tensor, Sequence[bool]], None]
+    in_place = sharded = True
+    noted_numel = 0
+    resident: torch.Tensor | None = None
+    dtype: torch.dtype
     _shard: torch.Tensor
+    _pieces: list[torch.Tensor]
     _shows_plain = False  # whether plain tensors stand for the sharded parameters in the modules
 
     def __init__(
@@ -184,11 +180,11 @@ class Layout(ABC):
         pin: bool = True,
     ) -> None:
         self.name = name
+        self._rank, self._ranks = communicator.rank, communicator.size
         self.fqns = [slot.fqn for slot in slots]
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self.leaves: list[nn.Parameter] = []
         self.average_hook: Callable[[torch.Tensor], None] | None = None
-        self._alignment = max(1, _ALIGNMENT_BYTES // slots[0].param.element_size())
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
@@ -197,38 +193,69 @@ class Layout(ABC):
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
 
-    # what there is
+    def _lay_out(
+        self, extents: Sequence[Extent], bounds: Iterable[tuple[int, int]], shard_numel: int
+    ) -> None:
+        """Notes where the original parameters lie.
 
-    @property
-    def resident(self) -> torch.Tensor | None:
-        """The unsharded buffer, where it is the shard itself and always in memory."""
-        return None
+        Args:
+            extents: In the unsharded buffer.
+            bounds: The (start, stop) of what this rank holds of each, in its shard.
+            shard_numel: Elements of a shard.
+        """
+        self.extents = extents
+        self._sizes, self._indices = stretches(bounds, shard_numel)
+        self.shard_numel, self.numel = shard_numel, shard_numel * self._ranks
+        self.full_numel = self.numel
+
+    def _take_over(self, slots: Sequence[ParamSlot]) -> None:
+        """Copies this rank's parts of the original parameters, and shows what stands for them."""
+        originals = [slot.param for slot in slots]
+        self._adopt(self._new_shard(originals[0]))
+        for index, (param, piece) in enumerate(zip(originals, self._pieces)):
+            piece.copy_(self._own_part(index, param.detach()))
+            param.data = piece  # whoever holds the original does not keep its memory alive
+        self._stand_for(originals)
+        self._follow_places()
+        self.hide_full()
+
+    def _new_shard(self, like: torch.Tensor) -> torch.Tensor:
+        """Makes a shard of zeros, of the dtype of another tensor, and on the meta device if that is there."""
+        if like.is_meta:
+            return torch.empty(self.shard_numel, dtype=like.dtype, device="meta")
+        return self._allocate(self.shard_numel, like.dtype).zero_()
+
+    @abstractmethod
+    def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what this rank holds of a tensor of an original parameter's shape."""
+
+    @abstractmethod
+    def _adopt(self, shard: torch.Tensor) -> None:
+        """Makes `flat_param` of a shard, and notes the shard, its dtype and this rank's pieces."""
+
+    @abstractmethod
+    def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        """Sets `sources` and `sharded_params`.
+
+        Args:
+            originals: Parameters that hold the pieces; the user's, in the layout that is made first.
+        """
+
+    # what there is
 
     @property
     def without_values(self) -> Sequence[str]:
         """Names of the parameters that are on the meta device still."""
-        return ()
+        return self.fqns if self._shard.is_meta else ()
 
-    @property
-    def trains(self) -> list[bool]:
-        """For each leaf, whether it needs a gradient: as its sharded parameter does."""
-        return [*map(_REQUIRES_GRAD, self.sources)]
+    def written(self) -> Written:
+        """Two lists of numbers, of which some change when the shard is written to.
 
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """Grows whenever the sharded parameters are written to in place."""
-
-    @abstractmethod
-    def written(self) -> tuple[list[int], list[int]]:
-        """For each original parameter, two numbers that change when the sharded one is written to.
-
-        Not when it is written to through an alias without a version counter of its own, as `.data` is.
+        Those at the place of an original parameter change with what stands for it. Not when it is written to
+        through an alias without a version counter of its own, as `.data` is.
         """
-
-    def shapes(self) -> dict[Place, torch.Size]:
-        """Every (module, name) that shows an original parameter, with its shape."""
-        return {place: extent.shape for places, extent in zip(self.places, self.extents) for place in places}
+        params = self.sharded_params
+        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
 
     @abstractmethod
     def intervals(self) -> list[Interval]:
@@ -238,9 +265,9 @@ class Layout(ABC):
     def held_by_rank(self) -> list[list[int]]:
         """For each original parameter, how many of its elements each rank holds; these lie in rank order."""
 
-    @abstractmethod
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cuts something of the shard's size into this rank's pieces of the original parameters, as views."""
+        return [piece.reshape(-1) for piece in self.cut(shard)]
 
     @abstractmethod
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -252,24 +279,33 @@ class Layout(ABC):
         """Views of an unsharded buffer, one per original parameter, in its shape."""
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
 
-    @abstractmethod
     def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
         """Views of a buffer that travels: for each original parameter the boxes in which it lies."""
+        return [[view] for view in self.views(travelling)]
 
-    @abstractmethod
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
+        return [tensor]
 
-    @abstractmethod
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         """Returns what writes one tensor for each original parameter into a buffer that travels.
 
         Zeros are written to its `padding`.
         """
+        views, gaps = self.views(travelling), self.padding(travelling)
 
-    @abstractmethod
+        def pack(tensors: list[torch.Tensor]) -> None:
+            foreach_copy_(views, tensors)
+            if gaps:
+                foreach_zero_(gaps)
+
+        return pack
+
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         """Views of those parts of a buffer that travels that belong to no parameter."""
+        stops = [0, *(extent.stop for extent in self.extents)]
+        starts = [*(extent.start for extent in self.extents), self.numel]
+        return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
     def same_elements(
         self, travelling: torch.Tensor, full: torch.Tensor
@@ -285,18 +321,14 @@ class Layout(ABC):
 
     def unpack(self, travelling: torch.Tensor) -> torch.Tensor:
         """Returns an unsharded buffer with what has travelled: the same tensor where that is possible."""
-        if self.in_place:
-            return travelling
-        full = travelling.new_empty(self.full_numel)
+        full = travelling if self.in_place else travelling.new_empty(self.full_numel)
         for source, target in self.same_elements(travelling, full):
             target.copy_(source)
         return full
 
     def pack(self, full: torch.Tensor) -> torch.Tensor:
         """Undoes `unpack`."""
-        if self.in_place:
-            return full
-        travelling = full.new_zeros(self.numel)
+        travelling = full if self.in_place else full.new_zeros(self.numel)
         for target, source in self.same_elements(travelling, full):
             target.copy_(source)
         return travelling
@@ -316,7 +348,7 @@ class Layout(ABC):
 
     def read_shard(self, own: torch.Tensor) -> None:
         """Copies this rank's part of an unsharded buffer back into the shard."""
-        self._shard.copy_(own.detach())
+        self._shard.data.copy_(own.data)
 
     # what the modules show
 
@@ -359,14 +391,27 @@ class Layout(ABC):
         self._names = [name for _, name in firsts]
         self.show_leaves = Display(self.places, self.leaves, self._shows_plain).show
         self.cover = Cover(self.places, self.leaves)
-        self.show_sharded = Display(self.places, self._stand_ins()).show
         self.shown_sharded = Shown(self.places, self._stand_ins())
+        self.show_sharded = self.shown_sharded.show
 
     # who contributed to the gradients
 
-    @abstractmethod
     def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        """Views where in a buffer that will be reduced `note_used` notes something."""
+        """Views where in a buffer that will be reduced `note_used` notes something for other ranks."""
+        return travelling
+
+    @abstractmethod
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes there which original parameters this rank has contributed to the gradients of."""
+
+    @abstractmethod
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        """Notes the same of all ranks, in a shard that was reduced in a way which loses notes.
+
+        Args:
+            shard: 1-D, in the reduce dtype.
+            used: For each original parameter, whether any rank has contributed.
+        """
 
     @abstractmethod
     def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
@@ -409,9 +454,10 @@ class Layout(ABC):
         """Tells which sharded parameters have gradients, if these original ones have."""
         return used
 
-    @abstractmethod
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         """Lets the sharded parameters take gradients of another dtype than their own."""
+        for param in self.sharded_params:
+            param.grad_dtype = None
 
     def mark_unsynced(self) -> None:
         """Makes the sharded parameters' gradients tell later whether they were zeroed meanwhile."""
@@ -453,7 +499,8 @@ class Layout(ABC):
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         """This rank's gradients in as few tensors as possible, none empty; zero padding may be among them."""
-        return [grad for grad in self.gradients() if grad is not None and grad.numel()]
+        grads = [held_by_this_rank(each.grad) for each in self.sharded_params if each.grad is not None]
+        return [grad for grad in grads if grad.numel()]
 
     # changes from outside
 
@@ -478,12 +525,17 @@ class Layout(ABC):
         """
         new = copy(self)
         new._marks = GradientMarks()
-        new._part(memo)
+        new._adopt(new._new_shard(self._shard).copy_(self.flat_param.data))
+        pieces = zip(new._pieces, self.sources)
+        new._stand_for([nn.Parameter(piece, source.requires_grad) for piece, source in pieces])
+        for old, own in zip(self._own_tensors(), new._own_tensors()):
+            own.__dict__.update(old.__dict__ | own.__dict__)
+            memo[id(old)] = own
         return new
 
-    @abstractmethod
-    def _part(self, memo: dict[int, Any]) -> None:
-        """Goes over from the shard and the sharded parameters of whose copy this is to some of its own."""
+    def _own_tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that stand for the shard and its parts."""
+        return [self.flat_param, *self.sources, *self._stand_ins()]
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         """Goes over to the copies of its modules, and shows the sharded parameters there."""

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
-from torch import nn
 
-from fsdp_wrap._core import REFUSED_HOOKS_OF, Place
-
-__all__ = ["Cover", "Shown"]
+from fsdp_wrap._core import REFUSED_HOOKS_OF, Display, Place
 
 _GONE = object()
 
 
-class Shown:
+class Shown(Display):
     """What the places of sharded parameters show while all is as it should be.
 
     Args:
@@ -25,29 +22,21 @@ class Shown:
         tensors: What they show: parameters, or plain tensors, in whose place no parameter may stand.
     """
 
-    def __init__(self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor]) -> None:
-        self._registries: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._expected: list[nn.Parameter | None] = []
-        self._indices: list[int] = []
-        for index, (several, tensor) in enumerate(zip(places, tensors)):
-            for module, name in several:
-                self._registries.append(module._parameters)
-                self._names.append(name)
-                self._expected.append(tensor if isinstance(tensor, nn.Parameter) else None)
-                self._indices.append(index)
-        self._params = [*dict.fromkeys(param for param in self._expected if param is not None)]
+    def __init__(self, places: Sequence[Iterable[Place]], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(places, tensors)
+        self._indices = [index for index, several in enumerate(places) for _ in several]
+        self._registries, self._names, self._expected = zip(*self._params)
+        self._distinct = [*dict.fromkeys(param for param in self._expected if param is not None)]
 
     def is_untouched(self) -> bool:
         """Whether nobody has put anything else there, nor a hook that cannot run."""
         found = map(dict.get, self._registries, self._names, repeat(_GONE))
-        return all(map(operator.is_, found, self._expected)) and not any(map(REFUSED_HOOKS_OF, self._params))
+        same = all(map(operator.is_, found, self._expected))
+        return same and not any(map(REFUSED_HOOKS_OF, self._distinct))
 
     def replaced(self) -> Iterator[tuple[int, Any]]:
         """Yields what was put in the place of an original parameter, with its number; None for nothing."""
-        for index, registry, name, expected in zip(
-            self._indices, self._registries, self._names, self._expected
-        ):
+        for index, (registry, name, expected) in zip(self._indices, self._params):
             found = registry.get(name, _GONE)
             if found is not expected:
                 yield index, None if found is _GONE else found

@@ -5,14 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 
 from fsdp_wrap._params.flat import FlatLayout, HiddenFlatParameter
-
-__all__ = ["SliceLayout"]
 
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
 
@@ -26,10 +24,10 @@ class SliceLayout(FlatLayout):
     """
 
     _kind = HiddenFlatParameter
-    _one_for_all = False
     cut = _cut_gradients = FlatLayout.pieces
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        super()._stand_for(originals)
         self.sources = self.sharded_params = originals
         self._filled = [stop > start for start, stop in self._bounds]
         self._grads: list[torch.Tensor | None] | None = None  # while `sources` are shown in full
@@ -65,32 +63,30 @@ class SliceLayout(FlatLayout):
         return [*map(operator.and_, used, self._filled)]  # an empty slice has nothing to update
 
     def gradient_blocks(self) -> list[torch.Tensor]:
-        grads = self._held(self.gradients())
-        present = [(grad, start) for grad, _, start in grads if grad is not None]
-        shard = self._shard_around(present) if len(present) == len(grads) else None
+        present = self._present(self.gradients())
+        shard = self._shard_around(present) if len(present) == sum(self._filled) else None
         return [grad for grad, _ in present] if shard is None else [shard]
 
     def joint_gradient(self) -> torch.Tensor | None:
-        grads = self._held(self._grads or self.gradients())
-        present = [(grad, start) for grad, _, start in grads if grad is not None]
+        grads = self._grads or self.gradients()
+        present = self._present(grads)
         if not present:
             return None
         around = self._shard_around(present)
         joint = present[0][0].new_zeros(self.shard_numel) if around is None else around
-        pieces = self.pieces(joint)
-        for grad, index, _ in grads:
+        for source, grad, piece in zip(self.sources, grads, self.pieces(joint)):
             if grad is None:
-                pieces[index].zero_()
+                piece.zero_()
             elif around is None:
-                pieces[index].copy_(grad)
+                piece.copy_(grad)
                 if not self._marks and self._grads is None:
-                    self.sources[index].grad = pieces[index]
+                    source.grad = piece
         return joint
 
-    def _held(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor | None, int, int]]:
-        """Returns (gradient, number, where it begins in the shard) of the slices that are not empty."""
-        bounds = enumerate(self._bounds)
-        return [(grads[index], index, start) for index, (start, stop) in bounds if stop > start]
+    def _present(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
+        """Returns the gradients of slices that are not empty, each with where it begins in the shard."""
+        pairs = zip(grads, self._bounds)
+        return [(grad, start) for grad, (start, stop) in pairs if grad is not None and stop > start]
 
     def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
         """Returns the shard of which all given gradients are views, each at its place, if there is one."""
@@ -125,13 +121,6 @@ class SliceLayout(FlatLayout):
                     f"{tuple(param.shape)} and dtype {param.dtype}; they must keep {tuple(piece.shape)}, and "
                     f"the dtype of '{self.fqns[0]}', {dtype}"
                 )
-
-    def _part(self, memo: dict[int, Any]) -> None:
-        before = self.sources
-        super()._part(memo)
-        for source, param in zip(before, self.sources):
-            param.__dict__.update(source.__dict__)
-            memo[id(source)] = param
 
 
 def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[torch.dtype]]:

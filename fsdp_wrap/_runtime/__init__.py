@@ -9,7 +9,7 @@ Must never know: state dicts, and which front-end made a unit.
 from fsdp_wrap._runtime.build import UnitSpec, assemble_unit, build_unit, check_module
 from fsdp_wrap._runtime.custom_comms import hook_on_stream, refuse_custom_comms, use_comms
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
-from fsdp_wrap._runtime.materialize import MaterializationError, Values, move, own_tensors
+from fsdp_wrap._runtime.materialize import MaterializationError, Values, move
 from fsdp_wrap._runtime.param_checks import check_tensors
 from fsdp_wrap._runtime.refusals import converted, refuse_pieces, refuse_replaced
 from fsdp_wrap._runtime.registry import REGISTRY
@@ -24,38 +24,3 @@ from fsdp_wrap._runtime.wrap_plan import (
     plan_wrapping,
     warn_of_container,
 )
-
-__all__ = [
-    "FULL_PRECISION_IN_EVAL",
-    "Kwargs",
-    "MaterializationError",
-    "REGISTRY",
-    "Schedule",
-    "Targets",
-    "Unit",
-    "UnitOptions",
-    "UnitSpec",
-    "Values",
-    "WrapPlan",
-    "assemble_unit",
-    "build_unit",
-    "check_module",
-    "check_tensors",
-    "converted",
-    "describe",
-    "hook_on_stream",
-    "is_container",
-    "move",
-    "own_tensors",
-    "plan_wrapping",
-    "prepared_inputs",
-    "refuse_custom_comms",
-    "refuse_pieces",
-    "refuse_replaced",
-    "require_idle",
-    "run_forward",
-    "schedule_of",
-    "units_in",
-    "use_comms",
-    "warn_of_container",
-]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,36 +12,31 @@ from torch import nn
 from fsdp_wrap._comm import Communicator, ShardMesh, make_communicator
 from fsdp_wrap._core import (
     BufferCasts,
+    Contents,
     Ignored,
     ParamSlot,
     SegmentPolicy,
     announce_sharded,
-    collect_borrowed,
-    collect_slots,
     is_owned,
     mark_managed,
-    note_fused_steps,
-    own_modules,
+    watch_steps,
 )
 from fsdp_wrap._core.torch_private import trace_rules
 from fsdp_wrap._params import HeldBy, Layout, ParamHandle
-from fsdp_wrap._runtime.initial_values import InitialValues, sample
 from fsdp_wrap._runtime.materialize import (
     Values,
     broadcast,
     check_materializable,
     materialize,
     move,
-    own_tensors,
     refuse_together,
 )
 from fsdp_wrap._runtime.param_checks import check_tensors
 from fsdp_wrap._runtime.refusals import refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._runtime.registry import REGISTRY
+from fsdp_wrap._runtime.same_model import InitialValues, sample
 from fsdp_wrap._runtime.schedule import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
-
-__all__ = ["FLAT_PARAM", "LayoutMaker", "UnitSpec", "assemble_unit", "build_unit", "check_module"]
 
 FLAT_PARAM = "_flat_param"
 """Name under which a unit's module holds its `FlatParameter` (torch's name)."""
@@ -60,7 +55,6 @@ class UnitSpec:
         make_layout: How its parameters lie in buffers.
         policy_of: Dtypes of computation and communication of a parameter.
         options: How the schedule treats the unit.
-        ignored: What not to touch.
         parts: The modules that run, where the unit's own only holds them together.
         shared_memory: Whether ranks that share a host may communicate through its memory.
         buffer_dtype: Dtype of buffers from the first forward on; None for their own.
@@ -71,7 +65,6 @@ class UnitSpec:
     make_layout: LayoutMaker
     policy_of: Callable[[nn.Parameter], SegmentPolicy]
     options: UnitOptions
-    ignored: Ignored = field(default_factory=Ignored)
     parts: tuple[nn.Module, ...] = ()
     shared_memory: bool = True
     buffer_dtype: torch.dtype | None = None
@@ -105,51 +98,51 @@ def check_module(
             the first rank, also if another rank refused its module.
         TypeError, ValueError: As `check_tensors` does.
     """
-    slots = collect_slots(module, ignored)
+    contents = Contents.of(module, ignored)
     error: Exception | None = None
     try:
-        check_tensors(module, slots, ignored, instead)
-        check_materializable(module, slots, ignored, values)
+        check_tensors(contents, instead)
+        check_materializable(contents, values)
     except (TypeError, ValueError) as found:
         error = found
     if values.synchronised:  # what ranks hold may differ, and so may what is wrong with it
         refuse_together(error, mesh.groups)
     if error is not None:
         raise error
-    return own_tensors(module, slots, ignored)
+    return contents.tensors()
 
 
-def build_unit(module: nn.Module, spec: UnitSpec, values: Values) -> Unit:
+def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Values) -> Unit:
     """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
     left = (param for unit in units_in(module).values() for param in unit.left)
-    slots = collect_slots(module, spec.ignored, {param for param in left if not is_owned(param)})
-    materialize(module, slots, spec.ignored, values, spec.device, _stand_ins(module, spec.ignored))
-    tensors = own_tensors(module, slots, spec.ignored)
+    contents = Contents.of(module, ignored, {param for param in left if not is_owned(param)})
+    materialize(contents, values, spec.device, _stand_ins(contents))
+    tensors = contents.tensors()
     move(tensors, spec.device)
     if values.synchronised:
         broadcast(tensors, spec.communicators()[::-1], spec.mesh.groups)
-    return assemble_unit(module, slots, spec)
+    return assemble_unit(module, contents, spec)
 
 
-def assemble_unit(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec) -> Unit:
+def assemble_unit(module: nn.Module, contents: Contents, spec: UnitSpec) -> Unit:
     """Makes a unit of a module whose tensors are where they belong."""
-    segments = _segments(slots, spec.policy_of)
+    by_kind = _by_kind(contents.slots, spec.policy_of)
+    segments = [*by_kind.values()]
     communicator, replicas = spec.communicators()
-    samples = sample([slot.param for slot in segment] for segment in segments.values())
-    lenders = REGISTRY.borrow(module, spec.ignored)  # while the module shows no `FlatParameter`
+    samples = sample([slot.param for slot in segment] for segment in segments)
+    lenders = REGISTRY.borrow(contents)
     layouts = [
         spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
-        for number, segment in enumerate(segments.values())
+        for number, segment in enumerate(segments)
     ]
-    policies = [kind[-1] for kind in segments]
+    policies = [kind[-1] for kind in by_kind]
     held_by = HeldBy.of(spec.mesh, spec.device)
-    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None
-    modules = [each for _, each in own_modules(module, spec.ignored.modules)]
+    modules = [each for _, each in contents.modules]
     unit = Unit(
         module,
-        handle,
+        ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None,
         spec.options,
-        left=spec.ignored.left,
+        left=contents.ignored.left,
         lenders=lenders,
         buffers=BufferCasts(modules, spec.buffer_dtype),
         parts=spec.parts,
@@ -159,23 +152,23 @@ def assemble_unit(module: nn.Module, slots: Iterable[ParamSlot], spec: UnitSpec)
         below.nest(fqn)
     guard_parametrizations(unit, modules)
     _skip_runtime_frames()
-    if handle is not None or any(each._buffers for each in modules):  # else it may become a unit again
+    if layouts or any(each._buffers for each in modules):  # else it may become a unit again
         REGISTRY.take(modules)
     for each in modules:
         mark_managed(each)
     for each in spec.parts or (module,):
         announce_sharded(each)
-    REGISTRY.note(unit, [[slot.param for slot in segment] for segment in segments.values()])
-    refuse_earlier_optimizers(unit, segments.values())
+    REGISTRY.note(unit, [[slot.param for slot in segment] for segment in segments])
+    refuse_earlier_optimizers(unit, segments)
     refuse_pieces(unit)
-    note_fused_steps()
+    watch_steps()
     return unit
 
 
-def _stand_ins(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, nn.Parameter]:
+def _stand_ins(contents: Contents) -> dict[torch.Tensor, nn.Parameter]:
     """Returns, for the sharded parameters of other units, parameters of full shape on the meta device."""
-    result: dict[nn.Parameter, nn.Parameter] = {}
-    for fqn, _, param in collect_borrowed(module, ignored):
+    result: dict[torch.Tensor, nn.Parameter] = {}
+    for fqn, _, param in contents.borrowed:
         _, layout, index = REGISTRY.owner(fqn, param)
         buffer = torch.empty(layout.full_numel, dtype=layout.dtype, device="meta")
         result[param] = nn.Parameter(layout.views(buffer)[index], requires_grad=param.requires_grad)
@@ -191,7 +184,7 @@ def _skip_runtime_frames() -> None:
 _Kind = tuple[torch.dtype, bool, bool, SegmentPolicy]
 
 
-def _segments(
+def _by_kind(
     slots: Iterable[ParamSlot], policy_of: Callable[[nn.Parameter], SegmentPolicy]
 ) -> dict[_Kind, list[ParamSlot]]:
     by_kind: dict[_Kind, list[ParamSlot]] = {}

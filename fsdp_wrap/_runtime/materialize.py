@@ -18,18 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import Communicator, all_gather_object
-from fsdp_wrap._core import Ignored, ParamSlot, children_first, joined, own_modules, replace_tensor
+from fsdp_wrap._core import Contents, children_first, joined, replace_tensor
 from fsdp_wrap._core.torch_private import swap_tensor_impl
-
-__all__ = [
-    "MaterializationError",
-    "Values",
-    "broadcast",
-    "check_materializable",
-    "materialize",
-    "move",
-    "own_tensors",
-]
 
 _MESSAGE_BYTES = 32 << 20
 """Most that one message of `broadcast` carries."""
@@ -66,34 +56,22 @@ class Values:
         return self.received or self.param_init_fn is not None or _reset_method(module) is not None
 
 
-def own_tensors(module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored) -> list[_Named]:
-    """Returns a unit's parameters and buffers by name, each once, parameters first."""
-    named: list[_Named] = [(slot.fqn, slot.param) for slot in slots]
-    seen: set[torch.Tensor] = set()
-    for prefix, owner in own_modules(module, ignored.modules):
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer not in seen:
-                seen.add(buffer)
-                named.append((joined(prefix, name), buffer))
-    return named
-
-
-def check_materializable(
-    module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored, values: Values
-) -> None:
+def check_materializable(contents: Contents, values: Values) -> None:
     """Checks that every tensor on the meta device can get values.
 
     Raises:
         ValueError: Naming the first that cannot.
     """
-    holders = _holders(module, ignored)
-    for fqn, tensor in own_tensors(module, slots, ignored):
+    holders: dict[torch.Tensor, list[nn.Module]] = {}
+    for _, module in contents.modules:
+        for tensor in _direct(module).values():
+            holders.setdefault(tensor, []).append(module)
+    for fqn, tensor in contents.tensors():
         if tensor.is_meta and not any(values.can_initialise(holder) for holder in holders[tensor]):
-            holder = type(holders[tensor][0]).__name__
             raise ValueError(
-                f"'{fqn}' is on the meta device and has no values, and {holder}, which holds it, has no "
-                "reset_parameters(); pass param_init_fn, or materialise the module before wrapping it "
-                "(module.to_empty(device=...) and initialise it)"
+                f"'{fqn}' is on the meta device and has no values, and {type(holders[tensor][0]).__name__}, "
+                "which holds it, has no reset_parameters(); pass param_init_fn, or materialise the module "
+                "before wrapping it (module.to_empty(device=...) and initialise it)"
             )
 
 
@@ -111,12 +89,10 @@ def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]
 
 
 def materialize(
-    module: nn.Module,
-    slots: Sequence[ParamSlot],
-    ignored: Ignored,
+    contents: Contents,
     values: Values,
     device: torch.device,
-    stand_ins: Mapping[nn.Parameter, nn.Parameter],
+    stand_ins: Mapping[torch.Tensor, nn.Parameter],
 ) -> None:
     """Gives memory and values to the unit's tensors on the meta device; leaves all others as they are.
 
@@ -124,9 +100,7 @@ def materialize(
     the values that the first of them gives it.
 
     Args:
-        module: The unit's module.
-        slots: Its parameters.
-        ignored: What to leave alone.
+        contents: The unit's.
         values: Where values come from.
         device: Where `reset_parameters` initialises.
         stand_ins: For parameters that other units have sharded, what to show to initialising functions.
@@ -137,15 +111,14 @@ def materialize(
     """
     with torch.inference_mode(False), torch.no_grad():
         if values.received:
-            _allocate((tensor for _, tensor in own_tensors(module, slots, ignored)), device)
+            _allocate((tensor for _, tensor in contents.tensors()), device)
         else:
-            for fqn, owner, initialise in _initialisers(module, ignored, values.param_init_fn, device):
-                _initialise(fqn, owner, initialise, stand_ins)
-    left = [fqn for fqn, tensor in own_tensors(module, slots, ignored) if tensor.is_meta]
+            for fqn, module, initialise in _initialisers(contents, values.param_init_fn, device):
+                _initialise(fqn, module, initialise, stand_ins)
+    left = ", ".join(f"'{fqn}'" for fqn, tensor in contents.tensors() if tensor.is_meta)
     if left:
-        names = ", ".join(f"'{fqn}'" for fqn in left)
         raise MaterializationError(
-            f"still on the meta device after initialisation: {names}; param_init_fn(module) must materialise "
+            f"still on the meta device after initialisation: {left}; param_init_fn(module) must materialise "
             "all that a module holds directly (module.to_empty(device=..., recurse=False)) and initialise it"
         )
 
@@ -207,14 +180,6 @@ def _describe(fqn: str, tensor: torch.Tensor) -> str:
     return f"'{fqn}' ({kind}, shape {tuple(tensor.shape)}, {tensor.dtype})"
 
 
-def _holders(module: nn.Module, ignored: Ignored) -> dict[torch.Tensor, list[nn.Module]]:
-    holders: dict[torch.Tensor, list[nn.Module]] = {}
-    for _, owner in own_modules(module, ignored.modules):
-        for tensor in _direct(owner).values():
-            holders.setdefault(tensor, []).append(owner)
-    return holders
-
-
 def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
     """What a module itself holds."""
     found = {**module._parameters, **module._buffers}
@@ -222,36 +187,30 @@ def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _initialisers(
-    module: nn.Module, ignored: Ignored, function: Callable[[nn.Module], Any] | None, device: torch.device
+    contents: Contents, function: Callable[[nn.Module], Any] | None, device: torch.device
 ) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
     """Yields, by name, the unit's modules that are to be initialised, and how; children come first."""
     touched: set[nn.Module] = set()
-    for fqn, each in children_first(own_modules(module, ignored.modules)):
-        wanted = (tensor for tensor in _direct(each).values() if tensor not in ignored.params)
+    for fqn, module in children_first(contents.modules):
+        wanted = (tensor for tensor in _direct(module).values() if tensor not in contents.ignored.params)
         meta = [tensor for tensor in wanted if tensor.is_meta]
-        reset = _reset_method(each)
-        if function is not None and (meta or not touched.isdisjoint(each.children())):
-            touched.add(each)  # parents as well, which may adjust what their children got
-            yield fqn, each, partial(function, each)
+        reset = _reset_method(module)
+        if function is not None and (meta or not touched.isdisjoint(module.children())):
+            touched.add(module)  # parents as well, which may adjust what their children got
+            yield fqn, module, partial(function, module)
         elif function is None and meta and reset is not None:
-            yield fqn, each, partial(_allocate_and_reset, meta, device, reset)
+            yield fqn, module, partial(_allocate_and_reset, meta, device, reset)
 
 
 def _initialise(
-    fqn: str,
-    module: nn.Module,
-    initialise: Callable[[], Any],
-    stand_ins: Mapping[nn.Parameter, nn.Parameter],
+    fqn: str, module: nn.Module, initialise: Callable[[], Any], stand_ins: Mapping[torch.Tensor, nn.Parameter]
 ) -> None:
     """Initialises what a module holds directly; what had values before keeps them."""
     before = _direct(module)
-    borrowed = {
-        name: tensor
-        for name, tensor in before.items()
-        if isinstance(tensor, nn.Parameter) and tensor in stand_ins
-    }
-    real = (name for name, tensor in before.items() if not tensor.is_meta and name not in borrowed)
-    kept = {name: before[name].clone() for name in real}
+    borrowed = {name: tensor for name, tensor in before.items() if tensor in stand_ins}
+    empty = {tensor for tensor in before.values() if tensor.is_meta}
+    real = (tensor for tensor in before.values() if tensor not in empty and tensor not in stand_ins)
+    kept = [(tensor, tensor.clone()) for tensor in real]
     try:
         for name, param in borrowed.items():
             replace_tensor(module, name, stand_ins[param])
@@ -259,13 +218,6 @@ def _initialise(
     finally:
         for name, param in borrowed.items():
             replace_tensor(module, name, param)
-    _restore_identity(fqn, module, before)
-    for name, value in kept.items():
-        before[name].data = value
-
-
-def _restore_identity(fqn: str, module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Puts the earlier tensors back where others took their place; those on the meta device become these."""
     for name, found in _direct(module).items():
         tensor = before.get(name, found)
         if type(tensor) is not type(found):
@@ -273,10 +225,13 @@ def _restore_identity(fqn: str, module: nn.Module, before: Mapping[str, torch.Te
                 f"initialisation made '{joined(fqn, name)}' a {type(found).__name__}, whose behaviour "
                 f"sharding would lose; it must stay a {type(tensor).__name__}"
             )
-        if tensor is not found:
-            if tensor.is_meta:
+        if tensor is not found:  # the earlier objects stay
+            if tensor in empty:
+                empty.remove(tensor)  # of several names the first counts
                 _become(tensor, found)
             replace_tensor(module, name, tensor)
+    for tensor, value in kept:
+        tensor.data = value
 
 
 def _become(tensor: torch.Tensor, replacement: torch.Tensor) -> None:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fsdp_wrap._core import Ignored, ParamSlot, collect_borrowed, own_modules
+from fsdp_wrap._core import Contents
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 
-__all__ = ["check_tensors"]
 
-
-def check_tensors(
-    module: nn.Module, slots: Iterable[ParamSlot], ignored: Ignored, instead: str | None = None
-) -> None:
+def check_tensors(contents: Contents, instead: str | None = None) -> None:
     """Refuses what sharding would lose, or could not be done with.
 
     Args:
-        module: The module.
-        slots: Its parameters that are to be sharded.
-        ignored: What is left alone.
+        contents: What is to become a unit.
         instead: What to do about optimizers that are applied in backward, where they would train nothing.
 
     Raises:
@@ -31,7 +23,13 @@ def check_tensors(
         ValueError: If a parameter has gradient hooks or, where `instead` is given, such an optimizer; if a
             parameter or buffer has no shape yet.
     """
-    for slot in slots:
+    for fqn, tensor in contents.tensors():
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{fqn}' is an {type(tensor).__name__} of a lazy module and has no shape yet; run one "
+                "forward of the plain model on a batch before sharding it"
+            )
+    for slot in contents.slots:
         for user, _ in slot.places:
             _refuse_scripted(slot.fqn, user)
         _check_param(slot.fqn, slot.param)
@@ -40,15 +38,11 @@ def check_tensors(
                 f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train "
                 f"nothing: sharding puts another tensor in its place; {instead}"
             )
-    for fqn, (user, _), _ in collect_borrowed(module, ignored):
+    for fqn, (user, _), _ in contents.borrowed:
         _refuse_scripted(fqn, user)
-    for prefix, each in own_modules(module, ignored.modules):
-        for name, buffer in each.named_buffers(prefix, recurse=False):
-            _refuse_shapeless(name, buffer)
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:
-    _refuse_shapeless(fqn, param)
     if type(param) is not nn.Parameter:
         raise TypeError(
             f"parameter '{fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
@@ -68,12 +62,4 @@ def _refuse_scripted(fqn: str, module: nn.Module) -> None:
             "a compiled module keeps its parameters as they were and cannot show others; shard the plain "
             "module (torch.compile works on it), or leave this one out by ignored_states (ignored_params of "
             "fully_shard)"
-        )
-
-
-def _refuse_shapeless(fqn: str, tensor: torch.Tensor) -> None:
-    if is_lazy(tensor):
-        raise ValueError(
-            f"'{fqn}' is an {type(tensor).__name__} of a lazy module and has no shape yet; run one forward "
-            "of the plain model on a batch before sharding it"
         )

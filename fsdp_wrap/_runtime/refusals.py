@@ -13,28 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import (
-    NOT_ELEMENTWISE,
-    ChangedBetweenError,
-    ParamSlot,
-    ReplacedError,
-    refuse_in_steps,
-    refuse_pieces_in_steps,
-)
+from fsdp_wrap._core import NOT_ELEMENTWISE, ChangedBetweenError, ParamSlot, ReplacedError, refuse_in_steps
 from fsdp_wrap._params import HandleState, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.unit import Unit, Use
-
-__all__ = [
-    "ParametrizationGuard",
-    "converted",
-    "refuse_changes",
-    "refuse_earlier_optimizers",
-    "refuse_edits",
-    "refuse_graph",
-    "refuse_outdated",
-    "refuse_pieces",
-    "refuse_replaced",
-]
 
 _VERSION = attrgetter("_version")
 
@@ -225,15 +206,14 @@ def refuse_pieces(unit: Unit) -> None:
     if handle is None:
         return
     cut = handle.communicator.size > 1
-    of_whole = tuple(kind for kind in NOT_ELEMENTWISE if kind is not torch.optim.LBFGS)
     found = []
-    for layout in (segment.layout for segment in handle.segments):
+    for layout in handle.layouts:
         # A `FlatParameter` stands for many: the first is named.
-        for fqn, source, places in reversed([*zip(layout.fqns, layout.sources, layout.places)]):
-            whole = source.shape == layout.shapes()[next(iter(places))]
+        for extent, source in reversed([*zip(layout.extents, layout.sources)]):
+            whole = source.shape == extent.shape
             if not isinstance(source, DTensor) and (cut or not whole):
-                found.append((source, NOT_ELEMENTWISE if cut else of_whole, _why(_IN_PIECES, unit, fqn)))
-    refuse_pieces_in_steps(found)
+                found.append((source, _why(_IN_PIECES, unit, extent.fqn)))
+    refuse_in_steps(found, NOT_ELEMENTWISE if cut else (torch.optim.Adafactor,))  # flat, but all is there
 
 
 _LEFT = (

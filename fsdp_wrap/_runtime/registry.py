@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_wrap._core import AlreadyShardedError, Ignored, Place, collect_borrowed, mark_owned, own_modules
+from fsdp_wrap._core import AlreadyShardedError, Contents, Place, mark_owned
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime.unit import Unit
-
-__all__ = ["REGISTRY", "Registry"]
 
 
 class Registry:
@@ -54,7 +53,7 @@ class Registry:
                 if not isinstance(param, DTensor):  # which conversions exchange: no weak references
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
-            for module, _ in segment.layout.shapes():
+            for module, _ in chain.from_iterable(segment.layout.places):
                 self._users.setdefault(module, weakref.WeakSet()).add(unit)
 
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
@@ -74,14 +73,11 @@ class Registry:
             raise ValueError(f"parameter '{fqn}' belonged to a wrapped module that no longer exists")
         return unit, unit.handle.segments[number].layout, index
 
-    def borrow(self, module: nn.Module, ignored: Ignored) -> list[Unit]:
-        """Lets the owners of tied parameters show them in `module` as well; returns the owners."""
-        lenders = {
-            owner: None
-            for _, current in own_modules(module, ignored.modules)
-            for owner in self._users.get(current, ())
-        }
-        for fqn, place, param in list(collect_borrowed(module, ignored)):
+    def borrow(self, contents: Contents) -> list[Unit]:
+        """Lets the owners of tied parameters show them in a unit's modules as well; returns the owners."""
+        users = (self._users.get(module, ()) for _, module in contents.modules)
+        lenders = dict.fromkeys(chain.from_iterable(users))
+        for fqn, place, param in contents.borrowed:
             if not self._shows(place):
                 unit, layout, index = self.owner(fqn, param)
                 layout.add_place(index, place)
@@ -91,7 +87,8 @@ class Registry:
     def _shows(self, place: Place) -> bool:
         """Whether a unit shows a parameter in this place already, as in a module that two units share."""
         handles = [unit.handle for unit in self._users.get(place[0], ()) if unit.handle is not None]
-        return any(place in segment.layout.shapes() for handle in handles for segment in handle.segments)
+        layouts = [layout for handle in handles for layout in handle.layouts]
+        return any(place in places for layout in layouts for places in layout.places)
 
 
 REGISTRY = Registry()

@@ -1,23 +1,103 @@
-"""`SameModel`: lets the ranks compare their units, each before the first collective for it."""
+"""`SameModel`: lets the ranks compare their units, each before the first collective for it.
+
+They compare a few elements of each parameter as well, as those were when the unit was made.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
+from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
-from fsdp_wrap._runtime.initial_values import find_difference
+from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime.unit import Unit
 
-__all__ = ["SameModel", "communicators_of"]
+_SAMPLED = 4  # elements of a parameter
+_SAMPLED_OF_SHARD = 64
+_TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse
 
 _SAME_MODEL = "All ranks must shard the same model"
 _CURE = (
     "what is trained is a mixture of models. Initialise with the same seed on all ranks, pass "
     "sync_module_states=True to the wrapper, or broadcast or load the parameters before sharding"
 )
+
+
+def sample(segments: Iterable[Iterable[nn.Parameter]]) -> list[torch.Tensor]:
+    """Takes a few elements of every parameter, given by segment, while it is whole.
+
+    Returns:
+        Those of every segment, in the order of its parameters; empty ones where they are on the meta device.
+    """
+    return [torch.stack([_elements(param) for param in params]) for params in segments]
+
+
+def _elements(param: nn.Parameter) -> torch.Tensor:
+    if param.is_meta or not param.numel():
+        return torch.full((_SAMPLED,), math.nan, device=param.device)
+    found = _spread(param.detach(), _SAMPLED)
+    real = found.abs() if found.is_complex() else found
+    return nn.functional.pad(real.to(torch.float32), (0, _SAMPLED - real.numel()))
+
+
+def _spread(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Some elements that lie evenly apart."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // number)][:number]
+
+
+class InitialValues:
+    """The values that the parameters of a unit began with, unless others were written since.
+
+    Args:
+        samples: Of the whole parameters.
+        layouts: Of the unit, which hold the same values.
+    """
+
+    def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        self._samples = samples
+        self._written = [layout.written() for layout in layouts]
+        self._shards = [_of_shard(layout).clone() for layout in layouts]
+
+    def lines(self, layouts: Sequence[Layout]) -> list[str]:
+        """Returns a line per parameter: its sampled elements, or nothing where they say nothing.
+
+        Args:
+            layouts: Of the unit, as they are now.
+        """
+        result: list[str] = []
+        for values, layout, written, shard in zip(self._samples, layouts, self._written, self._shards):
+            known = not values.is_meta and layout.written() == written and _is_same(shard, _of_shard(layout))
+            lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)
+            result += lines
+        return result
+
+
+def _of_shard(layout: Layout) -> torch.Tensor:
+    """Elements of a shard: not every way of loading moves a version."""
+    return _spread(layout.flat_param.detach(), _SAMPLED_OF_SHARD)
+
+
+def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
+    same_kind = before.dtype == now.dtype and before.device == now.device
+    return same_kind and (before.is_meta or torch.equal(before, now))
+
+
+def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
+    """Returns the first parameter of which two ranks began with other values; None if there is none."""
+    for index, (one, two) in enumerate(zip(lines, others)):
+        pairs = [*zip(map(float, one.split()), map(float, two.split()))]  # none where one of them is empty
+        known = [pair for pair in pairs if all(map(math.isfinite, pair))]
+        most = max((abs(value) for pair in known for value in pair), default=0.0)
+        if any(abs(a - b) > _TOLERANCE * most for a, b in known):
+            return index
+    return None
 
 
 class SameModel:

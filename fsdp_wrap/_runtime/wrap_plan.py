@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,9 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_wrap._core import joined
-
-__all__ = ["Kwargs", "Targets", "WrapPlan", "describe", "is_container", "plan_wrapping", "warn_of_container"]
+from fsdp_wrap._core import Place, children_first, walk
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]
@@ -44,7 +42,7 @@ class WrapPlan:
     targets: Targets
     owners: dict[nn.Parameter, nn.Module]
     left_to_ancestor: dict[nn.Module, frozenset[nn.Parameter]]
-    _places: dict[nn.Module, list[tuple[nn.Module, str]]] = field(repr=False)
+    _places: dict[nn.Module, list[Place]] = field(repr=False)
 
     def apply(self, make_unit: MakeUnit) -> None:
         """Puts `make_unit(module, kwargs, left_to_ancestor)` in every place that holds a target."""
@@ -93,8 +91,7 @@ def plan_wrapping(
             f"auto_wrap_policy must be a function or a policy object, not {policy!r}; "
             "for a set of module classes use ModuleWrapPolicy"
         )
-    targets = _outside_of_scripts(tree, _with_those_apart(tree, targets, kwargs, *apart))
-    targets = _outside_of_compiled(tree, targets)
+    targets = _where_they_are_called(tree, _with_those_apart(tree, targets, kwargs, *apart))
     _check_arguments(tree, targets, wrapper_cls)
     owners, left = _assign_tied_params(tree, targets)
     return WrapPlan(targets, owners, left, tree.places)
@@ -118,27 +115,16 @@ class _ModuleTree:
         self, root: nn.Module, ignored_modules: Iterable[nn.Module], ignored_params: Iterable[nn.Parameter]
     ) -> None:
         self.root = root
-        self.names: dict[nn.Module, str] = {root: ""}
-        self.order: list[nn.Module] = []
-        self.places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root: []}
-        self._visit(root)
+        self.names = {module: name for name, module in walk(root)}
+        self.order = [module for _, module in children_first(walk(root))]
+        self.places: dict[nn.Module, list[Place]] = {module: [] for module in self.names}
+        for module in self.names:
+            # Not `named_children`: it hides that one child is registered under two names.
+            for name, child in module._modules.items():
+                if child is not None:
+                    self.places[child].append((module, name))
         self.ignored = {inner for module in ignored_modules for inner in module.modules()}
         self.chains = self._enclosing_modules(set(ignored_params))
-        self._enclosed: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in self.order}
-        for param, chain in self.chains.items():
-            for module in chain:
-                self._enclosed[module].append(param)
-
-    def _visit(self, module: nn.Module) -> None:
-        # Not `named_children`: it hides that one child is registered under two names.
-        for name, child in module._modules.items():
-            if child is None:
-                continue
-            self.places.setdefault(child, []).append((module, name))
-            if child not in self.names:
-                self.names[child] = joined(self.names[module], name)
-                self._visit(child)
-        self.order.append(module)
 
     def _enclosing_modules(self, ignored_params: set[nn.Parameter]) -> dict[nn.Parameter, Chain]:
         above: dict[nn.Module, Chain] = {self.root: (self.root,)}
@@ -155,7 +141,8 @@ class _ModuleTree:
 
     def free_numel(self, module: nn.Module, targets: Targets) -> int:
         """Counts the elements that `module` would own as a unit, given the targets below it."""
-        free = (p for p in self._enclosed[module] if targets.keys().isdisjoint(self.chains[p]))
+        chains = ((param, self.chains.get(param, ())) for param in module.parameters())
+        free = (p for p, chain in chains if module in chain and targets.keys().isdisjoint(chain))
         return sum(param.numel() for param in free)
 
     def owner(self, param: nn.Parameter, targets: Targets) -> nn.Module:
@@ -188,22 +175,26 @@ def _refuse_nested_wrapping(tree: _ModuleTree, wrapper_cls: Callable[..., nn.Mod
 
 def _ask_policy_function(tree: _ModuleTree, policy: Callable[..., bool], kwargs: Kwargs) -> Targets:
     targets: Targets = {}
-    seen = {tree.root}
 
-    def visit(module: nn.Module) -> None:
-        if not policy(module=module, recurse=True, nonwrapped_numel=tree.free_numel(module, targets)):
-            return
+    def wants(module: nn.Module, recurse: bool) -> bool:
+        return policy(module=module, recurse=recurse, nonwrapped_numel=tree.free_numel(module, targets))
+
+    for module in _descend(tree, tree.root, {tree.root}, wants):
+        if module is not tree.root and not is_container(module) and wants(module, False):
+            targets[module] = dict(kwargs)
+    return targets
+
+
+def _descend(
+    tree: _ModuleTree, module: nn.Module, seen: set[nn.Module], wants: Callable[[nn.Module, bool], bool]
+) -> Iterator[nn.Module]:
+    """Yields modules, children before parents, of which a policy wants to see the children."""
+    if wants(module, True):
         for child in module.children():
             if child not in seen and child not in tree.ignored:
                 seen.add(child)
-                visit(child)
-        if module is tree.root or is_container(module):
-            return
-        if policy(module=module, recurse=False, nonwrapped_numel=tree.free_numel(module, targets)):
-            targets[module] = dict(kwargs)
-
-    visit(tree.root)
-    return targets
+                yield from _descend(tree, child, seen, wants)
+        yield module
 
 
 def _ask_policy_object(tree: _ModuleTree, policy: torch_wrap._Policy, kwargs: Kwargs) -> Targets:
@@ -248,23 +239,18 @@ def _with_those_apart(
     return result
 
 
-def _outside_of_scripts(tree: _ModuleTree, targets: Targets) -> Targets:
-    """Leaves out what TorchScript modules hold, which call no wrapper that is put there."""
-    inside = {
-        module
-        for module, places in tree.places.items()
-        if any(isinstance(parent, torch.jit.ScriptModule) for parent, _ in places)
-    }
-    return {module: kwargs for module, kwargs in targets.items() if module not in inside}
+def _where_they_are_called(tree: _ModuleTree, targets: Targets) -> Targets:
+    """Leaves out what TorchScript modules hold, and takes compiled modules for those they were made of.
 
-
-def _outside_of_compiled(tree: _ModuleTree, targets: Targets) -> Targets:
-    """Takes compiled modules for those of which they were made: they would call no wrapper put there."""
+    Neither would call a wrapper that is put inside of them.
+    """
     found: Targets = {}
     for module, kwargs in targets.items():
-        compiled = next((parent for parent, name in tree.places[module] if name == _COMPILED), module)
-        if compiled is not tree.root:
-            found[compiled] = kwargs
+        parents = {name: parent for parent, name in tree.places[module]}
+        compiled = parents.get(_COMPILED, module)
+        if not any(isinstance(parent, torch.jit.ScriptModule) for parent, _ in tree.places[module]):
+            if compiled is not tree.root:
+                found[compiled] = kwargs
     return found
 
 

@@ -8,8 +8,16 @@ Must never know: which front-end made a unit, and where a checkpoint lies.
 
 from fsdp_wrap._state.copies import deepcopy_wrapper
 from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handles, summon_full_params
-from fsdp_wrap._state.full_stream import FullParams, iter_full_params, param_aliases, settled_units
-from fsdp_wrap._state.full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
+from fsdp_wrap._state.full_values import (
+    FirstRank,
+    FullParams,
+    is_first_rank,
+    is_sharded,
+    iter_full_params,
+    param_aliases,
+    settled_units,
+    unsharded,
+)
 from fsdp_wrap._state.gradients.clip_grad import GradientNorms
 from fsdp_wrap._state.gradients.hooks import (
     DefaultState,
@@ -21,8 +29,8 @@ from fsdp_wrap._state.gradients.hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
     register_comm_hook,
+    set_gradients_in_place,
 )
-from fsdp_wrap._state.gradients.in_place import set_gradients_in_place
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_load import load_optim_state_dict
@@ -34,73 +42,12 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Originals
+from fsdp_wrap._state.originals import Originals, handles_of, owned_places
 from fsdp_wrap._state.state_dict import (
-    FullLoad,
-    ShardedLoad,
-    add_wrapped_prefix,
     begin_load,
-    clean_keys,
-    default_settings,
-    expand_local,
     resolve_settings,
     take_state_dict,
-    unshard_values,
+    taking,
+    to_load,
     wants_result,
-    with_wrapped_metadata,
 )
-from fsdp_wrap._state.taking import taking
-
-__all__ = [
-    "DefaultState",
-    "FirstRank",
-    "FullLoad",
-    "FullParams",
-    "GradientNorms",
-    "LowPrecisionState",
-    "Originals",
-    "ReadsOnAccess",
-    "ShardedGradScaler",
-    "ShardedLoad",
-    "Targets",
-    "add_wrapped_prefix",
-    "allreduce_hook",
-    "begin_load",
-    "bf16_compress_hook",
-    "clean_keys",
-    "compress",
-    "compression",
-    "deepcopy_wrapper",
-    "default_settings",
-    "expand_local",
-    "fp16_compress_hook",
-    "full_optim_state_dict",
-    "full_units",
-    "handles_of",
-    "is_first_rank",
-    "is_sharded",
-    "is_summoned",
-    "iter_full_optim_state",
-    "iter_full_params",
-    "load_optim_state_dict",
-    "options_of",
-    "param_aliases",
-    "reduce_scatter_hook",
-    "refitted",
-    "refuse_shared",
-    "register_comm_hook",
-    "rekey_optim_state_dict",
-    "resolve_settings",
-    "set_gradients_in_place",
-    "settled_units",
-    "sharded_handles",
-    "saved_options",
-    "sharded_optim_state_dict",
-    "summon_full_params",
-    "take_state_dict",
-    "taking",
-    "unshard_values",
-    "unsharded",
-    "wants_result",
-    "with_wrapped_metadata",
-]

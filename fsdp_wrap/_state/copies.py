@@ -62,7 +62,7 @@ def _refuse_in_use(unit: Unit) -> None:
     schedule = schedule_of(unit)
     schedule.require_idle("copy.deepcopy()")
     schedule.end_failed_backward()
-    refuse_summoned(unit, "copying the wrapped module")
+    refuse_summoned([unit], "copying the wrapped module")
     if unit.handle is not None:
         unit.handle.shown.show_sharded()
 

@@ -12,18 +12,20 @@ from torch import nn
 
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
-from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Segment, Spread
+from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Spread
 from fsdp_wrap._runtime import Unit, units_in
-from fsdp_wrap._state.full_values import FullValue, full_values, handles_of, used_by
 
-__all__ = [
-    "Original",
-    "Originals",
-    "Owned",
-    "owned_names",
-    "owned_places",
-    "piece_of",
-]
+__all__ = ["Original", "Originals", "handles_of", "originals_in", "owned_names", "owned_places", "used_by"]
+
+
+def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
+    """Returns the handles of the units that have one."""
+    return [unit.handle for unit in units if unit.handle is not None]
+
+
+def used_by(units: Iterable[Unit]) -> list[Unit]:
+    """Returns units, before each those from which it borrows."""
+    return list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,31 @@ class Original:
     """One parameter of the unwrapped module.
 
     Attributes:
-        fqn: Name in the unwrapped module; of several, the first in order.
-        order: Position among that module's parameters.
+        fqn: Name in the unwrapped module, of several the first in order; where only units were asked, in its
+            unit.
         interval: What this rank holds of it.
         handle: Owner of its storage; None where no unit owns it.
-        segment: The segment in which it lies.
-        index: Its position in there.
-        places: What shows it.
+        layout: How it lies there.
+        index: Its position in the layout.
+        order: Position among the unwrapped module's parameters, where that was asked.
     """
 
     fqn: str
-    order: int
     interval: Interval
     handle: ParamHandle | None = None
-    segment: Segment | None = None
+    layout: Layout | None = None
     index: int = 0
-    places: tuple[Place, ...] = ()
+    order: int = 0
+
+    @property
+    def key(self) -> object:
+        """Tells it from others, under whichever name."""
+        return id(self.source) if self.layout is None else (self.layout, self.index)
+
+    @property
+    def places(self) -> Iterable[Place]:
+        """What shows it, where a unit owns it."""
+        return () if self.layout is None else self.layout.places[self.index]
 
     @property
     def shape(self) -> torch.Size:
@@ -61,7 +72,7 @@ class Original:
     @property
     def uncut(self) -> bool:
         """Whether the optimizer of every rank holds it alone, whole and in its shape."""
-        return self.source.shape == self.shape and (self.segment is None or not self.segment.layout.sharded)
+        return self.source.shape == self.shape and (self.layout is None or not self.layout.sharded)
 
     @property
     def left_out(self) -> bool:
@@ -70,9 +81,15 @@ class Original:
 
     def piece(self, held: torch.Tensor) -> IntervalTensor:
         """Returns what this rank holds of something of the parameter's shape."""
-        if self.handle is None or self.segment is None:
-            return IntervalTensor(self.shape, self.interval.start, held)
-        return piece_of(self.handle, self.segment.layout, self.interval, held)
+        spread = None
+        if self.handle is not None and self.layout is not None:
+            spread = Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
+        return IntervalTensor(self.shape, self.interval.start, held.reshape(-1), spread=spread)
+
+    def piece_of(self, full: torch.Tensor) -> IntervalTensor:
+        """Cuts this rank's piece, in memory of its own, out of something of the parameter's shape."""
+        part = full.reshape(-1)[self.interval.start : self.interval.stop]
+        return self.piece(part.to(self.source.device, copy=True))
 
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.
@@ -88,12 +105,6 @@ class Original:
                     f"{tuple(self.source.shape)}: only state that is elementwise or without dimensions can "
                     "be sharded; use another optimizer, or NO_SHARD with use_orig_params=True"
                 )
-
-
-def piece_of(handle: ParamHandle, layout: Layout, interval: Interval, held: torch.Tensor) -> IntervalTensor:
-    """Returns what this rank holds of something of an original parameter's shape, which a unit owns."""
-    spread = Spread(handle.held_by, interval.at, layout.shard_numel)
-    return IntervalTensor(interval.shape, interval.start, held, spread=spread)
 
 
 class Originals:
@@ -126,18 +137,6 @@ class Originals:
         shown = {clean_fqn(name): param for name, param in self._module.named_parameters()}
         return {**shown, **{fqn: original.source for fqn, original in self.by_name.items()}}
 
-    def full_values(self) -> dict[str, FullValue]:
-        """Returns the parameters that units own, by name."""
-        of_segment: dict[int, list[FullValue]] = {}
-        found = {}
-        for fqn, original in self.by_name.items():
-            handle, segment = original.handle, original.segment
-            if handle is not None and segment is not None:
-                if id(segment) not in of_segment:
-                    of_segment[id(segment)] = full_values(handle, segment)
-                found[fqn] = replace(of_segment[id(segment)][original.index], key=fqn)
-        return found
-
     def largest_unit_nbytes(self) -> int:
         """Returns the bytes, in full, of the largest unit's parameters, or parameter outside of units."""
         sizes: dict[object, int] = {}
@@ -155,61 +154,39 @@ class Originals:
 
 def _walk(module: nn.Module) -> Iterator[Original]:
     owned = owned_places(units_in(module).values())
-    sources = {id(each.interval.source) for each in owned.values()}
+    sources = {id(each.source) for each in owned.values()}
     seen: set[object] = set()
     for fqn, place, param in named(module, params):
-        own = owned.get(place)
-        if own is None and (param is None or id(param) in sources):
-            continue  # nothing, or a `FlatParameter`
-        key = id(param) if own is None else own.key
-        if key in seen:
-            continue
-        order = len(seen)
-        seen.add(key)
-        if own is not None:
-            places = tuple(own.segment.layout.places[own.index])
-            yield Original(fqn, order, own.interval, own.handle, own.segment, own.index, places)
-        elif param is not None:
-            whole = Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0)
-            yield Original(fqn, order, whole, places=(place,))
+        found = owned.get(place)
+        if found is None and param is not None and id(param) not in sources:  # else it is a `FlatParameter`
+            found = Original(fqn, Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0))
+        if found is not None and found.key not in seen:
+            yield replace(found, fqn=fqn, order=len(seen))
+            seen.add(found.key)
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A parameter that a unit owns.
-
-    Attributes:
-        handle: Owner of its storage.
-        segment: The segment in which it lies.
-        index: Its position in there.
-        interval: What this rank holds of it.
-    """
-
-    handle: ParamHandle
-    segment: Segment
-    index: int
-    interval: Interval
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Tells it from others."""
-        return id(self.segment), self.index
+def originals_in(handle: ParamHandle) -> list[Original]:
+    """Returns what a handle owns, in the order of its layouts."""
+    return [
+        Original(interval.fqn, interval, handle, layout, index)
+        for layout in handle.layouts
+        for index, interval in enumerate(layout.intervals())
+    ]
 
 
-def owned_places(units: Iterable[Unit]) -> dict[Place, Owned]:
+def owned_places(units: Iterable[Unit]) -> dict[Place, Original]:
     """Returns the parameters that units use, own and borrowed ones, by all places that show them."""
     return {
-        place: Owned(handle, segment, index, interval)
+        place: original
         for handle in handles_of(used_by(units))
-        for segment in handle.segments
-        for index, (places, interval) in enumerate(zip(segment.layout.places, segment.layout.intervals()))
-        for place in places
+        for original in originals_in(handle)
+        for place in original.places
     }
 
 
 def owned_names(
     module: nn.Module, units: Iterable[Unit], into: Callable[[nn.Module], bool] | None = None
-) -> Iterator[tuple[str, Owned]]:
+) -> Iterator[tuple[str, Original]]:
     """Yields every clean name, below a module, of the parameters that units use; `into` as for `walk`."""
     owned = owned_places(units)
     for fqn, place, _ in named(module, params, all_names=True, into=into):

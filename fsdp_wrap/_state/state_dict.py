@@ -7,8 +7,10 @@ modules, and with it the users' hooks, finds what it is to contain: full copies,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,11 +32,12 @@ from fsdp_wrap._core import (
     WrongConfigError,
     check_kind,
     clean_fqn,
+    joined,
     own_modules,
     walk,
 )
 from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread
-from fsdp_wrap._runtime import Unit
+from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
     is_summoned,
@@ -44,34 +47,11 @@ from fsdp_wrap._state.full_params import (
     sharded_handles,
     summon,
 )
-from fsdp_wrap._state.full_values import (
-    full_values,
-    handles_of,
-    is_first_rank,
-    is_sharded,
-    offloaded,
-    unsharded,
-    used_by,
-)
+from fsdp_wrap._state.full_values import full_values, is_first_rank, offloaded, stream, unsharded
 from fsdp_wrap._state.load_targets import copies_values
-from fsdp_wrap._state.originals import owned_names, owned_places, piece_of
-from fsdp_wrap._state.streaming import stream
-from fsdp_wrap._state.taking import Taking
+from fsdp_wrap._state.originals import Original, handles_of, originals_in, owned_names, owned_places, used_by
 
-__all__ = [
-    "FullLoad",
-    "ShardedLoad",
-    "add_wrapped_prefix",
-    "begin_load",
-    "clean_keys",
-    "default_settings",
-    "expand_local",
-    "resolve_settings",
-    "take_state_dict",
-    "unshard_values",
-    "wants_result",
-    "with_wrapped_metadata",
-]
+__all__ = ["begin_load", "resolve_settings", "take_state_dict", "taking", "to_load", "wants_result"]
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -80,13 +60,10 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 }
 
 
-def default_settings() -> StateDictSettings:
-    """Returns the settings of a module for which none were chosen."""
-    return resolve_settings(StateDictType.FULL_STATE_DICT, None, None)
-
-
 def resolve_settings(
-    kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
+    kind: StateDictType = StateDictType.FULL_STATE_DICT,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
     """Checks configurations and completes them by their defaults.
 
@@ -96,21 +73,22 @@ def resolve_settings(
     """
     check_kind("state_dict_type", kind, StateDictType, optional=False)
     config_type, optim_type = _CONFIGS[kind]
-    config = config_type() if config is None else config
-    optim_config = optim_type() if optim_config is None else optim_config
-    for name, given, wanted in (
-        ("state_dict_config", config, config_type),
-        ("optim_state_dict_config", optim_config, optim_type),
-    ):
-        if type(given) is not wanted:
-            if type(given).__name__ == wanted.__name__:  # of another package
-                check_kind(name, given, wanted)
-            raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
-        if getattr(given, "_use_dtensor", False):
-            raise ValueError(
-                f"{name} asks for _use_dtensor; leave it out and convert by IntervalTensor.to_dtensor()"
-            )
-    return StateDictSettings(kind, config, optim_config)
+    return StateDictSettings(
+        kind,
+        _completed("state_dict_config", kind, config, config_type),
+        _completed("optim_state_dict_config", kind, optim_config, optim_type),
+    )
+
+
+def _completed(name: str, kind: StateDictType, given: Any, wanted: type) -> Any:
+    given = wanted() if given is None else given
+    if type(given) is not wanted:
+        if type(given).__name__ == wanted.__name__:  # of another package
+            check_kind(name, given, wanted)
+        raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
+    if getattr(given, "_use_dtensor", False):
+        raise ValueError(f"{name} asks for _use_dtensor; leave it out and use IntervalTensor.to_dtensor()")
+    return given
 
 
 # saving
@@ -118,19 +96,104 @@ def resolve_settings(
 
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
-    rank0_only = getattr(config, "rank0_only", False)
-    units = (each.__dict__[UNIT_ATTR] for _, each in walk(module) if UNIT_ATTR in each.__dict__)
-    return not rank0_only or is_first_rank(unit.handle for unit in units if unit.handle)  # asks the first one
+    return not getattr(config, "rank0_only", False) or is_first_rank(module)
+
+
+class Taking:
+    """One call of `state_dict()` with those of the wrappers below it, of which each adds its part.
+
+    What concerns all parts is done once, by the outermost: nested wrappers would each do it for all below.
+
+    Args:
+        destination: To which they add.
+        module: The outermost one.
+        prefix: Of its names.
+        wanted: Whether this rank keeps what it adds.
+    """
+
+    def __init__(self, destination: dict[str, Any], module: nn.Module, prefix: str, wanted: bool) -> None:
+        self.destination, self.wanted = destination, wanted
+        self._module, self._prefix = module, prefix
+        self._last = next(reversed(destination), None)
+        self._aliased: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def note_aliased(self, unit: Unit, to_host: bool) -> None:
+        """Notes a unit's tensors, with which what was added must not share memory in the end.
+
+        These are its buffers, and its parameters, which the user may hold in full now. What it ignores stays
+        that of the model, as in the state dict of a plain module, unless all is copied to the host.
+        """
+        tensors = _tensors(_modules(unit)) if to_host else _taken_tensors(unit)
+        self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
+
+    def separate(self) -> None:
+        """Replaces what was added, and shares memory with the model, by copies."""
+        state_dict = self.destination
+        for key in list(takewhile(lambda key: key != self._last, reversed(state_dict))):
+            value = state_dict[key]
+            if key.startswith(self._prefix) and isinstance(value, torch.Tensor) and not value.is_meta:
+                aliased = self._aliased.get(value.untyped_storage()._cdata)
+                if aliased is not None:
+                    state_dict[key] = offloaded(value, aliased[1])
+
+    def add_metadata(self) -> None:
+        """Adds versions under the names of wrapped modules, for which a plain module above looks."""
+        metadata = self.destination._metadata  # type: ignore[attr-defined]
+        for name, _ in walk(self._module, all_names=True):
+            plain = f"{name}.".replace(f"{WRAPPED_ATTR}.", "")
+            versions = metadata.get(f"{self._prefix}{plain}".rstrip("."))
+            if versions is not None:
+                metadata.setdefault(f"{self._prefix}{name}".rstrip("."), versions)
+
+
+_taking: ContextVar[Taking | None] = ContextVar("fsdp_wrap_taking", default=None)
+
+
+@contextmanager
+def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> Iterator[tuple[Taking, bool]]:
+    """Gives the call of which a wrapper's part is taken now, and whether it has just begun."""
+    outer = _taking.get()
+    if outer is not None and outer.destination is destination:
+        yield outer, False
+        return
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    call = Taking(destination, module, prefix, wanted)
+    token = _taking.set(call)
+    try:
+        yield call, True
+        call.separate()
+        call.add_metadata()
+    finally:
+        _taking.reset(token)
+
+
+def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
+    """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
+    inside = (module.__dict__[UNIT_ATTR] for module in _modules(unit) if UNIT_ATTR in module.__dict__)
+    units: list[Unit] = [unit, *inside]
+    for module, name in owned_places(units):  # as modules show it now
+        shown = module._parameters.get(name, module.__dict__.get(name))
+        if shown is not None:
+            yield shown
+    for held in (held for each in units for held in each.buffers.held):
+        yield from (buffer for buffer in held.values() if buffer is not None)
+
+
+def _modules(unit: Unit) -> Iterator[nn.Module]:
+    """Yields a wrapped module and those below, but not other wrappers and what is below them."""
+    return (each for _, each in walk(_wrapped(unit), into=lambda child: WRAPPED_ATTR not in child._modules))
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        yield from (tensor for tensor in tensors if tensor is not None)
 
 
 def take_state_dict(
-    unit: Unit,
-    settings: StateDictSettings,
-    call: Taking,
-    *,
-    wanted: bool,
-    prefix: str,
-    keep_vars: bool,
+    unit: Unit, settings: StateDictSettings, call: Taking, *, wanted: bool, prefix: str, keep_vars: bool
 ) -> Any:
     """Lets the wrapped module make its state dict while it shows what that is to contain.
 
@@ -145,30 +208,34 @@ def take_state_dict(
     module = _wrapped(unit)
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     if kind is not StateDictType.FULL_STATE_DICT:
-        refuse_summoned(unit, f"taking a state dict of type {kind.name}")
+        refuse_summoned([unit], f"taking a state dict of type {kind.name}")
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
             call.note_aliased(unit, offload)
         with _replaced(unit, settings, wanted, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, call, destination, prefix, offload)
+        _make_local(unit, destination, prefix, offload)
     return destination
 
 
 @contextmanager
 def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: bool) -> Iterator[None]:
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
-    with ExitStack() as stack:
-        for handle in _replaceable(unit):
+    # Copies, as torch's: who keeps them keeps the values of now. Variables are the memory itself; of local
+    # shards copies follow.
+    copied = offload or not (keep_vars or kind is StateDictType.LOCAL_STATE_DICT)
+    handles = _replaceable(unit)
+    try:
+        for handle in handles:
             if kind is StateDictType.FULL_STATE_DICT:
                 _show(handle, _full_copies(handle, offload, wanted))
             else:
-                # Copies, as torch's: who keeps them keeps the values of now. Variables are the memory itself.
-                local = kind is StateDictType.LOCAL_STATE_DICT  # of which copies follow
-                _show(handle, _saved_pieces(handle, offload, offload or not (keep_vars or local)))
-            stack.callback(handle.end_replacement)
+                _show(handle, _saved_pieces(handle, offload, copied))
         yield
+    finally:
+        for handle in handles:
+            handle.end_replacement()
 
 
 def _replaceable(unit: Unit) -> list[ParamHandle]:
@@ -178,35 +245,31 @@ def _replaceable(unit: Unit) -> list[ParamHandle]:
     return sharded_handles([unit])
 
 
-def _show(handle: ParamHandle, values: Iterable[Iterable[torch.Tensor]]) -> None:
-    """Shows other values, given by segment, in the place of sharded parameters."""
+def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
+    """Shows other values in the place of sharded parameters, in the order of `originals_in`."""
+    remaining = iter(values)
     handle.replace(
         [
             [
                 nn.Parameter(value, requires_grad=source.requires_grad)
-                for value, source in zip(of_segment, segment.layout.sources)
+                for source, value in zip(layout.sources, remaining)
             ]
-            for of_segment, segment in zip(values, handle.segments)
+            for layout in handle.layouts
         ]
     )
 
 
-def _full_copies(handle: ParamHandle, offload: bool, wanted: bool) -> list[list[torch.Tensor]]:
-    values = [value for segment in handle.segments for value in full_values(handle, segment)]
+def _full_copies(handle: ParamHandle, offload: bool, wanted: bool) -> Iterator[torch.Tensor]:
+    values = full_values(handle)
     # All at once, and small ones together: the caller keeps everything anyway.
     copies = stream(values, 2 * sum(value.nbytes for value in values), wanted=wanted, to_host=offload)
-    return [[next(copies)[1] for _ in segment.layout.sources] for segment in handle.segments]
+    return (copied for _, copied in copies)
 
 
-def _saved_pieces(handle: ParamHandle, offload: bool, copied: bool) -> Iterator[list[IntervalTensor]]:
-    for layout in (segment.layout for segment in handle.segments):
-        held = [interval.data for interval in layout.intervals()]
-        yield _pieces(handle, layout, [offloaded(each, offload) for each in held] if copied else held)
-
-
-def _pieces(handle: ParamHandle, layout: Layout, held: Iterable[torch.Tensor]) -> list[IntervalTensor]:
-    intervals = layout.intervals()
-    return [piece_of(handle, layout, each, data.reshape(-1)) for each, data in zip(intervals, held)]
+def _saved_pieces(handle: ParamHandle, offload: bool, copied: bool) -> Iterator[IntervalTensor]:
+    for original in originals_in(handle):
+        held = original.interval.data
+        yield original.piece(offloaded(held, offload) if copied else held)
 
 
 def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
@@ -216,14 +279,12 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
-    for place in owned_places([unit]):
-        for name in call.names.get(place, ()):
-            state_dict.pop(name, None)
+def _make_local(unit: Unit, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
+    for name, _ in owned_names(_wrapped(unit), [unit]):
+        state_dict.pop(prefix + name, None)
     for handle in handles_of([unit]):
-        for segment in handle.segments:
-            shard = _shard_copy(segment.layout, offload)
-            state_dict[prefix + segment.layout.name] = _flat_shard(handle, segment.layout, shard)
+        for layout in handle.layouts:
+            state_dict[prefix + layout.name] = _flat_shard(handle, layout, _shard_copy(layout, offload))
 
 
 def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> IntervalTensor:
@@ -242,59 +303,72 @@ def _wrapped(unit: Unit) -> nn.Module:
 # loading
 
 
-class FullLoad:
-    """Full parameters, shown while modules load into them; then each rank takes its part."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit, self._summoned = unit, summon(unit)
-        unit.buffers.hold_original()
-
-    def end(self, keep: bool) -> None:
-        """Shows the sharded parameters again, with what was loaded or as they were."""
-        self._unit.buffers.release()
-        dismiss(self._summoned, writeback=keep)
-
-
-class ShardedLoad:
-    """Copies of the shards, shown as `IntervalTensor`s while modules load into them; nothing is gathered."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        self._staged: list[tuple[ParamHandle, list[torch.Tensor]]] = []
-        for handle in _replaceable(unit):
-            shards = [_shard_copy(segment.layout) for segment in handle.segments]
-            layouts = (segment.layout for segment in handle.segments)
-            _show(handle, (_pieces(handle, each, each.pieces(shard)) for each, shard in zip(layouts, shards)))
-            self._staged.append((handle, shards))
-        unit.buffers.hold_original()
-
-    def end(self, keep: bool) -> None:
-        """Shows the sharded parameters again, with what was loaded or as they were."""
-        self._unit.buffers.release()
-        for handle, shards in self._staged:
-            handle.end_replacement()
-            for segment, shard in zip(handle.segments, shards) if keep else ():
-                segment.layout.read_shard(shard)
-
-
-def begin_load(unit: Unit, kind: StateDictType, in_full: bool) -> FullLoad | ShardedLoad:
-    """Shows what a state dict of a kind is loaded into.
+def begin_load(
+    unit: Unit, kind: StateDictType, state_dict: dict[str, Any], prefix: str, errors: list[str], in_full: bool
+) -> Callable[[bool], None]:
+    """Shows what a unit's part of a state dict is loaded into, and puts it as the modules take it.
 
     Modules that only copy full tensors may as well copy them into what cuts them; others see full parameters.
 
     Args:
         unit: The wrapper's unit.
         kind: Of the state dict.
+        state_dict: By the unwrapped module's names; it is changed.
+        prefix: Of the unit's names.
+        errors: Gets what is wrong with flat shards.
         in_full: Whether a full state dict needs full parameters in any case.
+
+    Returns:
+        What shows the sharded parameters again, with what was loaded, or if it gets False as they were.
 
     Raises:
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
-    if kind is StateDictType.FULL_STATE_DICT:
-        plain = not in_full and not is_summoned(unit) and all(map(copies_values, _shown_in(unit)))
-        return ShardedLoad(unit) if plain else FullLoad(unit)
-    refuse_summoned(unit, f"loading a state dict of type {kind.name}")
-    return ShardedLoad(unit)
+    errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
+    for name, _ in owned_names(_wrapped(unit), [unit], into=lambda child: UNIT_ATTR not in child.__dict__):
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = unsharded(state_dict[prefix + name])
+    wrapped = f"{prefix}{WRAPPED_ATTR}."
+    for key in list(state_dict):
+        if key.startswith(prefix) and not key.startswith(wrapped):
+            state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
+    if kind is not StateDictType.FULL_STATE_DICT:
+        refuse_summoned([unit], f"loading a state dict of type {kind.name}")
+    elif in_full or is_summoned(unit) or not all(map(copies_values, _shown_in(unit))):
+        return _begin_full_load(unit)
+    return _begin_sharded_load(unit)
+
+
+def _begin_full_load(unit: Unit) -> Callable[[bool], None]:
+    """Shows full parameters while modules load into them; then each rank takes its part."""
+    summoned = summon(unit)
+    unit.buffers.hold_original()
+
+    def end(keep: bool) -> None:
+        unit.buffers.release()
+        dismiss(summoned, writeback=keep)
+
+    return end
+
+
+def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
+    """Shows `IntervalTensor`s over copies of the shards while modules load into them; nothing is gathered."""
+    staged: list[tuple[ParamHandle, list[torch.Tensor]]] = []
+    for handle in _replaceable(unit):
+        shards = [_shard_copy(layout) for layout in handle.layouts]
+        cut = (held for layout, shard in zip(handle.layouts, shards) for held in layout.pieces(shard))
+        _show(handle, map(Original.piece, originals_in(handle), cut))
+        staged.append((handle, shards))
+    unit.buffers.hold_original()
+
+    def end(keep: bool) -> None:
+        unit.buffers.release()
+        for handle, shards in staged:
+            handle.end_replacement()
+            for layout, shard in zip(handle.layouts, shards) if keep else ():
+                layout.read_shard(shard)
+
+    return end
 
 
 def _shown_in(unit: Unit) -> Iterable[nn.Module]:
@@ -304,7 +378,24 @@ def _shown_in(unit: Unit) -> Iterable[nn.Module]:
     return (unit.module, *own) if within else unit.module.modules()
 
 
-def expand_local(
+def to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
+    """Returns a copy with pieces in place of flat shards, and versions of modules under the names of now.
+
+    Args:
+        module: The module that is loaded.
+        state_dict: Of it.
+
+    Returns:
+        The copy, and what is wrong with flat shards.
+    """
+    copied: OrderedDict[str, Any] = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", {})
+    names = [name for name, _ in walk(module, all_names=True)]
+    copied._metadata = {name: metadata.get(clean_fqn(name), {}) for name in names}  # type: ignore[attr-defined]
+    return copied, _expand_local(module, units_in(module), copied)
+
+
+def _expand_local(
     module: nn.Module, units: Mapping[str, Unit], state_dict: dict[str, Any], prefix: str = ""
 ) -> list[str]:
     """Replaces, in place, flat shards by the pieces that they consist of.
@@ -319,76 +410,30 @@ def expand_local(
         What is wrong with shards that do not fit; those stay.
     """
     problems: list[str] = []
-    pieces: dict[Layout, list[IntervalTensor]] = {}
-    for fqn, unit in units.items():
-        for handle, layout in ((h, segment.layout) for h in handles_of([unit]) for segment in h.segments):
-            key = f"{prefix}{fqn}.{layout.name}" if fqn else prefix + layout.name
-            if key not in state_dict:
-                continue
-            shard, problem = _own_shard(key, state_dict[key], handle, layout)
-            if shard is None:
-                problems.append(problem)
-                continue
+    pieces: dict[Layout | None, list[torch.Tensor]] = {}
+    for key, handle, layout in _shard_names(units, prefix):
+        if key not in state_dict:
+            continue
+        own = _flat_shard(handle, layout, torch.empty(layout.shard_numel, device="meta"))
+        given = state_dict[key]
+        saved = given if isinstance(given, IntervalTensor) else own.with_piece(torch.as_tensor(given))
+        if (saved.shape, saved.start, saved.stop) == (own.shape, own.start, own.stop):
+            pieces[layout] = layout.pieces(saved.piece)
             del state_dict[key]
-            pieces[layout] = _pieces(handle, layout, layout.pieces(shard))
-    for name, own in owned_names(module, units.values()) if pieces else ():
-        if own.segment.layout in pieces:
-            state_dict[prefix + name] = pieces[own.segment.layout][own.index]
+        else:
+            problems.append(
+                f"size mismatch for {key}: the checkpoint has elements {saved.start} to {saved.stop} of "
+                f"{saved.numel()}, this rank {own.start} to {own.stop} of {own.numel()}. A local state dict "
+                "fits only the ranks and wrapping that it was saved with; save a sharded one"
+            )
+    for name, original in owned_names(module, units.values()) if pieces else ():
+        if original.layout in pieces:
+            state_dict[prefix + name] = original.piece(pieces[original.layout][original.index])
     return problems
 
 
-def _own_shard(key: str, value: Any, handle: ParamHandle, layout: Layout) -> tuple[torch.Tensor | None, str]:
-    """Returns a saved flat shard if it is this rank's of this layout, else what is wrong with it."""
-    own = _flat_shard(handle, layout, torch.empty(layout.shard_numel, device="meta"))
-    as_piece = isinstance(value, IntervalTensor)
-    shape, wanted = getattr(value, "shape", None), own.shape if as_piece else own.piece.shape
-    if shape != wanted:
-        problem = f"has a shard of shape {shape}, this rank's is {tuple(wanted)}"
-    elif as_piece and (value.start, value.stop) != (own.start, own.stop):
-        problem = f"has elements {value.start} to {value.stop}, this rank's are {own.start} to {own.stop}"
-    else:
-        return value.piece if as_piece else value, ""
-    return None, (
-        f"size mismatch for {key}: the checkpoint {problem}. A local state dict fits only the ranks and "
-        "wrapping that it was saved with; save a sharded one"
-    )
-
-
-def unshard_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replaces, in place, torch's own kinds of sharded tensors by full ones, where a unit's modules load."""
-    for name, _ in owned_names(_wrapped(unit), [unit], into=_is_no_unit):
-        if is_sharded(state_dict.get(prefix + name)):
-            state_dict[prefix + name] = unsharded(state_dict[prefix + name])
-
-
-def _is_no_unit(module: nn.Module) -> bool:
-    return UNIT_ATTR not in module.__dict__
-
-
-# names
-
-
-def add_wrapped_prefix(state_dict: dict[str, Any], prefix: str) -> None:
-    """Renames, in place, the clean keys below `prefix` to those of the wrapped module."""
-    wrapped = f"{prefix}{WRAPPED_ATTR}."
-    for key in list(state_dict):
-        if key.startswith(prefix) and not key.startswith(wrapped):
-            state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
-
-
-def with_wrapped_metadata(module: nn.Module, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Returns a copy whose module versions stand under the names that `module` has now."""
-    copied: OrderedDict[str, Any] = OrderedDict(state_dict)
-    metadata = getattr(state_dict, "_metadata", {})
-    names = [name for name, _ in walk(module, all_names=True)]
-    copied._metadata = {name: metadata.get(clean_fqn(name), {}) for name in names}  # type: ignore[attr-defined]
-    return copied
-
-
-def clean_keys(keys: list[str]) -> None:
-    """Removes wrapper prefixes, in place, from names that were added to a list since it was clean."""
-    for index in range(len(keys) - 1, -1, -1):
-        clean = clean_fqn(keys[index])
-        if clean == keys[index]:  # a wrapper further down has cleaned this and all before
-            return
-        keys[index] = clean
+def _shard_names(units: Mapping[str, Unit], prefix: str) -> Iterator[tuple[str, ParamHandle, Layout]]:
+    for fqn, unit in units.items():
+        for handle in handles_of([unit]):
+            for layout in handle.layouts:
+                yield prefix + joined(fqn, layout.name), handle, layout

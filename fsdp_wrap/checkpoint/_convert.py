@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,18 +10,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_wrap._core.torch_private import load_state_dict, unflatten_state_dict
+from fsdp_wrap._core.torch_private import unflatten_state_dict
 from fsdp_wrap.checkpoint._folders import find
-from fsdp_wrap.checkpoint._loading import refuse_damaged
-from fsdp_wrap.checkpoint._manifest import read_metadata
+from fsdp_wrap.checkpoint._loading import verified
+from fsdp_wrap.checkpoint._manifest import entries_of, read_metadata
 from fsdp_wrap.checkpoint._safetensors import write_safetensors
 from fsdp_wrap.checkpoint._saving import Save
-from fsdp_wrap.checkpoint._storage import KnownReader, ValuesPlanner, write_file
-from fsdp_wrap.checkpoint._team import Team, errors_of_all_ranks
+from fsdp_wrap.checkpoint._storage import allocated, read, write_file
+from fsdp_wrap.checkpoint._team import ALONE
 
 __all__ = ["export", "from_torch_file", "to_torch_file"]
-
-_ALONE = Team(None, 0, 1)
 
 
 def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
@@ -47,15 +44,13 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
         raise ValueError(f"{out} exists already: name another file")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
-    folder = find(dir, step)
-    refuse_damaged(folder)
-    metadata = read_metadata(folder)
+    folder, metadata = _opened(dir, step)
     flat = {
-        key: value
+        key: allocated(metadata.state_dict_metadata[key])
         for key, path in metadata.planner_data.items()
         if path[0] in ("model", "optim")
-        for value in [_read(folder, metadata, key)]
     }
+    read(folder, metadata, flat, ALONE)
     write_file(unflatten_state_dict(flat, metadata.planner_data), out)
     return folder
 
@@ -84,7 +79,7 @@ def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
     for group in state.get("optim", {}).get("param_groups", ()):
         if any(isinstance(name, int) for name in group["params"]):
             raise ValueError(f"{file}: optimizer state goes by parameter ids; it must go by names")
-    return Save(dir, step).write(dict(state), _ALONE)
+    return Save(dir, ALONE, dict(state), step).write()
 
 
 def export(dir: Path, out: Path, step: int | None = None, max_shard_bytes: int | str = "5GB") -> list[str]:
@@ -103,31 +98,28 @@ def export(dir: Path, out: Path, step: int | None = None, max_shard_bytes: int |
         DamagedCheckpoint: If the checkpoint is not as it was written.
         ValueError: If there is no such step, or safetensors has no such dtype.
     """
-    folder = find(dir, step)
-    refuse_damaged(folder)
-    metadata = read_metadata(folder)
-    keys = [key for key, path in metadata.planner_data.items() if path[0] == "model"]
-    entries = metadata.state_dict_metadata
-    described = {
-        key.removeprefix("model."): (entry.size, entry.properties.dtype)
-        for key in keys
-        if isinstance(entry := entries[key], TensorStorageMetadata)
+    folder, metadata = _opened(dir, step)
+    every = metadata.state_dict_metadata
+    entries = {
+        key: entry
+        for key in entries_of(metadata, "model")
+        if isinstance(entry := every[key], TensorStorageMetadata)
     }
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in described:
-            yield name, _read(folder, metadata, f"model.{name}")
+        for key, entry in entries.items():
+            flat: dict[str, Any] = {key: allocated(entry)}
+            read(folder, metadata, flat, ALONE)
+            yield key.removeprefix("model."), flat[key]
 
+    described = {
+        key.removeprefix("model."): (entry.size, entry.properties.dtype) for key, entry in entries.items()
+    }
     return write_safetensors(out, described, values(), max_shard_bytes=max_shard_bytes)
 
 
-def _read(folder: Path, metadata: Metadata, key: str) -> Any:
-    """Reads one entry, full."""
-    entry = metadata.state_dict_metadata[key]
-    own = dataclasses.replace(metadata, state_dict_metadata={key: entry})
-    state: dict[str, Any] = {key: None}
-    if isinstance(entry, TensorStorageMetadata):
-        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with errors_of_all_ranks(_ALONE, f"reading {key} in {folder}"):
-        load_state_dict(state, KnownReader(folder, own), no_dist=True, planner=ValuesPlanner(trusted=False))
-    return state[key]
+def _opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
+    """Verifies a step folder, and returns it with what `torch.distributed.checkpoint` knows of it."""
+    folder = find(dir, step)
+    verified(ALONE, folder)
+    return folder, read_metadata(folder)

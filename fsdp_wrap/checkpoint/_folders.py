@@ -8,6 +8,7 @@ saves in a folder: it holds a locked file there, which the next one meets.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import secrets
@@ -17,23 +18,28 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, DamagedCheckpoint, Manifest, sync
+from fsdp_wrap.checkpoint._manifest import (
+    MANIFEST,
+    METADATA,
+    DamagedCheckpoint,
+    Fault,
+    Manifest,
+    listed,
+    sync,
+)
 
 __all__ = [
-    "Begun",
-    "Claim",
-    "begin",
+    "begun",
     "clean_up",
     "complete_before",
     "find",
-    "host",
     "lack_of",
     "latest",
+    "place_of",
     "publish",
-    "remove",
     "shows",
     "step_folder",
     "steps_in",
@@ -74,7 +80,7 @@ def latest(dir: str | Path) -> Path | None:
 
     Complete means: the manifest is intact and all files have their sizes; `load` reads every byte.
     """
-    return next((path for path in steps_in(Path(dir)).values() if lack_of(path) is None), None)
+    return next(_complete_in(Path(dir)), None)
 
 
 def find(path: Path, step: int | None) -> Path:
@@ -90,7 +96,8 @@ def find(path: Path, step: int | None) -> Path:
     steps = steps_in(path)
     if step is not None:
         if step not in steps:
-            raise ValueError(f"there is no step {step} in {path}; it holds {_listed(steps)}")
+            held = f"steps {listed(steps)}" if steps else "no step folder"
+            raise ValueError(f"there is no step {step} in {path}; it holds {held}")
         return steps[step]
     passed: list[str] = []
     for folder in steps.values():
@@ -115,68 +122,78 @@ def sum_of_manifest(folder: Path) -> int | None:
 def complete_before(folder: Path) -> Path | None:
     """Returns the newest complete step folder beside another one and older."""
     name = _STEP.fullmatch(folder.name)
-    steps = steps_in(folder.parent).items() if name else ()
-    return next((path for n, path in steps if name and n < int(name[1]) and lack_of(path) is None), None)
+    return next(_complete_in(folder.parent, int(name[1])), None) if name else None
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A step that is being written.
-
-    Attributes:
-        step: Its number.
-        word: Part of its hidden folder's name, by which ranks know that they see the same one.
-    """
-
-    step: int
-    word: str
-
-    def folder(self, parent: Path) -> Path:
-        """Returns the hidden folder in which it is written."""
-        return parent / f".{_name(self.step)}.{self.word}.partial"
+def _complete_in(parent: Path, before: float = math.inf) -> Iterator[Path]:
+    """Yields the complete step folders in a folder, newest first, that are older than a step."""
+    steps = steps_in(parent).items()
+    return (folder for step, folder in steps if step < before and lack_of(folder) is None)
 
 
-def begin(parent: Path, step: int | None) -> Begun:
-    """Clears up after crashed saves and makes the hidden folder of a step.
+@contextmanager
+def begun(parent: Path, step: int | None) -> Iterator[tuple[int, str]]:
+    """Clears up after crashed saves and makes the hidden folder in which a step is written.
+
+    In the end what is left of that is removed, and others may save.
 
     Args:
-        parent: The folder of steps, which this process has claimed.
+        parent: The folder of steps.
         step: Its number; None for one after the newest.
 
+    Yields:
+        The step's number and the hidden folder's name, by which ranks know that they see the same one.
+
     Raises:
+        RuntimeError: If another run, or another thread, is saving there.
         ValueError: If something that is no checkpoint is in the way.
     """
-    clean_up(parent)
-    if step is None:
-        step = next(iter(steps_in(parent)), 0) + 1
-    final = step_folder(parent, step)
-    if os.path.lexists(final) and not (final / MANIFEST).is_file():  # a link to nowhere, too
-        raise ValueError(f"{final} is in the way and no checkpoint of ours: remove it, or save another step")
-    begun = Begun(step, secrets.token_hex(4))
-    begun.folder(parent).mkdir()
-    return begun
+    parent.mkdir(parents=True, exist_ok=True)
+    with _claimed(parent):
+        _clean_up(parent)
+        if step is None:
+            step = next(iter(steps_in(parent)), 0) + 1
+        final = step_folder(parent, step)
+        if os.path.lexists(final) and not (final / MANIFEST).is_file():  # a link to nowhere, too
+            raise ValueError(
+                f"{final} is in the way and no checkpoint of ours: remove it, or save another step"
+            )
+        written = parent / f".{final.name}.{secrets.token_hex(4)}.partial"
+        written.mkdir()
+        try:
+            yield step, written.name
+        finally:
+            with suppress(OSError):  # then the next save removes it
+                _remove(written)
+
+
+def clean_up(parent: Path) -> None:
+    """Removes what crashed saves have left in a folder of steps, unless another process does so or saves."""
+    with suppress(RuntimeError, OSError), _claimed(parent):
+        _clean_up(parent)
 
 
 def step_folder(parent: Path, step: int) -> Path:
     """Returns the folder of a step, which may not be there."""
-    return parent / _name(step)
+    return parent / f"step_{step:08d}"
 
 
-def shows(parent: Path, folder: Path) -> bool:
-    """Whether a folder that another rank has just made in `parent` is there for this one."""
+def shows(folder: Path) -> bool:
+    """Whether a folder that another rank has just made is there for this one."""
+    parent = folder.parent
     # Listing asks a file server anew.
     return any(parent.is_dir() and os.listdir(parent) and folder.is_dir() for _ in _looks())
 
 
-def unseen_in(folder: Path) -> list[str]:
+def unseen_in(folder: Path) -> list[Fault]:
     """Returns which files of a written step this rank does not see, and what is wrong with them."""
-    lacks: list[str] = []
+    faults: list[Fault] = []
     for _ in _looks():
         os.listdir(folder)
-        lacks = [f"{fault.file} {fault.lack}" for fault in Manifest.read(folder).missing(folder)]
-        if not lacks:
+        faults = Manifest.read(folder).missing(folder)
+        if not faults:
             break
-    return lacks
+    return faults
 
 
 def _looks() -> Iterator[int]:
@@ -186,25 +203,26 @@ def _looks() -> Iterator[int]:
         yield look
 
 
-def publish(parent: Path, begun: Begun, keep_last: int | None) -> None:
+def publish(written: Path, step: int, keep_last: int | None) -> None:
     """Makes a written step visible, then removes older complete steps but the last ones."""
-    step, written = begun.step, begun.folder(parent)
+    parent = written.parent
     final = step_folder(parent, step)
     sync(written)
-    replaced = _hidden(parent, step, "replaced")
+    replaced = _hidden(final, "replaced")
     if final.exists():
         final.rename(replaced)
     written.rename(final)
     sync(parent)
     try:
-        remove(replaced)
+        _remove(replaced)
         if keep_last is not None:
-            _remove_older(parent, step, keep_last - 1)
+            for older in [*_complete_in(parent, step)][keep_last - 1 :]:
+                _remove(older.rename(_hidden(older, "deleted")))
     except OSError as error:  # the new step is there all the same
         warnings.warn(f"an old checkpoint in {parent} could not be removed: {error}", stacklevel=2)
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Removes a folder, or a link to one, if it is there.
 
     Raises:
@@ -222,102 +240,72 @@ def remove(path: Path) -> None:
                 raise
 
 
-def _remove_older(parent: Path, step: int, kept: int) -> None:
-    older = [number for number, path in steps_in(parent).items() if number < step and lack_of(path) is None]
-    for number in older[kept:]:
-        deleted = _hidden(parent, number, "deleted")
-        step_folder(parent, number).rename(deleted)
-        remove(deleted)
-
-
-def clean_up(parent: Path) -> None:
+def _clean_up(parent: Path) -> None:
     """Removes what crashed saves have left in a folder of steps that this process has claimed."""
     for path in list(parent.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden and hidden[2] == "replaced" and not os.path.lexists(parent / hidden[1]):
             path.rename(parent / hidden[1])
         elif hidden:
-            remove(path)
+            _remove(path)
 
 
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
+def _hidden(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{kind}")
 
 
-def _hidden(parent: Path, step: int, kind: str) -> Path:
-    return parent / f".{_name(step)}.{kind}"
+# where, and who
 
 
-def _listed(steps: dict[int, Path]) -> str:
-    numbers = sorted(steps)
-    if not numbers:
-        return "no step folder"
-    few = len(numbers) < 10
-    return f"steps {', '.join(map(str, numbers)) if few else f'{numbers[0]} to {numbers[-1]}'}"
+def place_of(path: Path) -> str:
+    """Says where this rank looks for a folder."""
+    return f"in {path.absolute()} on host {socket.gethostname()}"
 
 
-# the right to save
+@contextmanager
+def _claimed(parent: Path) -> Iterator[None]:
+    """Holds the right to save in a folder; it ends with the process in whatever way, too.
 
-
-def host() -> str:
-    """Returns the name of this host, as messages tell it."""
-    return socket.gethostname()
-
-
-class Claim:
-    """The right to save in a folder; it ends with `release`, or with the process in whatever way."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-
-    @classmethod
-    def take(cls, parent: Path) -> Claim:
-        """Takes it for this process.
-
-        Raises:
-            RuntimeError: If another run, or another thread, is saving there; it names it.
-        """
-        path = parent.resolve() / _CLAIM
-        if path in _held:
-            raise RuntimeError(_refusal(parent, "this very process"))
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                _lock(parent, path, descriptor)
-                if _is_there(path, descriptor):  # and was not removed by its last owner meanwhile
-                    break
-                os.close(descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on host {host()}".encode(), 0)
+    Raises:
+        RuntimeError: If another run, or another thread, is saving there; it names it.
+    """
+    path = parent.resolve() / _CLAIM
+    if path in _held:
+        raise _refusal(parent, "this very process")
+    with _locked(path) as file:
+        os.truncate(file, 0)
+        os.write(file, f"process {os.getpid()} on host {socket.gethostname()}".encode())
         _held.add(path)
-        return cls(path, descriptor)
-
-    def release(self) -> None:
-        """Gives it up."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)  # and with it the lock
-        _held.discard(self._path)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            _held.discard(path)
 
 
-def _lock(parent: Path, path: Path, descriptor: int) -> None:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        owner = path.read_text(errors="replace") if path.exists() else ""
-        raise RuntimeError(_refusal(parent, owner or "another process")) from None
-    except OSError as error:
-        warnings.warn(
-            f"{parent} takes no file locks ({error}): two runs that save there at the same time would not "
-            "notice each other",
-            stacklevel=2,
-        )
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Locks a file, which is made if it is not there, until it is closed."""
+    while True:
+        with path.open("ab", buffering=0) as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                owner = path.read_text(errors="replace") if path.exists() else ""
+                raise _refusal(path.parent, owner or "another process") from None
+            except OSError as error:
+                warnings.warn(
+                    f"{path.parent} takes no file locks ({error}): two runs that save there at the same time "
+                    "would not notice each other",
+                    stacklevel=2,
+                )
+            if _is_there(path, file.fileno()):  # and was not removed by its last owner meanwhile
+                yield file.fileno()
+                return
 
 
-def _refusal(parent: Path, owner: str) -> str:
-    return (
+def _refusal(parent: Path, owner: str) -> RuntimeError:
+    return RuntimeError(
         f"another save is going on in {parent}, by {owner}, and nothing was changed: let one run at a time "
         "save in a folder, each run in its own"
     )

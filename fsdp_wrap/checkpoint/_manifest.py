@@ -1,7 +1,7 @@
 """`manifest.json`: what a step folder must hold to be complete, with a CRC-32 of every byte.
 
-The manifest is all that is ours in a step folder; the rest is as `torch.distributed.checkpoint` writes it. Of
-that, `.metadata` is read without running what it may bring: only what DCP writes there is unpickled.
+The manifest is all that is ours in a step folder. The rest is as `torch.distributed.checkpoint` (DCP) writes
+it. Of that, `.metadata` is read without running what it may bring: only what DCP writes there is unpickled.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import pathlib
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_wrap._core.torch_private import StorageInfo, get_layout
@@ -29,48 +30,24 @@ __all__ = [
     "DamagedCheckpoint",
     "Fault",
     "Manifest",
-    "Piece",
-    "concerned",
+    "durable",
+    "entries_of",
+    "listed",
     "read_metadata",
     "sync",
+    "told",
     "verify",
 ]
 
-MANIFEST = "manifest.json"
+MANIFEST, METADATA = "manifest.json", ".metadata"
 _CHUNK = 2**22
-
-METADATA = ".metadata"
-
-_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
-_ADMITTED: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): get_layout,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    (filesystem.__name__, "_StorageInfo"): StorageInfo,
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    # Where it was written; of another system too, and from newer versions of Python.
-    **{(module, name): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local") for name in _PATHS},
-}
 
 
 class DamagedCheckpoint(RuntimeError):
     """A checkpoint that is not as it was written: files are missing, shorter, or have other bytes."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A range of one file's bytes and their CRC-32."""
 
     file: str
@@ -86,14 +63,12 @@ class Fault:
     Attributes:
         file: Its name in the step folder.
         lack: What is wrong.
-        start: The first byte concerned; with `stop` None the whole file.
-        stop: The byte after the last.
+        span: The bytes concerned; None for the whole file.
     """
 
     file: str
     lack: str
-    start: int = 0
-    stop: int | None = None
+    span: range | None = None
 
 
 @dataclass(frozen=True)
@@ -120,15 +95,13 @@ class Manifest:
             DamagedCheckpoint: If it is missing or not as it was written.
         """
         try:
-            data = (folder / MANIFEST).read_bytes()
+            content = json.loads((folder / MANIFEST).read_bytes())
+            if content.pop("crc") == zlib.crc32(_encoded(content)):
+                return cls(**content)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from None
-        try:
-            content = json.loads(data)
-            if content.pop("crc") == zlib.crc32(_encoded(content)):
-                return cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
         raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")
@@ -137,10 +110,8 @@ class Manifest:
         """Writes it into a step folder, for good."""
         content: dict[str, Any] = asdict(self)
         content["crc"] = zlib.crc32(_encoded(content))
-        with open(folder / MANIFEST, "wb") as file:
+        with durable(folder / MANIFEST) as file:
             file.write(_encoded(content))
-            file.flush()
-            os.fsync(file.fileno())
 
     def size_of(self, name: str) -> int:
         """Returns the bytes of one file."""
@@ -164,41 +135,66 @@ class Manifest:
             return f"cannot be read: {error}"
         return None if found == expected else f"has {found} of {expected} bytes"
 
+    def pieces(self) -> Iterator[Piece]:
+        """Yields all ranges of bytes."""
+        return (Piece(name, *each) for name, ranges in self.files.items() for each in ranges)
+
     def share(self, rank: int, size: int) -> Iterator[Piece]:
         """Yields what one of several ranks verifies: a range of all bytes, cut between pieces."""
-        total, done = self.size, 0
-        for name, ranges in self.files.items():
-            for offset, length, crc in ranges:
-                if done * size // max(total, 1) == rank:
-                    yield Piece(name, offset, length, crc)
-                done += length
+        total, done = max(self.size, 1), 0
+        for piece in self.pieces():
+            if done * size // total == rank:
+                yield piece
+            done += piece.length
+
+    def faults(self, folder: Path, rank: int = 0, size: int = 1) -> list[Fault]:
+        """Looks for all files, and reads the bytes that one of several ranks verifies."""
+        missing = self.missing(folder)
+        gone = {fault.file for fault in missing}
+        return [*missing, *verify(folder, (each for each in self.share(rank, size) if each.file not in gone))]
 
 
 def verify(folder: Path, pieces: Iterable[Piece]) -> Iterator[Fault]:
     """Reads pieces of files and yields those that are not as they were written."""
-    for piece in pieces:
-        stop = piece.offset + piece.length
+    for file, offset, length, crc in pieces:
+        span = range(offset, offset + length)
         try:
-            if _crc(folder / piece.file, piece.offset, piece.length) != piece.crc:
-                yield Fault(
-                    piece.file, f"bytes {piece.offset} to {stop} are not as written", piece.offset, stop
-                )
+            if _crc(folder / file, offset, length) != crc:
+                yield Fault(file, f"bytes {span.start} to {span.stop} are not as written", span)
         except OSError as error:
-            yield Fault(piece.file, f"cannot be read: {error}", piece.offset, stop)
+            yield Fault(file, f"cannot be read: {error}", span)
 
 
-def concerned(folder: Path, faults: Iterable[Fault]) -> Iterator[tuple[Fault, list[str]]]:
-    """Yields faults with the names of what lies there, as far as the metadata still tell."""
-    faults = list(faults)
+def told(folder: Path, faults: Sequence[Fault]) -> list[str]:
+    """Returns a line on each fault, with the names of what lies there, as far as the metadata still tell."""
     lost = any(fault.file == METADATA for fault in faults)
     places = [] if lost else _places(folder)
+    lines = []
     for fault in faults:
         names = (
             name
             for file, start, name in places
-            if file == fault.file and fault.start <= start and (fault.stop is None or start < fault.stop)
+            if file == fault.file and (fault.span is None or start in fault.span)
         )
-        yield fault, list(dict.fromkeys(names))
+        concerned = listed(dict.fromkeys(names))
+        lines.append(f"{fault.file} {fault.lack}" + (f" ({concerned})" if concerned else ""))
+    return lines
+
+
+def listed(names: Iterable[object], most: int = 10) -> str:
+    """Returns names for a message, of many the first ones."""
+    every = [*map(str, names)]
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+@contextmanager
+def durable(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file whose bytes lie on disk in the end."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync(folder: Path) -> None:
@@ -252,6 +248,22 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+_ADMITTED: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): get_layout,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    (StorageInfo.__module__, StorageInfo.__name__): StorageInfo,
+    # Where it was written; of another system too, and from newer versions of Python.
+    **{(module, name): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}
+
+
+def entries_of(found: Metadata, *part: str) -> dict[str, tuple[Any, ...]]:
+    """Returns the paths of a part of the state, such as the model, by the names of its entries."""
+    return {key: path for key, path in found.planner_data.items() if path[: len(part)] == part}
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)
@@ -259,11 +271,13 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class or function that DCP's metadata are made of."""
-        admitted = _ADMITTED.get((module, name))
-        if admitted is not None:
-            return admitted
+        if (module, name) in _ADMITTED:
+            return _ADMITTED[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        found = getattr(metadata, name, None)
+        if module == metadata.__name__ and isinstance(found, type) and found.__module__ == module:
+            return found  # one of its own classes, which only hold values
         raise RuntimeError(
             f"{self._path} asks for {module}.{name}, which torch.distributed.checkpoint does not write "
             "there, and nothing of it was run: do not trust this folder"

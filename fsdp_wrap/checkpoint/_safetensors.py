@@ -11,9 +11,9 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import torch
@@ -22,17 +22,15 @@ from torch import nn
 from fsdp_wrap._core import StateDictType, is_castable
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
-from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     FirstRank,
     FullParams,
     ReadsOnAccess,
     Targets,
-    handles_of,
     param_aliases,
     settled_units,
 )
-from fsdp_wrap.checkpoint._manifest import sync
+from fsdp_wrap.checkpoint._manifest import durable, sync
 
 __all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
 
@@ -95,10 +93,9 @@ def export_safetensors(
         TypeError: If an argument has the wrong type.
         ValueError: If `max_shard_bytes` or `budget` is no positive size, or safetensors has no such dtype.
     """
-    most = _bytes_of(max_shard_bytes)
     params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True)
-    plan = _plan(params.described(), most)
-    first = FirstRank(handles_of(units_in(module).values()))
+    plan = _plan(params.described(), max_shard_bytes)
+    first = FirstRank(module)
     error: str | None = None
     stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)
     if first.is_here:
@@ -133,7 +130,7 @@ def write_safetensors(
         OSError: If a file cannot be written; what was there before is untouched.
         ValueError: If safetensors has no such dtype, or `values` are not as described.
     """
-    plan = _plan(described, _bytes_of(max_shard_bytes))
+    plan = _plan(described, max_shard_bytes)
     _write(Path(directory), plan, iter(values))
     return [file.name for file in plan]
 
@@ -176,9 +173,9 @@ def _bytes_of(size: int | str) -> int:
     return size
 
 
-def _plan(described: Mapping[str, tuple[Sequence[int], torch.dtype]], most: int) -> list[_File]:
-    """Distributes tensors over files in their order."""
-    files = [_File()]
+def _plan(described: Mapping[str, tuple[Sequence[int], torch.dtype]], most: int | str) -> list[_File]:
+    """Distributes tensors over files in their order, each of so many bytes at most."""
+    most, files = _bytes_of(most), [_File()]
     for name, (extents, dtype) in described.items():
         if dtype not in _NAMES:
             raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}; choose another by dtype=")
@@ -196,27 +193,15 @@ def _plan(described: Mapping[str, tuple[Sequence[int], torch.dtype]], most: int)
 def _write(directory: Path, plan: Sequence[_File], values: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Writes all files under other names and then lets them take the place of an earlier export."""
     directory.mkdir(parents=True, exist_ok=True)
-    names = [file.name for file in plan] + [INDEX] * (len(plan) > 1)
-    written = {name: directory / f".{name}.{os.getpid()}.tmp" for name in names}
-    try:
+    with TemporaryDirectory(prefix=".", suffix=".tmp", dir=directory) as name:
+        aside = Path(name)
         for file in plan:
-            with _durable(written[file.name]) as out:
+            with durable(aside / file.name) as out:
                 _write_tensors(out, file, values)
-        if INDEX in written:
-            with _durable(written[INDEX]) as out:
+        if len(plan) > 1:
+            with durable(aside / INDEX) as out:
                 out.write(_index(plan))
-        _install(directory, written)
-    finally:
-        for path in written.values():
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _durable(path: Path) -> Iterator[BinaryIO]:
-    with path.open("wb") as out:
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
+        _install(aside, directory)
 
 
 def _write_tensors(out: BinaryIO, file: _File, values: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -240,15 +225,16 @@ def _index(plan: Sequence[_File]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _install(directory: Path, written: Mapping[str, Path]) -> None:
+def _install(aside: Path, directory: Path) -> None:
     """Lets new files take the place of old ones, so that at no time old and new ones look like one export."""
+    new = sorted(path.name for path in aside.iterdir())  # the index last
     stale = {path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)}
-    if INDEX in written:
+    if INDEX in new:
         (directory / INDEX).unlink(missing_ok=True)
         (directory / SINGLE).unlink(missing_ok=True)  # which readers would prefer to the index
-    for name, path in written.items():  # the index last
-        path.replace(directory / name)
-    for name in (stale | {INDEX}) - set(written):
+    for name in new:
+        (aside / name).replace(directory / name)
+    for name in (stale | {INDEX}) - set(new):
         (directory / name).unlink(missing_ok=True)
     sync(directory)
 
@@ -317,17 +303,6 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
     folder = Path(directory)
     if (folder / SINGLE).exists():
         return _open(folder / SINGLE)
-    weight_map = _read_index(folder)
-    found: dict[str, ReadsOnAccess] = {}
-    for name in dict.fromkeys(weight_map.values()):
-        found |= _open(folder / name)
-    lost = [f"{name} (in {file})" for name, file in weight_map.items() if name not in found]
-    if lost:
-        raise RuntimeError(f"the files in {folder} do not hold what {INDEX} says: {', '.join(lost)}")
-    return {name: found[name] for name in weight_map}
-
-
-def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.exists():
         raise FileNotFoundError(f"neither {SINGLE} nor {INDEX} is in {folder}")
@@ -335,7 +310,13 @@ def _read_index(folder: Path) -> dict[str, str]:
         weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
-    return weight_map
+    found: dict[str, ReadsOnAccess] = {}
+    for name in dict.fromkeys(weight_map.values()):
+        found |= _open(folder / name)
+    lost = [f"{name} (in {file})" for name, file in weight_map.items() if name not in found]
+    if lost:
+        raise RuntimeError(f"the files in {folder} do not hold what {INDEX} says: {', '.join(lost)}")
+    return {name: found[name] for name in weight_map}
 
 
 def _open(path: Path) -> dict[str, ReadsOnAccess]:

@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -21,10 +21,10 @@ from torch import nn
 
 from fsdp_wrap._core.torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
-from fsdp_wrap.checkpoint._folders import Begun, Claim
+from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
 from fsdp_wrap.checkpoint._storage import CheckedWriter, rank_of
-from fsdp_wrap.checkpoint._team import Place, Team, errors_of_all_ranks
+from fsdp_wrap.checkpoint._team import Team
 
 __all__ = ["PendingSave", "Save", "async_save", "save", "wait_for_pending"]
 
@@ -37,12 +37,16 @@ class Save:
 
     Attributes:
         parent: The folder of step folders.
+        team: The ranks that write.
+        state: What this rank has.
         step: Its number; None for one after the newest.
         keep_last: How many complete steps stay, this one included; None for all.
         progress: Whether the first rank shows a bar.
     """
 
     parent: Path
+    team: Team
+    state: dict[str, Any]
     step: int | None = None
     keep_last: int | None = None
     progress: bool = False
@@ -50,39 +54,38 @@ class Save:
     def __post_init__(self) -> None:
         for name, least in (("step", 0), ("keep_last", 1)):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
+            if isinstance(value, bool) or not isinstance(value, int | None):
                 raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
 
-    def write(self, state: dict[str, Any], team: Team) -> Path:
+    def write(self) -> Path:
         """Writes the step folder, on every rank; it appears once all have succeeded, or not at all."""
         try:
             with ExitStack() as held:
-                begun = team.on_first(lambda: self._begin(held))
-                places = self._agreed_places(begun, team)
-                self._write(begun, state, team)
-                team.on_first(lambda: self._publish(begun, places, held))
+                step, hidden = self.team.on_first(
+                    lambda: held.enter_context(folders.begun(self.parent, self.step))
+                )
+                fate = "nothing of it is left, other steps are as they were"
+                doing = f"saving step {step} in {self.parent} ({fate})"
+                written = self.parent / hidden
+                places = self._agreed_places(written)
+                bar = self.progress and self.team.is_first
+                with self.team.in_dcp(doing):
+                    writer = CheckedWriter(written, step, self.team.size, bar)
+                    save_state_dict(self.state, writer, self.team.group, no_dist=self.team.group is None)
+                self.team.on_first(lambda: self._publish(written, step, places, doing, held))
         except BaseException:
-            self._clean_up_for_dead(team)
+            if self.team.first_died():  # of several survivors one does what it would have done
+                folders.clean_up(self.parent)
             raise
-        return folders.step_folder(self.parent, begun.step)
+        return folders.step_folder(self.parent, step)
 
-    def _begin(self, held: ExitStack) -> Begun:
-        """Makes the hidden folder, on the first rank; it goes with what is held, unless it was published."""
-        self.parent.mkdir(parents=True, exist_ok=True)
-        held.callback(Claim.take(self.parent).release)
-        begun = folders.begin(self.parent, self.step)
-        held.callback(_remove_what_is_left, begun.folder(self.parent))
-        return begun
-
-    def _agreed_places(self, begun: Begun, team: Team) -> list[Place]:
+    def _agreed_places(self, written: Path) -> list[str]:
         """Returns where the ranks find the hidden folder; refuses if one does not, before it writes."""
-        own = begun.folder(self.parent)
-        places = team.gather(Place.of(self.parent, folders.shows(self.parent, own)))
-        lost = [f"rank {rank} ({place})" for rank, place in enumerate(places) if not place.is_seen]
+        looks = self.team.gather((place_of(self.parent), folders.shows(written)))
+        places = [place for place, _ in looks]
+        lost = [f"rank {rank} ({place})" for rank, (place, is_seen) in enumerate(looks) if not is_seen]
         if lost:
             raise ValueError(
                 f"all ranks must save in one folder, but what rank 0 ({places[0]}) makes there is not seen "
@@ -90,52 +93,27 @@ class Save:
             )
         return places
 
-    def _write(self, begun: Begun, state: dict[str, Any], team: Team) -> None:
-        writer = CheckedWriter(
-            begun.folder(self.parent), begun.step, team.size, self.progress and team.is_first
-        )
-        with errors_of_all_ranks(team, self._doing(begun)), team.collectives():
-            save_state_dict(state, writer, team.group, no_dist=team.group is None)
-
-    def _publish(self, begun: Begun, places: Sequence[Place], held: ExitStack) -> None:
+    def _publish(self, written: Path, step: int, places: Sequence[str], doing: str, held: ExitStack) -> None:
         """Shows the step, on the first rank, if all that the manifest names has arrived there."""
-        lacks = folders.unseen_in(begun.folder(self.parent))
+        lacks = [
+            f"{fault.file} {fault.lack}, written by rank {writer} ({places[writer]})"
+            for fault in folders.unseen_in(written)
+            for writer in [rank_of(fault.file)]
+        ]
         if lacks:
-            writers = [rank_of(lack.partition(" ")[0]) for lack in lacks]
-            told = "; ".join(
-                f"{lack}, written by rank {rank} ({places[rank]})" for lack, rank in zip(lacks, writers)
-            )
-            raise RuntimeError(f"{self._doing(begun)} failed: rank 0 ({places[0]}) sees that {told}")
-        folders.publish(self.parent, begun, self.keep_last)
+            raise RuntimeError(f"{doing} failed: rank 0 ({places[0]}) sees that {'; '.join(lacks)}")
+        folders.publish(written, step, self.keep_last)
         held.close()  # before the others know: one of them may be the first of the next save
-
-    def _doing(self, begun: Begun) -> str:
-        return (
-            f"saving step {begun.step} in {self.parent} (nothing of it is left, other steps are as they were)"
-        )
-
-    def _clean_up_for_dead(self, team: Team) -> None:
-        """Removes what a first rank that has died was writing; of several survivors one does."""
-        if team.is_first or not team.first_died():
-            return
-        with suppress(RuntimeError, OSError), ExitStack() as held:  # another one does, or the next save will
-            held.callback(Claim.take(self.parent).release)
-            folders.clean_up(self.parent)
-
-
-def _remove_what_is_left(folder: Path) -> None:
-    with suppress(OSError):  # then the next save removes it
-        folders.remove(folder)
 
 
 class PendingSave:
     """A save that goes on in the background."""
 
-    def __init__(self, to_do: Save, state: dict[str, Any], team: Team) -> None:
+    def __init__(self, to_do: Save) -> None:
         self._future: Future[Path] = Future()
         self._told = False
         # No daemon: a program that ends waits for it.
-        Thread(target=self._run, args=(to_do, state, team), name="fsdp_wrap.checkpoint").start()
+        Thread(target=self._run, args=(to_do,), name="fsdp_wrap.checkpoint").start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -153,14 +131,17 @@ class PendingSave:
         return self._future.result()
 
     def raise_untold(self) -> None:
-        """Waits for its end and raises its error, unless `result` has."""
-        self._future.exception()
+        """Raises the error of a save that has ended, unless `result` has."""
         if not self._told:
             self.result()
 
-    def _run(self, to_do: Save, state: dict[str, Any], team: Team) -> None:
+    def wait(self) -> None:
+        """Waits for its end."""
+        self._future.exception()
+
+    def _run(self, to_do: Save) -> None:
         try:
-            self._future.set_result(to_do.write(state, team))
+            self._future.set_result(to_do.write())
         except BaseException as error:
             _log.error("a checkpoint could not be saved in the background: %s", error)
             self._future.set_exception(error)
@@ -179,15 +160,11 @@ Torch holds a group until it is destroyed; one that we held would keep threads f
 
 def wait_for_pending(raise_error: bool = True) -> None:
     """Waits for the save in the background, and may raise its error, if nobody has seen it."""
-    while _pending:
-        try:
-            _pending[0].raise_untold()
-        except Exception:
-            if raise_error:
-                _pending.clear()
-                raise
-            return
-        _pending.clear()
+    for pending in tuple(_pending):
+        pending.wait()
+        if raise_error:
+            _pending.clear()
+            pending.raise_untold()
 
 
 def save(
@@ -231,13 +208,12 @@ def save(
             run is saving there. Also if an earlier background save failed and nobody has asked for its
             result.
     """
-    team, to_do, state = _agreed(
-        "checkpoint.save",
-        process_group,
-        lambda: Save(Path(dir).absolute(), step, keep_last, progress),
-        lambda team: Subject(model, optim, extra).taken(team),
-    )
-    return to_do.write(state, team)
+
+    def plan(team: Team) -> Save:
+        state = Subject(model, optim, extra).taken(team)
+        return Save(Path(dir).absolute(), team, state, step, keep_last, progress)
+
+    return _agreed("checkpoint.save", process_group, plan).write()
 
 
 def async_save(
@@ -275,32 +251,27 @@ def async_save(
         ValueError: As `save`; what is found out later is raised by the result.
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
     """
-    team, to_do, state = _agreed(
-        "checkpoint.async_save",
-        process_group,
-        lambda: Save(Path(dir).absolute(), step, keep_last, progress),  # the process may go elsewhere
-        lambda team: staged(Subject(model, optim, extra).taken(team)),
-    )
-    pending = PendingSave(to_do, state, _in_background(team))
+
+    def plan(team: Team) -> Save:
+        state = staged(Subject(model, optim, extra).taken(team))
+        return Save(Path(dir).absolute(), team, state, step, keep_last, progress)
+
+    to_do = _agreed("checkpoint.async_save", process_group, plan)
+    pending = PendingSave(replace(to_do, team=_in_background(to_do.team)))
     _pending.append(pending)
     return pending
 
 
-def _agreed(
-    doing: str,
-    process_group: dist.ProcessGroup | None,
-    save: Callable[[], Save],
-    take: Callable[[Team], dict[str, Any]],
-) -> tuple[Team, Save, dict[str, Any]]:
-    """Waits for an earlier save and plans one, of one step on all ranks; returns who writes what."""
+def _agreed(doing: str, process_group: dist.ProcessGroup | None, plan: Callable[[Team], Save]) -> Save:
+    """Waits for an earlier save and plans one, of one step on all ranks."""
     wait_for_pending()
     team = Team.of(process_group, doing)
-    to_do, state = team.together(lambda: (save(), take(team)))
+    to_do = team.together(lambda: plan(team))
     steps = team.gather(to_do.step)
     if len(set(steps)) > 1:
         told = ", ".join(f"{step} on rank {rank}" for rank, step in enumerate(steps))
         raise ValueError(f"all ranks must save the same step; step is {told}")
-    return team, to_do, state
+    return to_do
 
 
 def _in_background(team: Team) -> Team:
@@ -310,8 +281,7 @@ def _in_background(team: Team) -> Team:
     known = _background_groups.get(team.group)
     group = known() if known is not None else None
     if group is None:
-        ranks = dist.get_process_group_ranks(team.group)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        made = dist.new_group(team.ranks, backend="gloo", use_local_synchronization=True)
         group = cast(dist.ProcessGroup, made)  # this rank is one of them
         _background_groups[team.group] = weakref.ref(group)
     return replace(team, group=group)

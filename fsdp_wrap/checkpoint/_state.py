@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, original_class
-from fsdp_wrap._core.torch_private import NormBase
+from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     handles_of,
@@ -114,10 +114,10 @@ class Subject:
 
         with ExitStack() as undo:
             for optimizer in optimizers:
-                undo.callback(_Kept(optimizer).put_back)
+                undo.callback(_kept(optimizer))
             team.together(load_optimizers)
             if any(team.gather(may_refuse(self.model))):  # what modules only copy cannot fail any more
-                undo.callback(_KeptTensors(self.model_state()).put_back)
+                undo.callback(_kept_tensors(self.model_state()))
             team.together(load_model)
             undo.pop_all()
 
@@ -178,13 +178,11 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
 
 def staged(state: Any) -> Any:
     """Returns a copy in host memory that later training does not change."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: staged(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)) and type(state) in (list, tuple):
-        return type(state)(map(staged, state))
-    return copy.deepcopy(state)
+    return pytree.tree_map(_copied, state)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 # extras and random states
@@ -274,53 +272,48 @@ def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator
 # what a load that fails leaves as it was
 
 
-class _Kept:
-    """An optimizer's state and groups as they are, by reference: loading replaces them."""
+def _kept(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Returns what gives an optimizer back its state and groups of now; loading replaces them."""
+    inner: Any = optimizer
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
+        inner = inner.optimizer
+    state, entries = inner.state, {param: dict(entry) for param, entry in inner.state.items()}
+    groups = [dict(group) for group in inner.param_groups]
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        inner: Any = optimizer
-        while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
-            inner = inner.optimizer
-        self._optimizer, self._state = inner, inner.state
-        self._entries = {param: dict(entry) for param, entry in self._state.items()}
-        self._groups = [dict(group) for group in inner.param_groups]
-
-    def put_back(self) -> None:
-        """Gives the optimizer what it had."""
-        self._state.clear()
-        self._state.update(self._entries)
-        self._optimizer.state = self._state
-        for group, before in zip(self._optimizer.param_groups, self._groups):
+    def put_back() -> None:
+        state.clear()
+        state.update(entries)
+        inner.state = state
+        for group, before in zip(inner.param_groups, groups):
             group.clear()
             group.update(before)
 
+    return put_back
 
-class _KeptTensors:
-    """A copy, in host memory, of a model's tensors."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        self._copies = staged(self._tensors)
+def _kept_tensors(state: Mapping[str, Any]) -> Callable[[], None]:
+    """Returns what gives a model back its tensors of now, past what modules do when they load."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    copies = staged(tensors)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Writes it into the model, past what modules do when they load."""
-        for name, tensor in self._tensors.items():
-            tensor.detach().copy_(self._copies[name])
+    def put_back() -> None:
+        for name, tensor in tensors.items():
+            tensor.detach().copy_(copies[name])
+
+    return put_back
 
 
 def may_refuse(model: nn.Module) -> bool:
     """Whether some module takes its values in a way of its own, which may fail half-way."""
-    return any(map(_loads_its_own_way, model.modules()))
+    return any(_loads_its_own_way(each) for each in model.modules() if WRAPPED_ATTR not in each._modules)
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
-    if WRAPPED_ATTR in module._modules:
-        return False
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     makers = [getattr(hook, "hook", hook) for hook in hooks]
     users = [maker for maker in makers if not str(getattr(maker, "__module__", "")).startswith("torch.")]
-    plain = (nn.Module._load_from_state_dict, NormBase._load_from_state_dict)
     own_class = original_class(module)
-    own_way = own_class._load_from_state_dict not in plain
-    return own_way or bool(users) or own_class.set_extra_state is not nn.Module.set_extra_state
+    plain = (nn.Module._load_from_state_dict, NormBase._load_from_state_dict)
+    takes_extra = own_class.set_extra_state is not nn.Module.set_extra_state
+    return bool(users) or takes_extra or own_class._load_from_state_dict not in plain

@@ -13,24 +13,25 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import __version__
-from fsdp_wrap._core.torch_private import StorageWriterTransforms
+from fsdp_wrap._core.torch_private import StorageWriterTransforms, load_state_dict
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
+from fsdp_wrap.checkpoint._team import Team
 
-__all__ = ["CheckedWriter", "KnownReader", "ValuesPlanner", "packed", "rank_of", "unpacked", "write_file"]
+__all__ = ["CheckedWriter", "allocated", "packed", "rank_of", "read", "unpacked", "write_file"]
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -64,10 +65,10 @@ class CheckedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; the results bring their checksums."""
         total = sum(map(_payload, plan.items))
-        with tqdm(
-            total=total, desc="checkpoint", unit="B", unit_scale=True, disable=not self._progress
-        ) as bar:
-            self.transforms = sums = _Sums(self._folder, bar.update)
+        hidden = not self._progress
+        with tqdm(total=total, desc="checkpoint", unit="B", unit_scale=True, disable=hidden) as bar:
+            # What is written beside the tensors does not count.
+            self.transforms = sums = _Sums(self._folder, lambda size: bar.update(min(size, total - bar.n)))
             with _failures_of(sums.streams.values()):
                 results = super().write_data(plan, planner).value()
         checked: Future[list[WriteResult]] = Future()
@@ -76,10 +77,7 @@ class CheckedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the metadata, as plain readers know it, and the manifest."""
-        plain = [
-            [WriteResult(r.index, r.size_in_bytes, r.storage_data) for r in of_rank] for of_rank in results
-        ]
-        super().finish(metadata, plain)
+        super().finish(metadata, results)
         files: dict[str, list[list[int]]] = {}
         for result in (cast(_Checked, result) for of_rank in results for result in of_rank):
             place = result.storage_data
@@ -107,8 +105,7 @@ class _Sums(StorageWriterTransforms):
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
         """Returns the stream for one item, which tells readers of no transformation."""
-        size = _payload(write_item)
-        stream = _SummedStream(raw_stream, self._folder, lambda: self._count(size))
+        stream = _SummedStream(raw_stream, self._folder, self._count)
         self.streams[write_item.index] = stream
         return cast("IO[bytes]", stream), []
 
@@ -119,10 +116,10 @@ class _Sums(StorageWriterTransforms):
 
 
 class _SummedStream(io.IOBase):
-    """Passes bytes on to a stream, which stays open; tells when it is closed itself."""
+    """Passes bytes on to a stream, which stays open; counts them and sums them up."""
 
-    def __init__(self, raw: Any, path: Path, tell: Callable[[], object] = lambda: None) -> None:
-        self._raw, self._path, self._tell = raw, path, tell
+    def __init__(self, raw: Any, path: Path, count: Callable[[int], object] = lambda size: None) -> None:
+        self._raw, self._path, self._count = raw, path, count
         self.crc = 0
         self.failure: OSError | None = None
 
@@ -130,16 +127,12 @@ class _SummedStream(io.IOBase):
         """Writes bytes."""
         self.crc = zlib.crc32(data, self.crc)
         try:
-            return int(self._raw.write(data))
+            written = int(self._raw.write(data))
         except OSError as error:
             self.failure = OSError(error.errno, error.strerror or str(error), str(self._path))
             raise
-
-    def close(self) -> None:
-        """Ends the item."""
-        if not self.closed:
-            self._tell()
-        super().close()
+        self._count(written)
+        return written
 
 
 @contextmanager
@@ -186,7 +179,38 @@ def _payload(item: WriteItem) -> int:
 # reading
 
 
-class KnownReader(FileSystemReader):
+def read(
+    folder: Path, metadata: Metadata, flat: dict[str, Any], team: Team, *, trusted: bool = False
+) -> None:
+    """Reads entries of a step folder, on all ranks; tensors are read into, all else is replaced.
+
+    Args:
+        folder: The step's.
+        metadata: What DCP knows of it.
+        flat: By names of the metadata: as `allocated` makes them.
+        team: The ranks that read.
+        trusted: Whether what is pickled may be anything.
+
+    Raises:
+        RuntimeError: On all ranks, if one could not read something, or should not.
+    """
+    entries = {key: metadata.state_dict_metadata[key] for key in flat}  # for the rest DCP would look
+    reader = _KnownReader(folder, replace(metadata, state_dict_metadata=entries))
+    with team.in_dcp(f"reading {folder}"):
+        load_state_dict(flat, reader, team.group, no_dist=team.group is None, planner=_ValuesPlanner(trusted))
+
+
+def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
+    """Returns memory to read an entry into, cut like what has its shape; None for what is pickled."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    dtype = entry.properties.dtype
+    if isinstance(like, torch.Tensor) and like.shape == entry.size and like.dim() > 0:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+class _KnownReader(FileSystemReader):
     """Reads a checkpoint whose metadata were read already."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -198,7 +222,7 @@ class KnownReader(FileSystemReader):
         return self._metadata
 
 
-class ValuesPlanner(DefaultLoadPlanner):
+class _ValuesPlanner(DefaultLoadPlanner):
     """Reads what is pickled as `unpacked` does."""
 
     def __init__(self, trusted: bool) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,36 +13,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_wrap._comm import Watch, positions_of
-from fsdp_wrap.checkpoint._folders import host
+from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, listed
 
-__all__ = ["Place", "Team", "errors_of_all_ranks"]
+__all__ = ["ALONE", "Team"]
 
 T = TypeVar("T")
-Told = tuple[str, str]
-"""An error as it travels: what to raise, and the text. Exceptions themselves may not be picklable."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank looks for a folder.
-
-    Attributes:
-        host: On which it runs.
-        path: The folder's, absolute.
-        is_seen: Whether what was to be there is.
-    """
-
-    host: str
-    path: str
-    is_seen: bool
-
-    @classmethod
-    def of(cls, path: Path, is_seen: bool) -> Place:
-        """Returns that of this rank."""
-        return cls(host(), str(path.absolute()), is_seen)
-
-    def __str__(self) -> str:
-        return f"in {self.path} on host {self.host}"
 
 
 @dataclass(frozen=True)
@@ -58,9 +32,9 @@ class Team:
         watch: Knows which ranks have died.
     """
 
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
     doing: str = ""
     watch: Watch | None = None
 
@@ -68,7 +42,7 @@ class Team:
     def of(cls, group: dist.ProcessGroup | None, doing: str) -> Team:
         """Returns the team of a group, the default group's if None."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(None, 0, 1)
+            return ALONE
         group = group or dist.group.WORLD
         rank = dist.get_rank(group)
         if group is None or rank < 0:
@@ -91,17 +65,52 @@ class Team:
         """Whether this rank names, renames and deletes for all."""
         return self.rank == 0
 
+    def first_died(self) -> bool:
+        """Whether another rank is the first, and is known to have died."""
+        return not self.is_first and self.watch is not None and self.ranks[0] in self.watch.dead()
+
     def gather(self, value: T) -> list[T]:
         """Returns every rank's value, in the order of ranks."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.collectives():
+        with self._collectives():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def on_first(self, decide: Callable[[], T]) -> T:
+        """Lets the first rank decide; all get its result or raise its error."""
+        value, cause = _outcome(decide) if self.is_first else (None, None)
+        answer: list[Any] = [value, cause and _portable(cause)]
+        if self.group is not None:
+            with self._collectives():
+                dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group)
+        if answer[1] is not None:
+            raise answer[1] from cause
+        return answer[0]  # type: ignore[no-any-return]
+
+    def together(self, do: Callable[[], T]) -> T:
+        """Does something on every rank and returns this rank's result; if any rank fails, all raise."""
+        value, cause = _outcome(do)
+        errors = self.gather(cause and _portable(cause))
+        failures = {rank: error for rank, error in enumerate(errors) if error is not None}
+        if failures:
+            raise _combined(failures, self.size) from cause
+        return value  # type: ignore[return-value]
+
     @contextmanager
-    def collectives(self) -> Iterator[None]:
+    def in_dcp(self, doing: str) -> Iterator[None]:
+        """Turns what `torch.distributed.checkpoint` raises on all ranks into an ordinary error."""
+        try:
+            with self._collectives():
+                yield
+        except CheckpointException as error:
+            own, _ = error.failures.get(self.rank, (None, None))
+            failures = {rank: _portable(each) for rank, (each, _) in error.failures.items()}
+            raise RuntimeError(f"{doing} failed: {_combined(failures, 0)}") from own
+
+    @contextmanager
+    def _collectives(self) -> Iterator[None]:
         """Names the ranks that have died, if collectives fail for it, and where all stood."""
         try:
             yield
@@ -113,29 +122,9 @@ class Team:
             cause = f"{dead} died" if dead else "ranks could not communicate"
             raise RuntimeError(f"{self.doing} failed, since {cause}: {failure}") from error
 
-    def first_died(self) -> bool:
-        """Whether the first rank is known to have died."""
-        return self.watch is not None and self.ranks[0] in self.watch.dead()
 
-    def on_first(self, decide: Callable[[], T]) -> T:
-        """Lets the first rank decide; all get its result or raise its error."""
-        value, cause = _outcome(decide) if self.is_first else (None, None)
-        answer: list[Any] = [value, None if cause is None else _told(cause)]
-        if self.group is not None:
-            with self.collectives():
-                dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group)
-        if answer[1] is not None:
-            raise _rebuilt(*answer[1]) from cause
-        return answer[0]  # type: ignore[no-any-return]
-
-    def together(self, do: Callable[[], T]) -> T:
-        """Does something on every rank and returns this rank's result; if any rank fails, all raise."""
-        value, cause = _outcome(do)
-        told = self.gather(None if cause is None else _told(cause))
-        failures = {rank: each for rank, each in enumerate(told) if each is not None}
-        if failures:
-            raise _combined(failures, self.size) from cause
-        return value  # type: ignore[return-value]
+ALONE = Team()
+"""This process alone."""
 
 
 def _outcome(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -145,42 +134,23 @@ def _outcome(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-@contextmanager
-def errors_of_all_ranks(team: Team, doing: str) -> Iterator[None]:
-    """Turns what `torch.distributed.checkpoint` raises on all ranks into an ordinary error."""
-    try:
-        yield
-    except CheckpointException as error:
-        failures = {rank: _told(each) for rank, (each, _) in error.failures.items()}
-        raise RuntimeError(f"{doing} failed: {_combined(failures, 0)}") from error.failures.get(
-            team.rank, (None,)
-        )[0]
-
-
-def _told(error: BaseException) -> Told:
+def _portable(error: BaseException) -> Exception:
+    """Returns an error that says the same, and that other ranks can unpickle."""
+    for kind in (DamagedCheckpoint, ValueError, TypeError):
+        if isinstance(error, kind):
+            return kind(str(error))
     name = type(error).__name__
-    if isinstance(error, (ValueError, TypeError)):
-        return ("TypeError" if isinstance(error, TypeError) else "ValueError"), str(error)
-    return "RuntimeError", str(error) if type(error) is RuntimeError else f"{name}: {error}"
+    return RuntimeError(str(error) if type(error) is RuntimeError else f"{name}: {error}")
 
 
-def _rebuilt(kind: str, text: str) -> Exception:
-    kinds: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
-    return kinds.get(kind, RuntimeError)(text)
-
-
-def _combined(failures: Mapping[int, Told], size: int) -> Exception:
+def _combined(failures: Mapping[int, Exception], size: int) -> Exception:
     """Returns one error for all; texts that not all ranks have get their ranks' numbers."""
     ranks: dict[str, list[int]] = {}
-    for rank, (_, text) in failures.items():
-        ranks.setdefault(text, []).append(rank)
+    for rank, error in failures.items():
+        ranks.setdefault(str(error), []).append(rank)
     lines = [
-        text if len(of) == size else f"{'rank' if len(of) == 1 else 'ranks'} {_listed(of)}: {text}"
+        text if len(of) == size else f"{'rank' if len(of) == 1 else 'ranks'} {listed(of)}: {text}"
         for text, of in ranks.items()
     ]
-    kinds = {kind for kind, _ in failures.values()}
-    return _rebuilt(kinds.pop() if len(kinds) == 1 else "RuntimeError", "; ".join(lines))
-
-
-def _listed(ranks: list[int], most: int = 8) -> str:
-    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    kinds = {type(error) for error in failures.values()}
+    return (kinds.pop() if len(kinds) == 1 else RuntimeError)("; ".join(lines))

@@ -8,7 +8,6 @@ Importing this file gives `fully_shard`, which knows nothing of it, torch's way 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from operator import attrgetter
@@ -16,12 +15,11 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import HandleState, ParamHandle, Segment
+from fsdp_wrap._params import HandleState, Segment
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.fully_shard import fully_shard
@@ -46,6 +44,7 @@ class _Told:
     """
 
     torchs: ClassVar[type]
+    unit: Unit
 
     def __init__(self, unit: Unit, *others: Any) -> None:
         self.__dict__.update(unit=unit, key=(unit, *others))
@@ -103,7 +102,6 @@ class UnitState(_Told):
     """A unit as torch's `FSDPState`."""
 
     torchs = torchs.FSDPState
-    unit: Unit
 
     _auto_reshard_after_forward = _option("keeps_as_root", "Whether it keeps its parameters as the root.")
 
@@ -132,7 +130,6 @@ class TreeState(_Told):
     """The units of one root as torch's `FSDPStateContext`."""
 
     torchs = torchs.FSDPStateContext
-    unit: Unit
 
     all_states = property(
         lambda self: [UnitState(unit) for unit in dict.fromkeys(units_in(self.unit.module).values())]
@@ -143,17 +140,13 @@ class UnitGroup(_Told):
     """A unit's parameters as torch's `FSDPParamGroup`."""
 
     torchs = torchs.FSDPParamGroup
-    unit: Unit
 
     reshard_after_backward = _option("reshards_after_backward", "Whether it reshards after backward.")
     unshard_in_backward = _option("unshards_in_backward", "Whether backward gathers its parameters.")
     reduce_grads = _option("syncs", "Whether gradients are reduced.")
     all_reduce_grads = _option("sums_over_replicas", "Whether they are summed over the replicas as well.")
 
-    @property
-    def _handle(self) -> ParamHandle:
-        assert self.unit.handle is not None  # no group is made of a unit without
-        return self.unit.handle
+    _handle = property(attrgetter("unit.handle"))  # no group is made of a unit without
 
     @property
     def fsdp_params(self) -> list[UnitParam]:
@@ -168,7 +161,7 @@ class UnitGroup(_Told):
 
     @property
     def mesh_info(self) -> Any:
-        mesh = _sharded(self._handle.segments[0], 0).device_mesh
+        mesh = self._handle.segments[0].layout.sources[0].device_mesh
         if mesh.ndim == 1:
             return torchs.FSDPMeshInfo(mesh, shard_mesh_dim=0)
         return torchs.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -226,7 +219,6 @@ class UnitParam(_Told):
     """One parameter as torch's `FSDPParam`."""
 
     torchs = torchs.FSDPParam
-    unit: Unit
 
     def __init__(self, unit: Unit, segment: Segment, index: int) -> None:
         super().__init__(unit, segment.layout.fqns[index])
@@ -235,7 +227,7 @@ class UnitParam(_Told):
     segment: Segment
     index: int
 
-    sharded_param = property(lambda self: _sharded(self.segment, self.index))
+    sharded_param = property(lambda self: self.segment.layout.sources[self.index])
     _sharded_local_tensor = property(attrgetter("sharded_param._local_tensor"))
 
     @property
@@ -278,12 +270,6 @@ class UnitParam(_Told):
 def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:
     """Returns the modules that `fully_shard` was given, in their order."""
     return tuple(part for part in unit.module.children() if part in unit.parts) or (unit.module,)
-
-
-def _sharded(segment: Segment, index: int) -> DTensor:
-    param = segment.layout.sources[index]
-    assert isinstance(param, DTensor)
-    return param
 
 
 # names
@@ -329,9 +315,9 @@ def adapt_fully_shard(installation: Installation) -> None:
     for name in _LATER:
         installation.when_imported(name, _adapt_importer)
     if theirs not in ours.__bases__:
-        installation.at_end(functools.partial(setattr, ours, "__bases__", ours.__bases__))
+        installation.callback(setattr, ours, "__bases__", ours.__bases__)
         ours.__bases__ = (*ours.__bases__, theirs)  # last: whatever we define or inherit goes before
-        installation.at_end(functools.partial(_set_attributes, dict(vars(fully_shard))))
+        installation.callback(_set_attributes, dict(vars(fully_shard)))
         _set_attributes({**vars(fully_shard), "state": _contracted_state_of})
 
 

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -16,15 +17,12 @@ from typing import Any
 __all__ = ["Installation"]
 
 
-class Installation:
+class Installation(ExitStack):
     """What one call of `install` has changed; as a context manager it takes that back at the end."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
 
     def rebind(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute until the end."""
-        self._undo.append(functools.partial(setattr, owner, name, inspect.getattr_static(owner, name)))
+        self.callback(setattr, owner, name, inspect.getattr_static(owner, name))
         setattr(owner, name, value)
 
     def replace(self, pairs: Iterable[tuple[Any, Any]], kept: tuple[str, ...] = ()) -> None:
@@ -40,14 +38,10 @@ class Installation:
                 if id(value) in by_id and not module.__name__.startswith(kept):
                     self.rebind(module, name, by_id[id(value)])
 
-    def at_end(self, undo: Callable[[], Any]) -> None:
-        """Calls a function at the end, before what earlier changes have left to undo."""
-        self._undo.append(undo)
-
     def set_environment(self, name: str, value: str) -> None:
         """Sets an environment variable until the end, if it is not set."""
         if name not in os.environ:
-            self._undo.append(functools.partial(os.environ.pop, name, None))
+            self.callback(os.environ.pop, name, None)
             os.environ[name] = value
 
     def when_imported(self, name: str, adapt: Callable[[Installation, Any], None]) -> None:
@@ -57,18 +51,11 @@ class Installation:
         else:
             finder = _OnImport(name, functools.partial(adapt, self))
             sys.meta_path.insert(0, finder)
-            self._undo.append(finder.remove)
+            self.callback(finder.remove)
 
     def end(self) -> None:
         """Takes all changes back. Modules imported in between keep the names that they got."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
+        self.close()
 
 
 class _OnImport(importlib.abc.MetaPathFinder):

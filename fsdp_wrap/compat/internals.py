@@ -227,15 +227,10 @@ class _FlatParameter(FlatParameter):
         layout = _layout_of(self)
         return None if layout.sources[0] is layout.flat_param else list(layout.sources)
 
-    @property
-    def _shared_params(self) -> list[nn.Parameter] | None:
-        params = self._params
-        return None if params is None else [params[index] for index, _ in _other_places(_layout_of(self))]
-
-    @property
-    def _is_grad_none_mask(self) -> list[bool] | None:
-        params = self._params
-        return None if params is None else [each.grad is None for each in params]
+    _shared_params = property(
+        lambda self: self._params and [self._params[index] for index, _ in _other_places(_layout_of(self))]
+    )
+    _is_grad_none_mask = property(lambda self: self._params and [each.grad is None for each in self._params])
 
     _num_params = property(lambda self: len(self._fqns))
     _numels_with_padding = property(lambda self: tuple(numel for numel, _ in _stretches(self)))
@@ -298,7 +293,7 @@ class FlatHandle:
         schedule.require_idle("flat_param_to()")
         schedule.end_failed_backward()
         handle = self._unit.handle
-        if handle is None or not handle.settle():
+        if handle is None or not handle.become_sharded():
             raise RuntimeError(
                 f"flat_param_to() must not run inside summon_full_params, or while a state dict of "
                 f"{self._unit.name} is taken or loaded"
@@ -387,14 +382,18 @@ class FlatHandle:
 
     _uses_reduce_mixed_precision = property(lambda self: self._reduce_dtype != self._orig_param_dtype)
 
-    @property
-    def _training_state(self) -> Any:
-        states = torch_common_utils.HandleTrainingState
-        if is_summoned(self._unit):
-            return states.SUMMON_FULL_PARAMS
-        if self._unit.running:
-            return states.FORWARD
-        return states.BACKWARD_PRE if _in_backward(self._unit) else states.IDLE
+    _training_state = property(
+        lambda self: torch_common_utils.HandleTrainingState[_training_state_of(self._unit)[1]]
+    )
+
+
+def _training_state_of(unit: Unit) -> tuple[str, str]:
+    """Returns the names of what a unit is used for now, as a wrapper's and as a handle's."""
+    if is_summoned(unit):
+        return "SUMMON_FULL_PARAMS", "SUMMON_FULL_PARAMS"
+    if unit.running:
+        return "FORWARD_BACKWARD", "FORWARD"
+    return ("FORWARD_BACKWARD", "BACKWARD_PRE") if _in_backward(unit) else ("IDLE", "IDLE")
 
 
 def _in_backward(unit: Unit) -> bool:
@@ -475,29 +474,19 @@ class _Wrapper(FullyShardedDataParallel):
         handle = self._unit.handle
         return [FlatHandle(self, number) for number in range(len(handle.segments) if handle else 0)]
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The sharded parameters of this unit: its `FlatParameter`s; none where it owns no parameters.
-
-        While it computes, copies of what it computes with stand for them.
-        """
-        return [handle.flat_param for handle in self._flat_handles]
-
-    @property
-    def _has_params(self) -> bool:
-        return self._unit.handle is not None
+    params = property(
+        lambda self: [handle.flat_param for handle in self._flat_handles],
+        doc="The unit's `FlatParameter`s; while it computes, copies of what it computes with.",
+    )
+    _has_params = property(lambda self: self._unit.handle is not None)
 
     @property
     def _handle(self) -> FlatHandle | None:
         """Of several, that of the parameter that a client may upcast; see `ParamHandle.flat_param`."""
-        handle = self._unit.handle
-        if handle is None:
-            return None
-        return next(each for each in self._flat_handles if each._shard is handle.flat_param)
+        handle: Any = self._unit.handle
+        return next((each for each in self._flat_handles if each._shard is handle.flat_param), None)
 
-    @property
-    def _flat_param(self) -> nn.Parameter | None:
-        return None if self._handle is None else self._handle.flat_param
+    _flat_param = property(lambda self: None if self._handle is None else self._handle.flat_param)
 
     @property
     def _is_root(self) -> bool | None:
@@ -518,28 +507,17 @@ class _Wrapper(FullyShardedDataParallel):
         elif self._is_root:
             _dissolve(schedule_of(self._unit))
 
-    @property
-    def _all_fsdp_states(self) -> list[FullyShardedDataParallel]:
-        return self.fsdp_modules(self)
-
-    @property
-    def _all_handles(self) -> list[FlatHandle]:
-        return [handle for state in self._all_fsdp_states for handle in state._flat_handles]
-
-    @property
-    def _fully_sharded_module_to_handle(self) -> dict[nn.Module, FlatHandle]:
-        handle = self._handle
-        return {} if handle is None else {handle._fully_sharded_module: handle}
-
-    @property
-    def _device_handle(self) -> Any:
-        return torch_common_utils._FSDPDeviceHandle.from_device(self.compute_device)
-
-    @property
-    def training_state(self) -> Any:
-        """What the unit is used for now, as torch's enum."""
-        states = torch_common_utils.TrainingState
-        if is_summoned(self._unit):
-            return states.SUMMON_FULL_PARAMS
-        runs = self._unit.running or _in_backward(self._unit)
-        return states.FORWARD_BACKWARD if runs else states.IDLE
+    _all_fsdp_states = property(lambda self: self.fsdp_modules(self))
+    _all_handles = property(
+        lambda self: [handle for state in self._all_fsdp_states for handle in state._flat_handles]
+    )
+    _fully_sharded_module_to_handle = property(
+        lambda self: {} if self._handle is None else {self.module: self._handle}
+    )
+    _device_handle = property(
+        lambda self: torch_common_utils._FSDPDeviceHandle.from_device(self.compute_device)
+    )
+    training_state = property(
+        lambda self: torch_common_utils.TrainingState[_training_state_of(self._unit)[0]],
+        doc="What the unit is used for now, as torch's enum.",
+    )

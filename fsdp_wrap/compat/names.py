@@ -23,14 +23,8 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as torch_wrapper
 from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_wrap import (
-    api,
-    distributed_state_dict,
-    flat_param,
-    fully_sharded_data_parallel,
-    sharded_grad_scaler,
-    wrap,
-)
+import fsdp_wrap
+from fsdp_wrap import distributed_state_dict, sharded_grad_scaler, wrap
 from fsdp_wrap._comm import HYBRID_STRATEGIES
 from fsdp_wrap._core.torch_private import torch_fully_shard
 from fsdp_wrap.compat.clients import adapt_clients
@@ -44,7 +38,7 @@ __all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
 _KEPT = (f"{torch_fsdp.__name__}._", "fsdp_wrap.")
 """Torch's own runtime, FSDP2 and this package hold what they held, save for the helpers."""
 
-_OURS = (fully_sharded_data_parallel, api, wrap, flat_param, sharded_grad_scaler)
+_OURS = (fsdp_wrap, wrap, sharded_grad_scaler)
 
 
 def _wrapper_names() -> dict[str, Any]:

@@ -148,6 +148,16 @@ def test_folders_export_only_what_others_use():
         assert too_many == set(), f"{door} exports what nobody takes"
 
 
+def test_names_with_an_underscore_stay_in_their_file():
+    """The other names of a file are for its folder, and those that the door takes for all folders."""
+    for module, path in MODULES.items():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_wrap"):
+                private = {each.name for each in node.names if each.name[0] == "_" and each.name[1] != "_"}
+                files = {name for name in private if f"{node.module}.{name}" in MODULES}
+                assert private == files, f"{module} takes what {node.module} keeps to itself"
+
+
 def test_the_check_of_imports_sees_all_forms():
     tree = parse_text(
         """

@@ -190,6 +190,32 @@ def test_reset_parameters(rank, world_size, wrapping, use_orig_params):
     assert_trains_like(model, plain)
 
 
+class Replacing(nn.Module):
+    """Initialises itself by new tensors in the place of those that it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Parameter(torch.full((3,), 5.0, device="cpu"))
+        self.weight = nn.Parameter(torch.empty(4))
+        self.register_buffer("offset", torch.empty(2))
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(torch.arange(4.0))
+        self.offset = torch.ones(2)
+        self.kept = nn.Parameter(torch.zeros(3))
+
+
+@each_form
+@ranks(2)
+def test_reset_parameters_that_replaces_what_it_initialises(rank, world_size, use_orig_params):
+    net = on_meta(Replacing)
+    before = net.weight
+    state = FSDP(net, use_orig_params=use_orig_params).state_dict()
+    assert state["weight"].tolist() == [0.0, 1.0, 2.0, 3.0] and state["offset"].tolist() == [1.0, 1.0]
+    assert state["kept"].tolist() == [5.0] * 3
+    assert not use_orig_params or net.weight is before
+
+
 class Many(nn.Module):
     """Modules that initialise themselves in ways of their own."""
 

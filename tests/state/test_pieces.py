@@ -20,7 +20,7 @@ from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, ShardingStrategy
 from fsdp_wrap._params.held_by import Intervals
-from fsdp_wrap._params.interval_tensor import passes_for_dtensor
+from fsdp_wrap._params.interval_tensor import PASSES_FOR_DTENSOR
 from state_nets import LOCAL, SHARDED, Block, Net, load, per_block, take, whole
 
 
@@ -48,7 +48,7 @@ def test_as_dtensors(rank, world_size, strategy, with_mesh, use_orig_params):
     with count_collectives() as counts:
         state = take(model, SHARDED)
         for value in state.values():
-            assert isinstance(value, IntervalTensor) and isinstance(value, DTensor) == passes_for_dtensor()
+            assert isinstance(value, IntervalTensor) and isinstance(value, DTensor) == PASSES_FOR_DTENSOR
             assert value.device_mesh == (mesh or value.device_mesh)
             assert len(value.placements) == value.device_mesh.ndim
             assert value.to_local().numel() == value.piece.numel() == value._local_tensor.numel()
