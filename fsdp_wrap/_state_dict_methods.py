@@ -146,9 +146,6 @@ class StateDictMethods(nn.Module):
             destination = take_state_dict(
                 self._unit, settings, call, wanted=wanted, prefix=prefix, keep_vars=keep_vars
             )
-            if outermost:
-                call.separate()
-                call.add_metadata()
         for hook in self._state_dict_hooks.values():
             changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
             if changed is not None and not getattr(hook, "_from_public_api", False):
@@ -225,9 +222,8 @@ class StateDictMethods(nn.Module):
         self._load_errors = args[-1]
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters
-        self._loading = begin_load(
-            self._unit, kind, state_dict, prefix, self._load_errors, in_full=_deferred.get() or assigns
-        )
+        in_full = _deferred.get() or assigns
+        self._loading = begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

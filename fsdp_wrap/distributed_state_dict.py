@@ -35,7 +35,6 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     FirstRank,
     Originals,
-    handles_of,
     is_first_rank,
     is_sharded,
     load_optim_state_dict,
@@ -113,7 +112,7 @@ def model_state(
     state.update({name: v.detach() for name, v in state.items() if isinstance(v, torch.Tensor)})
     if options.full_state_dict and others_sharded:  # by `fully_shard` in parts of the model
         state.update({name: unsharded(value) for name, value in state.items()})
-    if on_first and not is_first_rank(handles_of(units_in(model).values())):
+    if on_first and not is_first_rank(model):
         return {}
     if options.cpu_offload:  # also what belongs to no unit
         state.update({name: v.cpu() for name, v in state.items() if isinstance(v, torch.Tensor)})
@@ -289,7 +288,7 @@ def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateD
 def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Sends the first rank's tensors to all, of which each keeps its pieces."""
     owned = {name: each for name, each in Originals(model).by_name.items() if each.handle is not None}
-    first = FirstRank(handles_of(units_in(model).values()))
+    first = FirstRank(model)
     result: dict[str, Any] = {}
     for name, announced in first.announced(dict(state_dict or {})).items():
         value = first.fetched(announced)

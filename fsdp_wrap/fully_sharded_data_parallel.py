@@ -213,7 +213,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
-        unit.module = self
+        unit.moves_to(self)
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 

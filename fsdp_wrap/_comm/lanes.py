@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -12,7 +10,7 @@ import torch
 
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 
-__all__ = ["Finished", "Lane", "Pending", "Then", "Work", "lane_of"]
+__all__ = ["Finished", "Lane", "Pending", "Then", "lane_of"]
 
 
 class Pending(Protocol):
@@ -20,41 +18,6 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Makes what the caller does next come after it: on the host, or on the current stream."""
-
-
-class Work(ABC):
-    """Takes the place of a process group's work: a wait for it may be limited, and repeated."""
-
-    _ended = False
-    _error: RuntimeError | None = None
-
-    @abstractmethod
-    def _wait_for(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether that was enough. Called until it was."""
-
-    def is_completed(self) -> bool:
-        """Whether there is nothing left to wait for: it is done, or has failed."""
-        return self._ended
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Waits until it is done.
-
-        Args:
-            limit: How long at most; it goes on.
-
-        Raises:
-            RuntimeError: If it takes longer, or has failed, then also when called again.
-        """
-        if self._error is not None:
-            raise self._error
-        while not self._ended:
-            try:
-                self._ended = self._wait_for(1.0 if limit is None else limit.total_seconds())
-            except RuntimeError as error:
-                self._ended, self._error = True, error
-                raise
-            if not self._ended and limit is not None:
-                raise RuntimeError("the bytes are on their way still")
 
 
 class Finished:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
@@ -42,7 +43,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
@@ -68,7 +68,7 @@ PURPOSES = {
     "torch.ops.aten._to_copy": "the operator of `to()`, for `IntervalTensor`s",
     "torch.ops.aten._pin_memory": "the operator of `pin_memory()`, for `IntervalTensor`s",
     "torch.utils._pytree": "walks the arguments and results of modules, and state",
-    "torch.utils._python_dispatch._get_current_dispatch_mode": "whether something like CommDebugMode counts",
+    "torch._C._len_torch_dispatch_stack": "whether something like CommDebugMode counts",
     "torch._C._functorch.peek_interpreter_stack": "whether a transform of `torch.func` runs",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "lets us write buffers in one",
     "torch.nn.Parameter._is_param": "lets copies of parameters pass for such, in transforms",

@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from itertools import chain, compress
-from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -16,9 +15,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, Written, alignment_of, round_up
-
-_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
+from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
 
 
 class FlatParameter(nn.Parameter):
@@ -128,11 +125,11 @@ class FlatLayout(Layout):
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
         self._lay_out(extents, self._bounds, shard_numel)
-        self._begins = [
+        self._begins = [  # of this rank's pieces, in their parameters
             self.first + start - extent.start if stop > start else 0
             for extent, (start, stop) in zip(extents, self._bounds)
         ]
-        self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]
+        self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]  # of all ranks
         with torch.inference_mode(False):
             firsts = [*chain.from_iterable(self._firsts)]
             self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
@@ -154,10 +151,6 @@ class FlatLayout(Layout):
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         self.flat_param.requires_grad_(originals[0].requires_grad)
-
-    def written(self) -> Written:
-        params = self.sharded_params
-        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
 
     def intervals(self) -> list[Interval]:
         result = []

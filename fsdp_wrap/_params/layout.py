@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
 
 Written = tuple[list[int], list[int]]
 """How often tensors were written to, and where they lie."""
+
+_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
@@ -243,13 +246,14 @@ class Layout(ABC):
         """Names of the parameters that are on the meta device still."""
         return self.fqns if self._shard.is_meta else ()
 
-    @abstractmethod
     def written(self) -> Written:
         """Two lists of numbers, of which some change when the shard is written to.
 
         Those at the place of an original parameter change with what stands for it. Not when it is written to
         through an alias without a version counter of its own, as `.data` is.
         """
+        params = self.sharded_params
+        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
 
     @abstractmethod
     def intervals(self) -> list[Interval]:

@@ -217,7 +217,7 @@ class Schedule:
             communicator.require_group()  # which a mesh may keep alive when it was destroyed
         self.iteration += 1
         self._order.begin_forward()
-        self._order_check.begin_forward(self._trains and self.root.module.training, self.iteration)
+        self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
             self._abandon_backward()
         if self._event is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,8 @@ class Unit:
         parts: Iterable[nn.Module] = (),
         initial: InitialValues | None = None,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module, self._dissolve)
+        self._keeps = module if parts else None  # what holds parts together is held by nobody else
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
         self._held = False
@@ -156,6 +158,28 @@ class Unit:
         self.all_train = handle is None
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the front-end made a unit, which holds the unit. Graphs keep it, by their uses."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def trains(self) -> bool:
+        """Whether its module is there, and in training mode."""
+        module = self._module()
+        return module is not None and module.training
+
+    def moves_to(self, module: nn.Module) -> None:
+        """Lets another module hold the unit: a wrapper."""
+        self._module = weakref.ref(module, self._dissolve)
+
+    def _dissolve(self, _: object) -> None:
+        """Lets go of everything when the module has gone: the units of a tree know each other."""
+        self.handle = self.initial = None
+        self._hooked.clear()
 
     @property
     def name(self) -> str:
@@ -217,7 +241,8 @@ class Unit:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
             handle.wait()
-            self.positions.gathered()
+            if self.positions.gathers:
+                self.positions.gathered()
 
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being so, already.
@@ -277,7 +302,7 @@ class Unit:
         handle = self.handle
         if handle is not None and handle.reduction is not None:
             handle.finish_reduction()
-            if not handle.has_own_reduction:  # which may have waited for nobody
+            if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
                 self.positions.reduced()
 
     # forward
@@ -335,7 +360,7 @@ class Unit:
         if not has_grad_outputs:  # gradients may enter through something that no hook can see
             return use.watched > 0 or (self.handle is not None and self.handle.trainable)
         if as_root and self.options.keeps_as_root:
-            return self.module.training
+            return self.trains
         return not self.options.reshard_after_forward
 
     def ran(self, part: nn.Module | None) -> bool:
@@ -418,6 +443,7 @@ class Use:
 
     def __init__(self, unit: Unit, part: nn.Module | None = None) -> None:
         self.unit = unit
+        self._module = unit._module()  # which a graph keeps
         self.part = part
         self.watched = 0
         """How many of its inputs report when their gradients are done."""

@@ -8,8 +8,16 @@ Must never know: which front-end made a unit, and where a checkpoint lies.
 
 from fsdp_wrap._state.copies import deepcopy_wrapper
 from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handles, summon_full_params
-from fsdp_wrap._state.full_stream import FullParams, iter_full_params, param_aliases, settled_units
-from fsdp_wrap._state.full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
+from fsdp_wrap._state.full_values import (
+    FirstRank,
+    FullParams,
+    is_first_rank,
+    is_sharded,
+    iter_full_params,
+    param_aliases,
+    settled_units,
+    unsharded,
+)
 from fsdp_wrap._state.gradients.clip_grad import GradientNorms
 from fsdp_wrap._state.gradients.hooks import (
     DefaultState,
@@ -34,7 +42,7 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Originals, owned_places
+from fsdp_wrap._state.originals import Originals, handles_of, owned_places
 from fsdp_wrap._state.state_dict import (
     begin_load,
     resolve_settings,

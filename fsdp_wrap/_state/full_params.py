@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._params import HandleState, ParamHandle, Summoning
 from fsdp_wrap._runtime import Unit, refuse_replaced, require_idle, units_in
-from fsdp_wrap._state.full_values import handles_of, used_by
+from fsdp_wrap._state.originals import handles_of, used_by
 
 __all__ = [
     "dismiss",
@@ -110,7 +110,7 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
         raise
     if not _agree(units, True):
         raise RuntimeError(
-            "another rank left summon_full_params(rank0_only=True) by an exception; no edit was written back"
+            "an exception ended summon_full_params(rank0_only=True) on another rank: no edit is kept"
         )
 
 

@@ -7,49 +7,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator
+from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
 from fsdp_wrap._core.torch_private import ShardedTensor, pytree
-from fsdp_wrap._params import IntervalTensor, ParamHandle, assemble
-from fsdp_wrap._runtime import Unit
+from fsdp_wrap._params import FlatParameter, IntervalTensor, ParamHandle, assemble
+from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap._state.full_params import original_buffers, settle
+from fsdp_wrap._state.originals import Originals, handles_of, owned_places
 
 __all__ = [
-    "Announced",
     "FirstRank",
+    "FullParams",
     "FullValue",
     "check_budget",
     "copier",
     "full_values",
-    "handles_of",
     "is_first_rank",
     "is_sharded",
+    "iter_full_params",
     "offloaded",
+    "param_aliases",
+    "settled_units",
     "stream",
     "unsharded",
-    "used_by",
-    "value_held_here",
 ]
 
 
 _SMALL, _BATCH = 2**16, 2**20
 """Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
-
-
-def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
-    """Returns the handles of the units that have one."""
-    return [unit.handle for unit in units if unit.handle is not None]
-
-
-def used_by(units: Iterable[Unit]) -> list[Unit]:
-    """Returns units, before each those from which it borrows."""
-    return list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
 
 
 @dataclass(frozen=True)
@@ -246,6 +240,146 @@ def _joined(value: FullValue, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return full.view(value.shape)
 
 
+# of parameters
+
+
+def iter_full_params(
+    module: nn.Module,
+    *,
+    budget: int | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    dtype: torch.dtype | None = None,
+    buffers: bool = False,
+) -> Generator[tuple[str, torch.Tensor]]:
+    """Yields full parameters one by one, in module order, while the next are on their way; collective.
+
+    Every rank iterates with the same arguments. A rank that breaks off early leaves a usable model and no
+    work in flight, whatever the others do: closing the iterator, as `break` in a for loop does, takes part in
+    the remaining gathers. So that saves nothing; iterate over a submodule where a part is enough. Use
+    `contextlib.closing` where the iterator is kept in a variable or the loop may raise, and do not train
+    before it is closed: each parameter is yielded as it is when its gather begins.
+
+    Args:
+        module: Any module; all units at and below it take part, and parameters outside of units are copied.
+        budget: The most bytes alive at any time of what is on its way, the tensor yielded last, and the one
+            before it, which a loop's variable holds while the next one is fetched. One parameter is gathered
+            in any case. None for twice the largest unit. What the caller keeps is the caller's own.
+        rank0_only: Only the first rank gets them (see `summon_full_params`); the others yield the same names
+            with tensors on the meta device.
+        offload_to_cpu: Yield them in host memory.
+        dtype: Cast floating-point parameters to this before they travel, save quantised ones; None for the
+            master dtype.
+        buffers: Yield the persistent buffers after the parameters, in their own dtype.
+
+    Yields:
+        (name in the unwrapped module, full tensor). The tensor is a copy, which stays valid. A tied parameter
+        comes once, under the first of its names; `param_aliases` knows the others.
+
+    Raises:
+        RuntimeError: At the call: inside a forward, backward or `summon_full_params`; if a parameter is on
+            the meta device.
+        TypeError: If `budget` is no int, or `dtype` no dtype.
+        ValueError: If `budget` is not positive, `dtype` not a floating-point type, or `module` a part of a
+            unit.
+    """
+    params = FullParams(module, "iter_full_params()", dtype=dtype, buffers=buffers)
+    return params.stream(budget=budget, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+
+
+def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns the further names of tied parameters and buffers, by the one under which they are yielded."""
+    owned = owned_places(units_in(module).values())
+    names: dict[object, list[str]] = {}
+    for fqn, place, tensor in named(module, saved_tensors, all_names=True):
+        if place in owned:
+            names.setdefault(owned[place].key, []).append(fqn)
+        elif tensor is not None and not isinstance(tensor, FlatParameter):
+            names.setdefault(id(tensor), []).append(fqn)
+    return {first: tuple(others) for first, *others in names.values() if others}
+
+
+class FullParams:
+    """What `iter_full_params` yields, known before anything is gathered.
+
+    Args:
+        module: As there.
+        doing: Who asks, for messages.
+        dtype: As there.
+        buffers: As there.
+
+    Raises:
+        RuntimeError: As there.
+        TypeError: If `dtype` is none.
+        ValueError: As there.
+    """
+
+    def __init__(
+        self, module: nn.Module, doing: str, *, dtype: torch.dtype | None = None, buffers: bool = False
+    ) -> None:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point type, not {dtype}")
+        units = settled_units(module, doing)
+        self._module, names = module, Originals(module)
+        self._values = [_cast(value, dtype) for value in _params(names)]
+        self._budget = 2 * names.largest_unit_nbytes()
+        self._values += _buffers(module, units) if buffers else []
+
+    def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Returns shapes and dtypes by name, in order."""
+        return {value.key: (value.shape, value.dtype) for value in self._values}
+
+    def stream(
+        self, *, budget: int | None = None, rank0_only: bool = False, offload_to_cpu: bool = False
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """Gathers them, as `iter_full_params`; collective."""
+        check_budget(budget)
+        wanted = not rank0_only or is_first_rank(self._module)
+        return stream(self._values, budget or self._budget, wanted=wanted, to_host=offload_to_cpu)
+
+
+def settled_units(module: nn.Module, doing: str) -> list[Unit]:
+    """Returns the units of a module, resharded to read what they hold.
+
+    Raises:
+        RuntimeError: If they are in use.
+        ValueError: If `module` is a part of a unit, and so shows only what this rank holds.
+    """
+    units = list(units_in(module).values())
+    settle(units, doing)
+    owned = owned_places(units)
+    for fqn, (child, name), param in named(module, params):
+        hidden = isinstance(child.__dict__.get(name), torch.Tensor)
+        foreign = hidden if param is None else is_owned(param) and not isinstance(param, FlatParameter)
+        if foreign and (child, name) not in owned:
+            raise ValueError(
+                f"{doing} needs whole units, but '{fqn}' belongs to a unit around this module: pass the "
+                "wrapped module itself"
+            )
+    return units
+
+
+def _params(names: Originals) -> Iterator[FullValue]:
+    handles = dict.fromkeys(each.handle for each in names.by_name.values() if each.handle is not None)
+    owned = {value.key: value for handle in handles for value in full_values(handle)}
+    for fqn, original in names.by_name.items():
+        if original.key in owned:
+            yield replace(owned[original.key], key=fqn)
+        else:
+            yield value_held_here(fqn, original.source)
+
+
+def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
+    return replace(value, dtype=dtype) if dtype is not None and is_castable(value.dtype) else value
+
+
+def _buffers(module: nn.Module, units: Iterable[Unit]) -> list[FullValue]:
+    with original_buffers(units):
+        return [value_held_here(fqn, buffer) for fqn, _, buffer in named(module, persistent)]
+
+
 # of torch's own kinds
 
 
@@ -278,11 +412,9 @@ def unsharded(value: Any) -> Any:
 # from the first rank to all
 
 
-def is_first_rank(handles: Iterable[ParamHandle]) -> bool:
-    """Whether this is the one rank that stands for all that hold these units (0, in the default group)."""
-    for handle in handles:
-        return handle.communicator.rank == 0 and handle.replicas.rank == 0
-    return not dist.is_initialized() or dist.get_rank() == 0
+def is_first_rank(module: nn.Module) -> bool:
+    """Whether this is the one rank that stands for all that hold a module (0, in the default group)."""
+    return FirstRank(module).is_here
 
 
 @dataclass(frozen=True)
@@ -298,12 +430,20 @@ class Announced:
 
 
 class FirstRank:
-    """The way from the first rank to all that hold a unit: over the replicas, then within each copy."""
+    """The way from the first rank to all that hold a module: over the replicas, then within each copy.
 
-    def __init__(self, handles: Iterable[ParamHandle]) -> None:
-        handles = list(handles)
-        self.is_here = is_first_rank(handles)
+    Args:
+        module: Its first unit tells which ranks these are; without units nothing travels.
+
+    Attributes:
+        is_here: Whether this is the first rank.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        handles = handles_of(units_in(module).values())
         self._steps: list[Communicator] = [handles[0].replicas, handles[0].communicator] if handles else []
+        first_of_all = not dist.is_initialized() or dist.get_rank() == 0
+        self.is_here = all(each.rank == 0 for each in self._steps) if handles else first_of_all
 
     def object(self, value: Any) -> Any:
         """Returns the first rank's value, which must be small and picklable."""

@@ -30,8 +30,7 @@ from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._params import FlatParameter, IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
-from fsdp_wrap._state.full_values import handles_of, used_by
-from fsdp_wrap._state.originals import Original, owned_places
+from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
 
 __all__ = ["ReadsOnAccess", "Targets", "copies_values"]
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._params import IntervalTensor
-from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.full_values import FirstRank, handles_of, unsharded
+from fsdp_wrap._state.full_values import FirstRank, unsharded
 from fsdp_wrap._state.optim_params import given_groups, groups_of, originals_of, same_values
 from fsdp_wrap._state.optim_pieces import State
 from fsdp_wrap._state.originals import Original, Originals
@@ -56,7 +55,7 @@ def load_optim_state_dict(
         TypeError: If it is no optimizer state dict.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
-    first = FirstRank(handles_of(units_in(model).values())) if from_first_rank else None
+    first = FirstRank(model) if from_first_rank else None
     if first is not None:
         state_dict = first.announced(state_dict)
     states, saved = _read(names, state_dict)
@@ -104,14 +103,12 @@ def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[
     groups: list[dict[str, Any]] | None = state_dict.get("param_groups")
     if any(isinstance(name, int) for name in (*_declared(groups), *states)):
         raise ValueError(
-            "the optimizer state dict goes by parameter ids, which do not say which parameters they mean: "
+            "the optimizer state dict goes by parameter ids, which do not tell which parameters they mean: "
             "rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, ...) names them"
         )
     unknown = [str(name) for name in _declared(groups) if name not in names.by_name]
     if unknown:
-        raise ValueError(
-            f"the optimizer state dict is of parameters that the model does not have: {', '.join(unknown)}"
-        )
+        raise ValueError(f"the state dict has parameters that the model does not have: {', '.join(unknown)}")
     return states, groups
 
 
@@ -149,10 +146,9 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str]) -> 
     if isinstance(value, IntervalTensor):
         if (value.shape, value.start, value.stop) != (interval.shape, interval.start, interval.stop):
             raise ValueError(
-                f"optimizer state '{key}' of parameter '{original.fqn}' holds elements {value.start} to "
-                f"{value.stop} of shape {tuple(value.shape)}, this rank elements {interval.start} to "
-                f"{interval.stop} of shape {tuple(original.shape)}: load by torch.distributed.checkpoint, "
-                "which fits it to other ranks and wrappings"
+                f"optimizer state '{key}' of parameter '{original.fqn}' has elements {value.start} to "
+                f"{value.stop} of {tuple(value.shape)}, this rank {interval.start} to {interval.stop} of "
+                f"{tuple(original.shape)}: torch.distributed.checkpoint fits it to other ranks and wrappings"
             )
         return value
     is_tensor = isinstance(value, torch.Tensor)
@@ -186,21 +182,14 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
         for original, piece in values:
             original.interval.within(full).copy_(piece.piece)
         return full
-    one_value = (
-        "both are part of one FlatParameter, which has one such value: wrap the module with "
-        "use_orig_params=True, or wrap the two apart"
-    )
-    if without is not None:
+    others = [] if without is None else [(without, "missing")]
+    others += [(each.fqn, repr(other)) for each, other in values[1:] if not same_values(value, other)]
+    for fqn, other in others:
         raise ValueError(
-            f"there is optimizer state '{key}' of parameter '{first.fqn}' and none of '{without}', but "
-            + one_value
+            f"optimizer state '{key}' is {value!r} for parameter '{first.fqn}' and {other} for '{fqn}', but "
+            "both are part of one FlatParameter, which has one such value: wrap the module with "
+            "use_orig_params=True, or wrap the two apart"
         )
-    for original, other in values[1:]:
-        if not same_values(value, other):
-            raise ValueError(
-                f"optimizer state '{key}' is {value!r} for parameter '{first.fqn}' and {other!r} for "
-                f"'{original.fqn}', but {one_value}"
-            )
     return copy.deepcopy(value)
 
 

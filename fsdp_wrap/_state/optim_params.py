@@ -60,10 +60,10 @@ class Group:
         """
         options = saved_options(self.names, self.options, groups)
         if options is None:
+            names = ", ".join(map(repr, self.names)) or "nothing"
             raise ValueError(
-                "the optimizer state dict has no group with any of "
-                f"{', '.join(map(repr, self.names)) or 'nothing'}, "
-                "which are one in optim_input, so the group's options are not known: pass optim instead"
+                f"no group with any of {names} was saved, so its options are not known: pass optim, "
+                "not optim_input"
             )
         return {**options, "params": [*self.params]}
 

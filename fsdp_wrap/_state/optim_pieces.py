@@ -12,9 +12,9 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.full_values import FullValue, copier, handles_of, stream
+from fsdp_wrap._state.full_values import FullValue, copier, stream
 from fsdp_wrap._state.optim_params import rank
-from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.originals import Original, Originals, handles_of
 
 __all__ = ["State", "agreed", "refitted"]
 

@@ -20,7 +20,7 @@ from fsdp_wrap._core import OptimStateKeyType
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
-from fsdp_wrap._state.full_values import FullValue, check_budget, handles_of, is_first_rank, offloaded, stream
+from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
 from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, options_of, originals_of
 from fsdp_wrap._state.optim_pieces import State, agreed
 from fsdp_wrap._state.originals import Original, Originals
@@ -126,7 +126,7 @@ def iter_full_optim_state(
     check_budget(budget)
     settle(units_in(model).values(), "iter_full_optim_state()")
     state = _FullState(model, optim, None, "iter_full_optim_state()")
-    wanted = not rank0_only or is_first_rank(handles_of(units_in(model).values()))
+    wanted = not rank0_only or is_first_rank(model)
     return state.values(
         budget=2 * state.unit_nbytes if budget is None else budget, wanted=wanted, to_host=offload_to_cpu
     )
@@ -194,17 +194,15 @@ def _held(
     groups = groups_of(names, optim, saved)
     states = saved["state"] or (_initial_state(optim, groups) if or_initial else {})
     params = {key: originals for group in groups for key, originals in group.params.items()}
+    keys = {original.fqn: key for key, originals in params.items() for original in originals}
     pieces = {
-        original.fqn: {name: _piece(original, name, value) for name, value in states[key].items()}
-        for key, originals in params.items()
-        if states.get(key)
-        for original in originals
-        if not original.left_out
+        fqn: {name: _piece(original, name, value) for name, value in states[keys[fqn]].items()}
+        for fqn, original in names.by_name.items()
+        if fqn in keys and states.get(keys[fqn]) and not original.left_out
     }
-    ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]
-    return _Held(ordered, others, {"param_groups": named} if "param_groups" in saved else {})
+    return _Held(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
 
 
 def _piece(original: Original, key: str, value: Any) -> Any:

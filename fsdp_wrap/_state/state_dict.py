@@ -47,17 +47,9 @@ from fsdp_wrap._state.full_params import (
     sharded_handles,
     summon,
 )
-from fsdp_wrap._state.full_values import (
-    full_values,
-    handles_of,
-    is_first_rank,
-    offloaded,
-    stream,
-    unsharded,
-    used_by,
-)
+from fsdp_wrap._state.full_values import full_values, is_first_rank, offloaded, stream, unsharded
 from fsdp_wrap._state.load_targets import copies_values
-from fsdp_wrap._state.originals import Original, originals_in, owned_names, owned_places
+from fsdp_wrap._state.originals import Original, handles_of, originals_in, owned_names, owned_places, used_by
 
 __all__ = ["begin_load", "resolve_settings", "take_state_dict", "taking", "to_load", "wants_result"]
 
@@ -104,9 +96,7 @@ def _completed(name: str, kind: StateDictType, given: Any, wanted: type) -> Any:
 
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
-    rank0_only = getattr(config, "rank0_only", False)
-    units = (each.__dict__[UNIT_ATTR] for _, each in walk(module) if UNIT_ATTR in each.__dict__)
-    return not rank0_only or is_first_rank(unit.handle for unit in units if unit.handle)  # asks the first one
+    return not getattr(config, "rank0_only", False) or is_first_rank(module)
 
 
 class Taking:
@@ -137,7 +127,7 @@ class Taking:
         self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
 
     def separate(self) -> None:
-        """Replaces what was added and shares memory with the model by copies."""
+        """Replaces what was added, and shares memory with the model, by copies."""
         state_dict = self.destination
         for key in list(takewhile(lambda key: key != self._last, reversed(state_dict))):
             value = state_dict[key]
@@ -173,22 +163,22 @@ def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> It
     token = _taking.set(call)
     try:
         yield call, True
+        call.separate()
+        call.add_metadata()
     finally:
         _taking.reset(token)
 
 
 def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
     """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
-    for module, name in owned_places([unit]):  # as modules show it now
+    inside = (module.__dict__[UNIT_ATTR] for module in _modules(unit) if UNIT_ATTR in module.__dict__)
+    units: list[Unit] = [unit, *inside]
+    for module, name in owned_places(units):  # as modules show it now
         shown = module._parameters.get(name, module.__dict__.get(name))
         if shown is not None:
             yield shown
-    yield from (
-        each for module in unit.buffers.modules for each in module._buffers.values() if each is not None
-    )
-    for module in _modules(unit):
-        if UNIT_ATTR in module.__dict__:
-            yield from _tensors(module.__dict__[UNIT_ATTR].buffers.modules)
+    for held in (held for each in units for held in each.buffers.held):
+        yield from (buffer for buffer in held.values() if buffer is not None)
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:
@@ -314,13 +304,7 @@ def _wrapped(unit: Unit) -> nn.Module:
 
 
 def begin_load(
-    unit: Unit,
-    kind: StateDictType,
-    state_dict: dict[str, Any],
-    prefix: str,
-    problems: list[str],
-    *,
-    in_full: bool,
+    unit: Unit, kind: StateDictType, state_dict: dict[str, Any], prefix: str, errors: list[str], in_full: bool
 ) -> Callable[[bool], None]:
     """Shows what a unit's part of a state dict is loaded into, and puts it as the modules take it.
 
@@ -331,7 +315,7 @@ def begin_load(
         kind: Of the state dict.
         state_dict: By the unwrapped module's names; it is changed.
         prefix: Of the unit's names.
-        problems: Gets what is wrong with flat shards.
+        errors: Gets what is wrong with flat shards.
         in_full: Whether a full state dict needs full parameters in any case.
 
     Returns:
@@ -340,7 +324,7 @@ def begin_load(
     Raises:
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
-    problems += _expand_local(unit.module, {"": unit}, state_dict, prefix)
+    errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
     for name, _ in owned_names(_wrapped(unit), [unit], into=lambda child: UNIT_ATTR not in child.__dict__):
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])

@@ -12,10 +12,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_form, each_front, full_grads, full_state, no_sync, twins
+from fronts import (
+    assert_same_grads,
+    assert_same_values,
+    each_form,
+    each_front,
+    full_grads,
+    no_sync,
+    twins,
+)
 from fsdp_wrap import EventKind, MixedPrecision, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from models import WRAPPINGS, Transformer, loss_of, named_state, tokens, train, transformer_twins
+from models import WRAPPINGS, Transformer, loss_of, tokens, train, transformer_twins
 
 each_wrapping = pytest.mark.parametrize("wrapping", ["whole", "block"])
 
@@ -38,9 +46,7 @@ def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, front, wrapping
     ddp = DDP(plain)
     for model in (ddp, wrapped):
         _accumulate(model, rank, [True, True, False])
-    found = full_grads(wrapped)
-    for name, param in named_state(ddp):
-        assert torch.equal(found[name], param.grad), name
+    assert_same_grads(wrapped, ddp)
 
 
 INTERLEAVINGS = ["TTTFFFTTTF", "FFFTTTFFF", "FTFTF", "TF"]
@@ -60,9 +66,7 @@ def test_every_interleaving_equals_one_large_batch(rank, world_size, front, insi
         _accumulate(wrapped, rank, [letter == "T" for letter in inside])
     losses = [loss_of(plain, tokens(r, step)) for r in range(world_size) for step in range(len(inside))]
     (sum(losses) / world_size).backward()
-    found = full_grads(wrapped)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("zeroing", ["to_none", "in_place"])
@@ -75,9 +79,7 @@ def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, front, zer
     wrapped.zero_grad(set_to_none=zeroing == "to_none")
     loss_of(wrapped, tokens(rank, 0)).backward()
     (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
-    found = full_grads(wrapped)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
 
 
 @each_front
@@ -102,9 +104,7 @@ def test_no_sync_before_the_first_forward_and_nested(rank, world_size):
                 loss_of(model, tokens(rank, 0)).backward()
             loss_of(model, tokens(rank, 1)).backward()
         loss_of(model, tokens(rank, 2)).backward()
-    found = full_grads(wrapped)
-    for name, param in named_state(ddp):
-        assert torch.equal(found[name], param.grad), name
+    assert_same_grads(wrapped, ddp)
 
 
 @each_front
@@ -117,9 +117,7 @@ def test_training_goes_on_after_accumulation(rank, world_size, front):
         _accumulate(model, rank, [True, False])
         optimizer.step()
         train(model, optimizer, rank, range(3))
-    state = full_state(wrapped)
-    for name, param in named_state(ddp):
-        assert torch.equal(state[name], param.detach()), name
+    assert_same_values(wrapped, ddp)
 
 
 def _gathers(events):
@@ -158,9 +156,7 @@ def test_what_stays_for_backward_stays_under_no_sync(
     steps = [0, 1, 2, 0, 0] * 2
     losses = [loss_of(plain, tokens(r, step)) for r in range(world_size) for step in steps]
     (sum(losses) / world_size).backward()
-    found = full_grads(wrapped)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
 
 
 def _written_to(model):

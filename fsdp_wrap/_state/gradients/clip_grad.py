@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -37,11 +39,11 @@ class GradientNorms:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module: Callable[[], Any] = weakref.ref(module)  # which holds this
         self._known: HeldGradients | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
-        return GradientNorms(copy.deepcopy(self._module, memo))
+        return GradientNorms(copy.deepcopy(self._module(), memo))
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -122,12 +124,12 @@ class GradientNorms:
 
     def _found(self, doing: str) -> HeldGradients:
         known = self._known if self._known is not None and self._known.is_current else None
-        units = units_in(self._module).values() if known is None else known.units
+        units = units_in(self._module()).values() if known is None else known.units
         for schedule in dict.fromkeys(map(schedule_of, units)):
             schedule.require_idle(doing)
             schedule.end_failed_backward()
         refuse_summoned(units, doing)
-        self._known = HeldGradients(self._module) if known is None else known
+        self._known = HeldGradients(self._module()) if known is None else known
         return self._known
 
 

@@ -175,15 +175,9 @@ def _check_unit(unit: Unit, handle: ParamHandle) -> None:
     if handle.has_own_reduction:
         raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one only")
     if handle.transport.compresses_reductions:
-        raise RuntimeError(
-            f"compress() compresses the reductions of {unit.name}, and a communication hook would take "
-            "their place; call compress() without reductions first"
-        )
+        raise RuntimeError(f"compress() compresses the reductions of {unit.name}: call it without them first")
     if handle.holds_gradients:
-        raise RuntimeError(
-            f"{unit.name} holds gradients that no_sync() left unreduced; "
-            "register a communication hook before the first backward"
-        )
+        raise RuntimeError(f"{unit.name} holds gradients that no_sync() left unreduced: reduce them first")
 
 
 def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
@@ -211,9 +205,8 @@ def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
     needed = sorted((handle.communicator if _is_sharded(handle) else handle.replicas).members)
     if named != needed:
         raise ValueError(
-            f"the hook has to average the gradients of {unit.name} over ranks {needed}, but the group of "
-            f"its state has ranks {named}; make the state with that group, or where units differ write a "
-            "hook that chooses"
+            f"the hook has to average the gradients of {unit.name} over ranks {needed}, but its state has "
+            f"{named}: make the state with their group, or where units differ write a hook that chooses"
         )
 
 
