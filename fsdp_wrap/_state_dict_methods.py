@@ -390,5 +390,9 @@ def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(module, StateDictMethods)
     if not _deferred.get():
         module._finish_load(keep=True)
-    for keys in (module._load_errors, *incompatible_keys):
-        keys[:] = map(clean_fqn, keys)
+    module._load_errors[:] = map(clean_fqn, module._load_errors)
+    for keys in incompatible_keys:
+        for index in reversed(range(len(keys))):
+            name, keys[index] = keys[index], clean_fqn(keys[index])
+            if name == keys[index]:
+                break  # a wrapper further down has cleaned this and all before
