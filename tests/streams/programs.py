@@ -37,9 +37,7 @@ class Layer(nn.Module):
         self.checkpoints = checkpoints
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (
-            checkpoint(self._compute, x, use_reentrant=False) if self.checkpoints else self._compute(x)
-        )
+        return x + (checkpoint(self._compute, x, use_reentrant=False) if self.checkpoints else self._compute(x))
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).tanh())
@@ -162,9 +160,7 @@ class _Gather:
 
 
 class _Reduce(_Gather):
-    def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 

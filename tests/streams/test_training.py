@@ -7,16 +7,7 @@ import random
 import pytest
 
 from bed.accelerator import run_simulated
-from scenario import (
-    COMPOSABLE_SPACE,
-    HYBRID_COMPOSABLE_SPACE,
-    HYBRID_SPACE,
-    SPACE,
-    Scenario,
-    check,
-    draw,
-    name_of,
-)
+from scenario import COMPOSABLE_SPACE, HYBRID_COMPOSABLE_SPACE, HYBRID_SPACE, SPACE, Scenario, check, draw, name_of
 
 
 def _draws(space, number, seed):
@@ -33,8 +24,6 @@ def test_options(scenario):
     _check(scenario, 2)
 
 
-@pytest.mark.parametrize(
-    "scenario", [*_draws(HYBRID_SPACE, 3, 1), *_draws(HYBRID_COMPOSABLE_SPACE, 3, 2)], ids=name_of
-)
+@pytest.mark.parametrize("scenario", [*_draws(HYBRID_SPACE, 3, 1), *_draws(HYBRID_COMPOSABLE_SPACE, 3, 2)], ids=name_of)
 def test_hybrid(scenario):
     _check(scenario, 4)

@@ -158,16 +158,14 @@ class Simulation(Accelerator):
         self.host_waits.append(f"{what} ({self._where()})")
 
     def act(
-        self,
-        what: str,
-        reads: Iterable[torch.Tensor],
-        writes: Iterable[torch.Tensor],
-        queue: str | None = None,
+        self, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], queue: str | None = None
     ) -> Action:
         """Notes one action, on the current stream if no other queue is given."""
         return self._act(what, [*map(self._region, reads)], [*map(self._region, writes)], queue)
 
-    def _act(self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None) -> Action:
+    def _act(
+        self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None
+    ) -> Action:
         stream = self._current[-1]
         clock = self._host_clock if queue == HOST else stream.clock
         queue = queue or stream.name
@@ -319,7 +317,9 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._simulation = simulation
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self._simulation.is_aside or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **kwargs)
