@@ -36,7 +36,8 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
 _PIECE = 1 << 17
 """Bytes of a broadcast at a time: initialisation promises to hold no more than so much twice."""
 
-_SMALL = 1 << 14  # bytes
+_SMALL = 1 << 14
+"""Bytes: to make a tensor of a part that has no more takes longer than to copy it."""
 
 Parts = dict[int, torch.Tensor]  # by rank
 
@@ -108,7 +109,7 @@ class HostCommunicator(GroupCommunicator):
         return self._collective(number, partial(self._take_small, full, nbytes))
 
     def _take_small(self, full: torch.Tensor, nbytes: int, number: int) -> None:
-        """Completes a gather of which making a tensor for each part would take longer than to copy it."""
+        """Completes a gather of small parts."""
         begin = full.data_ptr()
         for rank, peer in self._channel.peers.items():
             _, there = self._channel.read(number, Kind.ALL_GATHER, rank, nbytes)
