@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -123,6 +124,7 @@ def _dropped(rank: int, device: Simulation) -> None:
     model = wrapped("composable")
     model[0].unshard(async_op=True)
     del model
+    gc.collect()
     torch.ones(4096).sum()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from fsdp_wrap._core import optimizer_steps
+from fsdp_wrap._params import handle
 
 
 class _Steps(threading.local):
@@ -28,7 +28,7 @@ def _steps_by_thread() -> Iterator[None]:
     counter = _Steps()
     hook = register_optimizer_step_post_hook(counter)
     try:
-        with mock.patch.object(optimizer_steps, "_counter", lambda: counter):
+        with mock.patch.object(handle, "steps_taken", lambda: counter.steps):
             yield
     finally:
         hook.remove()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_CALLS = ("wait", "wait_stream", "wait_event")
+_CALLS = ("wait", "wait_stream", "wait_event", "synchronize")
 _ON_THE_HOST = ("watch.py", "messages.py", "shared_memory/", "checkpoint/", "compat/")
 """What has to do with processes, not with streams."""
 
@@ -111,18 +111,20 @@ def objection(place: Place) -> str:
             told = _first_objection(folder, place.scope == _NET)
         except BaseException:  # a child that must not go on
             told = traceback.format_exc(limit=1)
-        os.write(write, told.encode()[:2000])
+        os.write(write, told.replace("\n", " ").replace("|", "/").encode()[:2000])
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
         told = pipe.read()
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     shutil.rmtree(folder)
-    return told
+    return told or ("the process died" if status else "")
 
 
 def _first_objection(folder: Path, drops: bool) -> str:
     sys.path[:0] = [str(folder), str(ROOT / "tests"), str(ROOT / "tests" / "streams")]
+    from test_stream_programs import test_gathers_and_reductions_run_beside_products
+
     from bed.accelerator import run_simulated
     from stream_programs import PROGRAMS
 
@@ -135,6 +137,10 @@ def _first_objection(folder: Path, drops: bool) -> str:
             except AssertionError as error:
                 lines = str(error).splitlines()
                 return f"{name}: {lines[1] if len(lines) > 1 else lines[0]}"
+    try:
+        test_gathers_and_reductions_run_beside_products("orig")
+    except AssertionError as error:
+        return f"nothing runs beside products: {error}"
     return ""
 
 

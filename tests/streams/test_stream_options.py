@@ -28,7 +28,7 @@ def _check(scenario, size, records):
     run_simulated(size, program, records, seeds=1)
 
 
-FAST = [each for number, space in enumerate(_SPACES.values()) for each in _draws(space, 8, number)]
+FAST = [each for number, space in enumerate(_SPACES.values()) for each in _draws(space, 3, number)]
 
 
 @pytest.mark.parametrize("scenario", FAST, ids=name_of)

@@ -18,6 +18,10 @@ _ONLY_METADATA = frozenset(
 )
 """Operators that look at no number of their arguments."""
 
+_WRITES_NOTHING = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+)
+
 _SHAPED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -29,6 +33,8 @@ class Call:
         given: The tensors among its arguments.
         written: Those of them that it writes.
         read: Those whose numbers it looks at.
+        leaves_undefined: Whether what it returns holds whatever was there before.
+        random: Whether it draws numbers.
     """
 
     def __init__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,6 +49,7 @@ class Call:
             written = argument.alias_info is not None and argument.alias_info.is_write
             (self.written if written else others).extend(tensors)
         self.read = [] if self.name in _ONLY_METADATA else others
+        self.leaves_undefined = self.name in _WRITES_NOTHING
         self.random = torch.Tag.nondeterministic_seeded in operator.tags
 
     def tells_the_host(self, result: Any) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from bed.accelerator.memory import Action, Block
@@ -22,8 +23,6 @@ from bed.accelerator.streams import Clock
 
 _POISON = 0xFF
 """Of these bytes every floating-point number is a NaN."""
-
-_WRITES_NOTHING = frozenset(f"aten::{each}" for each in ("empty", "empty_strided", "empty_like", "new_empty"))
 
 Key = tuple[str, int]
 """A group, and the number of a collective there."""
@@ -94,7 +93,7 @@ class Recording:
         self, action: Action, call: Call, arguments: Any, result: Any, fresh: list[torch.Tensor]
     ) -> None:
         """Adds an operator; what is random has the outcome that it had."""
-        if call.name in _WRITES_NOTHING:
+        if call.leaves_undefined:
             return
         if call.random:
             known = [(self.view(each), each.clone()) for each in (*fresh, *call.written)]
@@ -270,8 +269,17 @@ def _replaced(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return tree
 
 
+def poison(storage: torch.UntypedStorage) -> None:
+    """Fills memory that nobody has written to yet."""
+    held = bytes_of(storage)
+    with _disable_current_modes():
+        held.fill_(_POISON)
+
+
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+    """Views a storage as what it holds; no simulation notices."""
+    with _disable_current_modes():
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
 
 
 def replay(recordings: Sequence[Recording], seeds: int) -> None:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from bed.accelerator.memory import Action, Block, Region, conflicts, intervals_of
 from bed.accelerator.operators import Call
-from bed.accelerator.replay import Part, Recording, bytes_of
+from bed.accelerator.replay import Part, Recording, bytes_of, poison
 from bed.accelerator.streams import HOST, Clock, Event, Stream, join
 from fsdp_wrap._comm.device import Accelerator, simulating
 from fsdp_wrap._core import Phase
@@ -67,6 +67,7 @@ class Simulation(Accelerator):
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._count = 0
         self._active = self._aside = False
+        self._dropped: list[Block] = []
         self._live: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
         self._waits_before = 0
@@ -134,6 +135,7 @@ class Simulation(Accelerator):
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
         with _disable_current_modes():
             tensor = torch.empty(numel, dtype=dtype)
+            poison(tensor.untyped_storage())
         self._new_block(tensor.untyped_storage(), HOST, pin)
         return tensor
 
@@ -168,7 +170,12 @@ class Simulation(Accelerator):
         queue: str | None = None,
     ) -> Action:
         """Notes one action, on the current stream if no other queue is given."""
+        self._free_dropped()
         return self._act(what, [*map(self._region, reads)], [*map(self._region, writes)], queue)
+
+    def _free_dropped(self) -> None:
+        while self._dropped:
+            self._free(self._dropped.pop(0))
 
     def _act(self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None) -> Action:
         stream = self._current[-1]
@@ -190,13 +197,16 @@ class Simulation(Accelerator):
         result = call.operator(*args, **kwargs)
         outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         known = {each.untyped_storage()._cdata for each in call.given}
-        fresh = [each for each in outputs if each.untyped_storage()._cdata not in known and not each.is_meta]
+        real = [each for each in outputs if each.untyped_storage().device.type == "cpu"]  # not a fake one
+        fresh = [each for each in real if each.untyped_storage()._cdata not in known]
         tells = call.tells_the_host(result)
         if not (fresh or call.written or tells):
             return result  # a view
         on_host = bool(given) and all(block.on_host for block in given)
         for each in fresh:
             self._new_block(each.untyped_storage(), HOST if on_host else self._current[-1].name)
+            if call.leaves_undefined:
+                poison(each.untyped_storage())
         if call.name in ("aten::copy_", "aten::_foreach_copy_") and not on_host:
             on_host = all(self._block(each).on_host for each in call.written + call.read)
         action = self.act(call.name, call.read, [*call.written, *fresh], HOST if on_host else None)
@@ -275,8 +285,12 @@ class Simulation(Accelerator):
     def _forget(self, number: int) -> None:
         block = self._blocks.pop(number)
         del self._storages[number]
-        if self._active and block.freed is None:
+        if not self._active or block.freed is not None:
+            return
+        if Simulation.here() is self:
             self._free(block)
+        else:  # another rank's thread collects garbage
+            self._dropped.append(block)
 
     def _free(self, block: Block) -> None:
         """Gives memory back to the allocator, which may let the next in its queue have it at once."""
@@ -298,6 +312,7 @@ class Simulation(Accelerator):
             self._free(block)
         result = resize(nbytes)
         if nbytes:
+            poison(storage)
             self._new_block(storage, self._current[-1].name)
         return result
 
@@ -318,7 +333,8 @@ class Simulation(Accelerator):
                 phase = phase or (found if isinstance(found, Phase) else None)
             frame = frame.f_back
         if unit is not None:
-            self._unit = unit.name
+            with suppress(AssertionError):  # its module is gone
+                self._unit = unit.name
         in_backward = torch._C._current_graph_task_id() != -1
         return f"{self._unit}, {phase.value if phase else 'backward' if in_backward else 'forward'}"
 
@@ -358,7 +374,8 @@ class _Functions(TorchFunctionMode):
             return self._made(func(*args, **kwargs), kwargs.get("device", "cpu"))
         if plain and func in _HOST_READS:
             self._simulation.read_by_host(args[0], _HOST_READS[func])
-        if plain and (func is torch.Tensor.cpu or (func is torch.Tensor.to and args[1:2] == ("cpu",))):
+        by_name = func is torch.Tensor.to and args[1:2] == ("cpu",) and "copy" in kwargs
+        if plain and (func is torch.Tensor.cpu or by_name):
             return self._simulation.fetched(args[0])
         return func(*args, **kwargs)
 
