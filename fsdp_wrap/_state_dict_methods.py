@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,9 +146,6 @@ class StateDictMethods(nn.Module):
             destination = take_state_dict(
                 self._unit, settings, call, wanted=wanted, prefix=prefix, keep_vars=keep_vars
             )
-            if outermost:
-                call.separate()
-                call.add_metadata()
         for hook in self._state_dict_hooks.values():
             changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
             if changed is not None and not getattr(hook, "_from_public_api", False):
@@ -224,10 +222,12 @@ class StateDictMethods(nn.Module):
         self._load_errors = args[-1]
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters
-        self._loading = begin_load(
-            self._unit, kind, state_dict, prefix, self._load_errors, in_full=_deferred.get() or assigns
-        )
+        in_full = _deferred.get() or assigns
+        self._loading = begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_load_known = partial(load_optim_state_dict, only_known=True)
 
 
 class OptimStateDictMethods:
@@ -295,17 +295,11 @@ class OptimStateDictMethods:
             ValueError: If it does not fit; nothing is loaded then.
         """
         settings = StateDictMethods.get_state_dict_type(model)
-        rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        first = getattr(settings.optim_state_dict_config, "rank0_only", False)
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             optim_state_dict = refitted(model, optim_state_dict)
-        result = load_optim_state_dict(
-            model,
-            optim,
-            optim_state_dict,
-            from_first_rank=rank0_only,
-            by_name=is_named_optimizer,
-            only_known=not load_directly,
-        )
+        load = load_optim_state_dict if load_directly else _load_known
+        result = load(model, optim, optim_state_dict, from_first_rank=first, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -339,9 +333,7 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
         _warn_of_optim_input(optim_input)
-        return load_optim_state_dict(
-            model, optim, full_optim_state_dict, optim_input=optim_input, only_known=True
-        )
+        return _load_known(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -353,21 +345,15 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
         _warn_of_optim_input(optim_input)
-        return load_optim_state_dict(
-            model,
-            optim,
-            full_optim_state_dict,
-            optim_input=optim_input,
-            from_first_rank=True,
-            only_known=True,
-        )
+        given = full_optim_state_dict
+        return _load_known(model, optim, given, optim_input=optim_input, from_first_rank=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of pieces, also of another wrapping; collective."""
-        return load_optim_state_dict(model, optim, refitted(model, sharded_optim_state_dict), only_known=True)
+        return _load_known(model, optim, refitted(model, sharded_optim_state_dict))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -384,12 +370,8 @@ class OptimStateDictMethods:
 
 def _warn_of_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
-        warnings.warn(
-            "the `optim_input` argument is deprecated: pass optim, which says what it was made from, or, for "
-            "model.parameters() in their order, neither",
-            FutureWarning,
-            stacklevel=3,
-        )
+        told = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
+        warnings.warn(told, FutureWarning, stacklevel=3)
 
 
 def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:

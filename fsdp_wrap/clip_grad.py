@@ -2,6 +2,4 @@
 
 from fsdp_wrap._state import GradientNorms
 
-__all__ = [
-    "GradientNorms",
-]
+__all__ = ["GradientNorms"]

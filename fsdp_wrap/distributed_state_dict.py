@@ -6,7 +6,8 @@ instances go to torch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fsdp_wrap._core import (
     ShardedStateDictConfig,
     StateDictType,
     clean_fqn,
+    joined,
     named,
     params,
 )
@@ -33,7 +35,6 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     FirstRank,
     Originals,
-    handles_of,
     is_first_rank,
     is_sharded,
     load_optim_state_dict,
@@ -70,7 +71,7 @@ def get_model_state_dict(
     if not is_wrapped(model):
         with deaths_told():
             return torch_get_model_state_dict(model, submodules=submodules, options=options)
-    return model_state(model, None if submodules is None else _prefixes(model, submodules), options)
+    return model_state(model, _prefixes(model, submodules), options)
 
 
 def get_optimizer_state_dict(
@@ -95,9 +96,7 @@ def get_optimizer_state_dict(
     if not is_wrapped(model):
         with deaths_told():
             return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
-    return optim_state(
-        model, optimizers, None if submodules is None else _prefixes(model, submodules), options
-    )
+    return optim_state(model, optimizers, _prefixes(model, submodules), options)
 
 
 def model_state(
@@ -113,7 +112,7 @@ def model_state(
     state.update({name: v.detach() for name, v in state.items() if isinstance(v, torch.Tensor)})
     if options.full_state_dict and others_sharded:  # by `fully_shard` in parts of the model
         state.update({name: unsharded(value) for name, value in state.items()})
-    if on_first and not is_first_rank(handles_of(units_in(model).values())):
+    if on_first and not is_first_rank(model):
         return {}
     if options.cpu_offload:  # also what belongs to no unit
         state.update({name: v.cpu() for name, v in state.items() if isinstance(v, torch.Tensor)})
@@ -248,21 +247,12 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
 
 def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False) -> Any:
     offload = options.cpu_offload
-    if options.full_state_dict:
-        return StateDictMethods.state_dict_type(
-            model,
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload and not everywhere),
-            FullOptimStateDictConfig(
-                offload_to_cpu=offload, rank0_only=offload or options.broadcast_from_rank0
-            ),
-        )
-    return StateDictMethods.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=offload),
-        ShardedOptimStateDictConfig(offload_to_cpu=offload),
-    )
+    if not options.full_state_dict:
+        configs = ShardedStateDictConfig(offload), ShardedOptimStateDictConfig(offload)
+        return StateDictMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
+    of_model = FullStateDictConfig(offload, rank0_only=offload and not everywhere)
+    of_optim = FullOptimStateDictConfig(offload, rank0_only=offload or options.broadcast_from_rank0)
+    return StateDictMethods.state_dict_type(model, StateDictType.FULL_STATE_DICT, of_model, of_optim)
 
 
 def _checked_optimizers(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -280,9 +270,10 @@ def _frozen_names(model: nn.Module) -> set[str]:
     return {name for name, source in sources if source is not None and not source.requires_grad}
 
 
-def _prefixes(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:
-    wanted = set(submodules)
-    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in wanted]
+def _prefixes(model: nn.Module, submodules: Collection[nn.Module] | None) -> list[str] | None:
+    if submodules is None:
+        return None
+    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in submodules]
 
 
 def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
@@ -296,22 +287,13 @@ def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateD
 
 def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Sends the first rank's tensors to all, of which each keeps its pieces."""
-    originals = Originals(model)
-    first = FirstRank(handles_of(units_in(model).values()))
-    described = [
-        (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value)
-        for name, value in (state_dict.items() if first.is_here else ())
-    ]
+    owned = {name: each for name, each in Originals(model).by_name.items() if each.handle is not None}
+    first = FirstRank(model)
     result: dict[str, Any] = {}
-    for name, description in first.object(described):
-        if not isinstance(description, tuple):
-            result[name] = description
-            continue
-        value = first.tensor(state_dict[name] if first.is_here else None, *description)
-        original = originals.by_name.get(name)
-        if original is not None and original.handle is not None and value.shape == original.shape:
-            value = original.piece_of(value)
-        result[name] = value
+    for name, announced in first.announced(dict(state_dict or {})).items():
+        value = first.fetched(announced)
+        fits = name in owned and getattr(value, "shape", None) == owned[name].shape
+        result[name] = owned[name].piece_of(value) if fits else value
     return result
 
 
@@ -332,14 +314,9 @@ def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in flat.items():
         part, _, rest = path.partition(".")
-        name = next((rest[:end] for end in _ends(rest) if rest[:end] in names), None)
+        name = next((each for each in accumulate(rest.split("."), joined) if each in names), None)
         if part not in found or name is None:
             raise ValueError(f"'{path}' names no parameter of the model")
         found[part].setdefault(name, {})[rest[len(name) + 1 :]] = value
     groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
     return {"state": found["state"], "param_groups": groups}
-
-
-def _ends(path: str) -> list[int]:
-    """Returns where names in a path may end, longest first."""
-    return [index for index in range(len(path) - 1, 0, -1) if path[index] == "."]

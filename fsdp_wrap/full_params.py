@@ -2,6 +2,4 @@
 
 from fsdp_wrap._state import summon_full_params
 
-__all__ = [
-    "summon_full_params",
-]
+__all__ = ["summon_full_params"]

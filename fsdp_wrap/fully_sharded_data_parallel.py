@@ -213,7 +213,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
-        unit.module = self
+        unit.moves_to(self)
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
@@ -295,7 +295,9 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         """Accumulates gradients without communication while the context is open.
 
         The accumulated gradients join those of the next backward outside of it. Until then they are held
-        unsharded, in memory of the size of the full model.
+        unsharded, in memory of the size of the full model. So are the parameters of units that do not
+        reshard after forward (SHARD_GRAD_OP): the next forward computes with them and gathers nothing,
+        unless they have changed. Backward outside of the context frees them.
 
         Raises:
             RuntimeError: If called on an instance that another one encloses.

@@ -2,9 +2,7 @@
 
 from fsdp_wrap._state import ShardedGradScaler
 
-__all__ = [
-    "ShardedGradScaler",
-]
+__all__ = ["ShardedGradScaler"]
 
 for _public in map(globals().__getitem__, __all__):
     _public.__module__ = __name__  # the path that errors and pickles name

@@ -16,14 +16,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import models
-from fsdp_wrap import CPUOffloadPolicy, FSDPModule, OffloadPolicy, ShardingStrategy, fully_shard
+from fsdp_wrap import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import plan_wrapping
+from models import named_state
 
 FRONTS = ["flat", "orig", "composable"]
 each_front = pytest.mark.parametrize("front", FRONTS)
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 """Both forms of the wrapper."""
+each_prefetch = pytest.mark.parametrize(
+    ("front", "prefetch"),
+    [(front, prefetch) for front in ("flat", "orig") for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST")]
+    + [("composable", "default")],
+)
+"""The front-ends with what each may be told of `prefetching`."""
 
 FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
@@ -63,6 +77,13 @@ def twins(
     return plain, shard(front, copy.deepcopy(plain), **options)
 
 
+def prefetching(name: str | None) -> dict[str, Any]:
+    """The options of a front-end that prefetches as a value of `each_prefetch` says."""
+    if name == "default":
+        return {}
+    return {"backward_prefetch": BackwardPrefetch[name] if name else None}
+
+
 def inner(module: Any) -> Any:
     """The module below a wrapper; `fully_shard` puts none around it."""
     return module.module if isinstance(module, FSDP) else module
@@ -91,6 +112,25 @@ def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
         name: full(torch.zeros_like(param) if param.grad is None else param.grad)
         for name, param in model.named_parameters()
     }
+
+
+def assert_same_values(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """Full parameters are those of a plain model, or of what DDP wraps; to the bit without a tolerance."""
+    _compare(full_state(model), {name: param.detach() for name, param in named_state(reference)}, tolerance)
+
+
+def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """The same of full gradients."""
+    _compare(full_grads(model), {name: param.grad for name, param in named_state(reference)}, tolerance)
+
+
+def _compare(found: dict[str, Any], expected: dict[str, Any], tolerance: dict[str, float]) -> None:
+    for name, value in expected.items():
+        if tolerance:
+            told = f"{name}: {{}}".format
+            torch.testing.assert_close(found[name], value, msg=told, **tolerance)
+        else:
+            assert torch.equal(found[name], value), name
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ HYBRID_COMPOSABLE_SPACE = {**COMPOSABLE_SPACE, "mesh": ["hybrid", "flat"], "resh
 HYBRID_SPACE = {**SPACE, "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"]}
 
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
+
+_SEEDED = threading.Lock()
+"""Of ranks that are threads, which share torch's generator."""
 
 
 def pairwise(
@@ -292,11 +296,26 @@ def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> N
         hook.remove()
 
 
-def check(scenario: Scenario, rank: int, world_size: int) -> None:
-    """Trains as the scenario says and compares with the plain model."""
-    torch.manual_seed(0)
-    plain = Model(scenario).double()
-    model = _wrap(copy.deepcopy(plain), scenario)
+def check(
+    scenario: Scenario,
+    rank: int,
+    world_size: int,
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Trains as the scenario says and compares with the plain model.
+
+    Args:
+        scenario: The options.
+        rank: This process's.
+        world_size: How many there are.
+        aside: In which the plain model is trained, and all is compared.
+    """
+    with _SEEDED:
+        torch.manual_seed(0)
+        with aside():
+            plain = Model(scenario).double()
+            copied = copy.deepcopy(plain)
+    model = _wrap(copied, scenario)
     # Reentrant checkpointing trains nothing where none of its inputs needs a gradient, plain module or not.
     batches = _Batches(scenario["input_grad"] or scenario["checkpointing"] == "reentrant")
     # A FlatParameter gives its unused parts zero gradients, a plain module none: SGD alone is alike.
@@ -307,18 +326,22 @@ def check(scenario: Scenario, rank: int, world_size: int) -> None:
         if step == 1 and scenario["unfreeze"]:
             for module in (plain, model):
                 module.requires_grad_(True)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=scenario["zeroing"] == "to_none")
+        to_none = scenario["zeroing"] == "to_none"
+        with aside():
+            optimizers[0].zero_grad(to_none)
+        optimizers[1].zero_grad(to_none)
         if step == 1 and scenario["fault"]:
             _break_once(model, scenario["fault"], batches, rank)
-            optimizers[1].zero_grad(set_to_none=scenario["zeroing"] == "to_none")
-        _step(scenario, step, plain, model, batches, rank, world_size)
-        for optimizer in optimizers:
-            optimizer.step()
-    expected = plain.state_dict()
-    for name, value in model.state_dict().items():
-        found, wanted = full(value), expected[name]
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
+            optimizers[1].zero_grad(to_none)
+        _step(scenario, step, plain, model, batches, rank, world_size, aside)
+        with aside():
+            optimizers[0].step()
+        optimizers[1].step()
+    expected, state = plain.state_dict(), model.state_dict()
+    with aside():
+        for name, value in state.items():
+            found, wanted = full(value), expected[name]
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
 
 
 def _step(
@@ -329,6 +352,7 @@ def _step(
     batches: _Batches,
     rank: int,
     world_size: int,
+    aside: Callable[[], AbstractContextManager[None]],
 ) -> None:
     forwards = scenario["forwards"]
     for number, unsynced in _backwards(scenario, step):
@@ -340,6 +364,8 @@ def _step(
         with no_sync(model) if unsynced else nullcontext():
             loss = batches.loss(model, rank, number, forwards)
             loss.backward()
-        references = [batches.loss(plain, r, number, forwards) for r in range(world_size)]
-        torch.testing.assert_close(loss, references[rank], rtol=1e-10, atol=1e-10, msg=f"loss: {scenario}")
-        (torch.stack(references).sum() / world_size).backward()
+        with aside():
+            references = [batches.loss(plain, r, number, forwards) for r in range(world_size)]
+            found, wanted = loss, references[rank]
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"loss: {scenario}")
+            (torch.stack(references).sum() / world_size).backward()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 
-__all__ = ["Finished", "Lane", "Pending", "Then", "Work", "lane_of"]
+__all__ = ["Finished", "Lane", "Pending", "Then", "lane_of"]
 
 
 class Pending(Protocol):
@@ -20,41 +17,6 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Makes what the caller does next come after it: on the host, or on the current stream."""
-
-
-class Work(ABC):
-    """Takes the place of a process group's work: a wait for it may be limited, and repeated."""
-
-    _ended = False
-    _error: RuntimeError | None = None
-
-    @abstractmethod
-    def _wait_for(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether that was enough. Called until it was."""
-
-    def is_completed(self) -> bool:
-        """Whether there is nothing left to wait for: it is done, or has failed."""
-        return self._ended
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Waits until it is done.
-
-        Args:
-            limit: How long at most; it goes on.
-
-        Raises:
-            RuntimeError: If it takes longer, or has failed, then also when called again.
-        """
-        if self._error is not None:
-            raise self._error
-        while not self._ended:
-            try:
-                self._ended = self._wait_for(1.0 if limit is None else limit.total_seconds())
-            except RuntimeError as error:
-                self._ended, self._error = True, error
-                raise
-            if not self._ended and limit is not None:
-                raise RuntimeError("the bytes are on their way still")
 
 
 class Finished:
@@ -89,6 +51,10 @@ class Lane:
         """
         works = start(True)
         return Then(works) if works else Finished()
+
+    def finish(self) -> None:
+        """Lets the host wait until nothing that was issued reads its memory any more."""
+        return None
 
 
 class _EventPending:
@@ -140,6 +106,9 @@ class StreamLane(Lane):
             raise
         return _EventPending(event, self._accelerator, start)
 
+    def finish(self) -> None:
+        self._stream.synchronize()
+
 
 _ON_CPU = Lane()
 
@@ -147,7 +116,9 @@ _ON_CPU = Lane()
 def lane_of(device: torch.device, purpose: str) -> Lane:
     """Returns the one lane of this process for a device and a purpose, such as "gather"."""
     accelerator = accelerator_of(device)
-    return _ON_CPU if accelerator is None else _stream_lane(accelerator, purpose)
-
-
-_stream_lane = lru_cache(StreamLane)
+    if accelerator is None:
+        return _ON_CPU
+    lane: Lane | None = accelerator.lanes.get(purpose)
+    if lane is None:
+        lane = accelerator.lanes[purpose] = StreamLane(accelerator, purpose)
+    return lane

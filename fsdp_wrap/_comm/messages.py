@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm.groups import Ranks
-from fsdp_wrap._comm.lanes import Pending, Work
+from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.objects import as_transport
 from fsdp_wrap._comm.process_group import Fill, GroupCommunicator, Tensors
 
 __all__ = ["ExchangeCommunicator", "Messages", "exchange_gather", "exchange_reduce"]
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
+_IN_VAIN = "a rank died before all of its messages had come"
 
 
 def _lives(peer: int) -> bool:
@@ -99,8 +101,8 @@ def _targets(rank: int, ranks: Iterable[int]) -> list[int]:
     return every[own + 1 :] + every[:own]
 
 
-class Messages(Work):
-    """Messages in flight.
+class Messages:
+    """Messages in flight; takes the place of a process group's work.
 
     Args:
         works: Of each message, in the order to wait for them, with the peer.
@@ -117,21 +119,38 @@ class Messages(Work):
         self._works, self._lives, self._finish = works, lives, finish
         self._awaited = works[0][0]
         self._suspect: int | None = None
+        self._ended = False
         self._failure: RuntimeError | None = None
         self._thread: threading.Thread | None = None
 
-    def _wait_for(self, seconds: float) -> bool:
+    def is_completed(self) -> bool:
+        """Whether there is nothing left to wait for: all have come, or one has failed."""
+        return self._ended
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Waits until all have come.
+
+        Args:
+            limit: How long at most; they go on.
+
+        Raises:
+            RuntimeError: If that takes longer, or one has failed, then also when called again.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
             self._thread.start()
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            self._look_at_awaited()
-            return False
+        while not self._ended:
+            self._thread.join(1.0 if limit is None else limit.total_seconds())
+            if not self._thread.is_alive():
+                self._ended = True
+                if self._failure is None:
+                    self._finish()
+            elif self._is_awaited_in_vain():
+                self._ended, self._failure = True, RuntimeError(_IN_VAIN)
+            elif limit is not None:
+                raise RuntimeError("the bytes are on their way still")
         if self._failure is not None:
             raise self._failure
-        self._finish()
-        return True
 
     def _wait_for_all(self) -> None:
         try:
@@ -141,17 +160,11 @@ class Messages(Work):
         except RuntimeError as error:
             self._failure = error
 
-    def _look_at_awaited(self) -> None:
-        """Gives up a peer that was dead the last time as well: what it had sent would have come.
-
-        Raises:
-            RuntimeError: If so.
-        """
-        peer = self._awaited
-        dead = not self._lives(peer)
-        if dead and peer == self._suspect:
-            raise RuntimeError("a rank died before all of its messages had come")
-        self._suspect = peer if dead else None
+    def _is_awaited_in_vain(self) -> bool:
+        """Whether a peer is dead and was so the last time: what it had sent would have come."""
+        peer, before = self._awaited, self._suspect
+        self._suspect = None if self._lives(peer) else peer
+        return self._suspect == before == peer
 
 
 class ExchangeCommunicator(GroupCommunicator):

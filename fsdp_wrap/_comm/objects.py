@@ -13,6 +13,9 @@ import torch.distributed as dist
 from fsdp_wrap._core.torch_private import AllgatherOptions, ReduceScatterOptions, default_device_of
 
 __all__ = [
+    "GATHER",
+    "TO_GATHER",
+    "TRANSPORTED",
     "all_gather_object",
     "all_gather_single",
     "as_transport",
@@ -21,50 +24,47 @@ __all__ = [
 ]
 
 # Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
-_GATHER, _REDUCE = (
+GATHER, _REDUCE = (
     ("all_gather_single", "reduce_scatter_single")
     if hasattr(dist.ProcessGroup, "all_gather_single")  # renamed in torch 2.13
     else ("_allgather_base", "_reduce_scatter_base")
 )
 
 
-_TO_GATHER, _TO_GATHER_LATER = AllgatherOptions(), AllgatherOptions()
-_TO_REDUCE, _TO_REDUCE_LATER = ReduceScatterOptions(), ReduceScatterOptions()
-_TO_GATHER.asyncOp = _TO_REDUCE.asyncOp = False
-_TO_GATHER_LATER.asyncOp = _TO_REDUCE_LATER.asyncOp = True
+def _at_once_and_later(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """Makes options of which the second ask for asynchronous works."""
+    options = make(), make()
+    for later, each in enumerate(options):
+        each.asyncOp = bool(later)
+    return options
 
 
-_TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+TO_GATHER, _TO_REDUCE = _at_once_and_later(AllgatherOptions), _at_once_and_later(ReduceScatterOptions)
+"""How to gather or reduce; with works that are asynchronous, the second."""
+
+TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+"""What all backends know."""
 
 
 def as_transport(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor as bytes where backends, which know few dtypes, do not know its own."""
-    return tensor if tensor.dtype in _TRANSPORTED else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in TRANSPORTED else tensor.view(torch.uint8)
 
 
 def all_gather_single(
     full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Fills a tensor of any dtype from all ranks; returns the work if that is asynchronous."""
-    if full.dtype not in _TRANSPORTED:
-        full, own = full.view(torch.uint8), own.view(torch.uint8)
-    if async_op:
-        return getattr(group, _GATHER)(full, own, _TO_GATHER_LATER)
-    return _wait(getattr(group, _GATHER)(full, own, _TO_GATHER))
+    work = getattr(group, GATHER)(as_transport(full), as_transport(own), TO_GATHER[async_op])
+    return work if async_op or work is None else work.wait()
 
 
 def reduce_scatter_single(
     shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Sums a tensor over all ranks, of which each gets a part; returns the work if that is asynchronous."""
-    if async_op:
-        return getattr(group, _REDUCE)(shard, full, _TO_REDUCE_LATER)
-    return _wait(getattr(group, _REDUCE)(shard, full, _TO_REDUCE))
-
-
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
+    work = getattr(group, _REDUCE)(shard, full, _TO_REDUCE[async_op])
+    return work if async_op or work is None else work.wait()
 
 
 Run = Callable[[Callable[[bool], Any]], object]

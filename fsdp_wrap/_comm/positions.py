@@ -466,7 +466,7 @@ class Collective:
 
     Args:
         places: The groups, each with what is noted there.
-        issued: Where it puts down what it has issued and nobody has waited for.
+        issued: Where it puts down what it has issued and is to be looked at again once it was waited for.
     """
 
     def __init__(
@@ -502,10 +502,11 @@ class Collective:
             before = words[own]
             words[own] = word = (number & _LOW) << 32 | note.digest
             if len(group._there) > 1:
+                peers = words[first + group._begin : first + group._end]
                 # Who has not come as far has nothing there, or the ring's last round.
-                if not {word, before, 0}.issuperset(words[first + group._begin : first + group._end]):
+                if not {word, before, 0}.issuperset(peers):
                     group.compare(number)
-            issued.append((group, number, word))
+                issued.append((group, number, word))
 
 
 class UnitCollective(Collective):
@@ -556,8 +557,10 @@ class UnitPositions:
         gather_kept: Notes that it gathers them from those who keep them.
         reduction: Notes that it reduces gradients.
         reduction_in_copy: Notes that it does so within one copy.
-        gathered: Checks, once a gather was waited for, that every peer has issued the same.
-        reduced: Checks the same of a reduction.
+        gathers: What is to be checked once a gather was waited for.
+        gathered: Checks then that every peer has issued the same.
+        reductions: What is to be checked once a reduction was waited for.
+        reduced: Checks the same of it.
     """
 
     def __init__(
@@ -570,15 +573,15 @@ class UnitPositions:
         waits: bool,
         agree: Agree,
     ) -> None:
-        gathers: list[_Issued] = []
-        reductions: list[_Issued] = []
+        self.gathers: list[_Issued] = []
+        self.reductions: list[_Issued] = []
         kept, in_copy = f"gathers {name} from neighbours", f"reduces {name} in a copy"
-        self.gather = UnitCollective(f"gathers {name}", tree, gathering, gathers, agree)
-        self.gather_kept = UnitCollective(kept, tree, keeping, gathers, agree)
-        self.reduction = UnitCollective(f"reduces {name}", tree, reducing, reductions, agree)
-        self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, reductions, agree)
-        self.gathered = partial(_check_alike, gathers, waits)
-        self.reduced = partial(_check_alike, reductions, waits)
+        self.gather = UnitCollective(f"gathers {name}", tree, gathering, self.gathers, agree)
+        self.gather_kept = UnitCollective(kept, tree, keeping, self.gathers, agree)
+        self.reduction = UnitCollective(f"reduces {name}", tree, reducing, self.reductions, agree)
+        self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, self.reductions, agree)
+        self.gathered = partial(_check_alike, self.gathers, waits)
+        self.reduced = partial(_check_alike, self.reductions, waits)
         world = next((group.world for group in reducing), None)
         self.enter: Callable[[int, int], object] = _tell_nobody
         if world is not None:

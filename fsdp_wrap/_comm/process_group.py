@@ -20,14 +20,16 @@ from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.groups import Ranks, is_destroyed
 from fsdp_wrap._comm.lanes import Finished, Lane, Pending, lane_of
 from fsdp_wrap._comm.objects import (
+    GATHER,
+    TO_GATHER,
+    TRANSPORTED,
     all_gather_object,
-    all_gather_single,
     as_transport,
     broadcast_object,
     reduce_scatter_single,
 )
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
-from fsdp_wrap._comm.watch import InFlight, InFlightWithoutLimit, Watch
+from fsdp_wrap._comm.watch import InFlight, Watch, Works, WorksWithoutLimit
 
 __all__ = [
     "SUM",
@@ -236,7 +238,7 @@ class GroupCommunicator(Communicator):
         self._reduce_lane = lane_of(device, "reduce")
         self._on_host = accelerator_of(device) is None
         # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
-        self._reduction_in_flight = InFlightWithoutLimit if self._on_host else InFlight
+        self._reduction_in_flight: type[InFlight] = WorksWithoutLimit if self._on_host else Works
 
     def _identity(self) -> object:
         return self.device, self._reference
@@ -260,7 +262,7 @@ class GroupCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(dist.get_process_group_ranks(self._group))
 
-    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = InFlight) -> Pending:
+    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = Works) -> Pending:
         """Issues collectives.
 
         Args:
@@ -274,28 +276,34 @@ class GroupCommunicator(Communicator):
         group = self._reference()
         if group is None:
             raise RuntimeError(_DESTROYED)
-        if self._compare_first is not None:  # if it raises, again before the next
-            self._compare_first()
-            self._compare_first = None
+        if self._compare_first is not None:
+            self._compare()
         try:
             if not self._on_host:
                 return lane.issue(partial(start, group))
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
-        return in_flight(works, self._watch)
+        return in_flight(self._watch, works)
+
+    def _compare(self) -> None:
+        """Compares, before the first collective, what all ranks must have alike; if it raises, then again."""
+        if self._compare_first is not None:
+            self._compare_first()
+            self._compare_first = None
 
     def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         return self._issue(self._gather_lane, partial(self._gather, full, fill))
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         fill()
-        works = []
+        gather, works = getattr(group, GATHER), []
         for each in full:
+            each = each if each.dtype in TRANSPORTED else each.view(torch.uint8)
             length = each.numel() // self.size
             own = each[self.rank * length : (self.rank + 1) * length]
-            works.append(all_gather_single(each, own, group, async_op))
-        return works
+            works.append(gather(each, own, TO_GATHER[async_op]))
+        return works if async_op else [work.wait() for work in works if work is not None]
 
     def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         parts = torch.split(full, list(lengths))
@@ -335,18 +343,12 @@ class GroupCommunicator(Communicator):
         self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        def start(async_op: bool) -> Any:
-            source, parts = as_transport(own), self._parts(full)
-            return dist.gather(source, parts, group=self._group, group_dst=0, async_op=async_op)
-
-        self._run(start)
+        collective = partial(dist.gather, as_transport(own), self._parts(full), group=self._group)
+        self._run(lambda later: collective(group_dst=0, async_op=later))
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        def start(async_op: bool) -> Any:
-            target, parts = as_transport(own), self._parts(full)
-            return dist.scatter(target, parts, group=self._group, group_src=0, async_op=async_op)
-
-        self._run(start)
+        collective = partial(dist.scatter, as_transport(own), self._parts(full), group=self._group)
+        self._run(lambda later: collective(group_src=0, async_op=later))
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(as_transport(full).chunk(self.size))

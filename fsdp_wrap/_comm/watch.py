@@ -11,8 +11,9 @@ import sys
 import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +23,12 @@ import torch.distributed as dist
 from fsdp_wrap._comm.groups import time_limit
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 
-__all__ = ["InFlight", "InFlightWithoutLimit", "Watch", "deaths_told"]
+__all__ = ["InFlight", "Watch", "Works", "WorksWithoutLimit", "deaths_told"]
 
-_FIRST_LOOK = timedelta(seconds=0.25)  # beside such a wait, looking costs nothing
-_LATER_LOOKS = timedelta(seconds=1.0)
-_LAST_LOOK = timedelta(milliseconds=10)  # what rounds to no milliseconds would be no limit
+_FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
+_FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
+_LATER_LOOKS = 1.0
+_LAST_LOOK = 0.01  # what rounds to no milliseconds would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
 _PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
 _TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
@@ -142,56 +144,48 @@ def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise watch.failure(error) from error
 
 
-class InFlight:
-    """Works of a group's collectives, issued just now.
+class InFlight(ABC):
+    """Something of a group's that was issued just now.
 
     Args:
-        works: What tells of each when it has ended.
         watch: Looks at the ranks once a wait takes long.
+        works: What the process group has returned for it.
     """
 
-    def __init__(self, works: Sequence[Any], watch: Watch) -> None:
-        self._works, self._watch = works, watch
+    def __init__(self, watch: Watch, works: Sequence[Any] = ()) -> None:
+        self._watch, self._works = watch, works
         self._number = watch.positions.issued
         self._begin = time.monotonic()
-        self._warned = False
+        self._ended, self._warned = False, False
+        self._error: RuntimeError | None = None
 
-    def wait(self) -> None:
-        """Waits for all of them.
+    @abstractmethod
+    def _wait_for(self, seconds: float) -> bool:
+        """Waits so long at most; returns whether it has ended. Called until it has, or has failed."""
+
+    def wait(self, pause: float = _FIRST_LOOK) -> None:
+        """Waits until it has ended.
+
+        Args:
+            pause: Seconds until the first look at the ranks.
 
         Raises:
-            RuntimeError: If one fails or does not complete, or a peer has issued another.
+            RuntimeError: If it has failed, or does not end, or a peer has issued something else.
         """
-        try:
-            for work in self._works:
-                work.wait(_FIRST_LOOK)
-        except RuntimeError:  # one is late, or has failed
-            pass
-        else:
-            return
-        self._wait_longer()
+        while not self._ended:
+            if self._error is not None:
+                raise self._error
+            try:
+                self._ended = self._wait_for(pause)
+            except RuntimeError as error:
+                self._error = self._watch.failure(error)
+                raise self._error from error
+            if not self._ended:
+                pause = min(max(2 * pause, 2 * _FIRST_LOOK), _LATER_LOOKS)
+                pause = max(min(pause, self._look()), _LAST_LOOK)
 
-    def _wait_longer(self) -> None:
-        """Waits a short time and looks, in turns."""
-        pause = _FIRST_LOOK
-        while not self._have_ended():
-            pause = max(min(2 * pause, _LATER_LOOKS, self._look()), _LAST_LOOK)
-            with suppress(RuntimeError):
-                for work in self._works:
-                    work.wait(pause)
-
-    def _have_ended(self) -> bool:
-        try:
-            for work in self._works:
-                if not work.is_completed():  # it goes on: only the waiting has ended
-                    return False
-                work.wait()  # tells what ended it: perhaps success, just after the waiting
-        except RuntimeError as error:
-            raise self._watch.failure(error) from error
-        return True
-
-    def _look(self) -> timedelta:
-        """Looks at the ranks and warns once; returns the time left.
+    def _look(self) -> float:
+        """Looks at the ranks and warns once; returns the seconds left.
 
         Raises:
             RuntimeError: If the wait is in vain.
@@ -199,29 +193,44 @@ class InFlight:
         waited = time.monotonic() - self._begin
         left = self._watch.look(self._number, waited)
         self._warned = self._warned or self._watch.warn_if_late(waited)
-        return timedelta(seconds=left)
+        return left
 
 
-class InFlightWithoutLimit(InFlight):
-    """Works that are waited for once all peers have come: nothing could end a wait for one that does not."""
+class Works(InFlight):
+    """What the process group does."""
 
-    def wait(self) -> None:
-        if not self._watch.positions.reached(self._number):
-            self._await_peers()
+    def wait(self, pause: float = _LAST_LOOK) -> None:
         try:
             for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._watch.failure(error) from error
+                work.wait(_FIRST_LIMIT)
+        except RuntimeError:  # one is late, or has failed
+            super().wait(pause)
 
-    def _await_peers(self) -> None:
+    def _wait_for(self, seconds: float) -> bool:
+        limit = timedelta(seconds=seconds)
+        for work in self._works:
+            try:
+                work.wait(limit)
+            except RuntimeError:
+                if not work.is_completed():  # it goes on: only the waiting has ended
+                    return False
+                work.wait()  # tells what ended it: perhaps success, just after the waiting
+        return True
+
+
+class WorksWithoutLimit(InFlight):
+    """What is waited for once all peers have come: nothing could end a wait for one that does not."""
+
+    def _wait_for(self, seconds: float) -> bool:
         begin = time.monotonic()
-        next_look = _FIRST_LOOK.total_seconds()
         while not self._watch.positions.reached(self._number):
             waited = time.monotonic() - begin
-            if waited > next_look:
-                next_look += min(_LATER_LOOKS, self._look()).total_seconds()
+            if waited > seconds:
+                return False
             time.sleep(min(waited / 8, 0.001))  # late by a small part of what the wait takes anyway
+        for work in self._works:
+            work.wait()
+        return True
 
 
 def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,17 +20,29 @@ UNIT_ATTR = "_fsdp_unit"
 
 
 class ParamPlaces:
-    """Every place in the module tree that shows one original parameter."""
+    """Every place in the module tree that shows one original parameter.
 
-    def __init__(self) -> None:
-        self._places: list[Place] = []
+    Args:
+        owner: The unit's module, which is held weakly: it holds the unit, and so these places.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
+        self._places: list[tuple[nn.Module | None, str]] = []
 
     def __iter__(self) -> Iterator[Place]:
-        return iter(self._places)
+        owner: Any = self._owner()
+        return ((owner if module is None else module, name) for module, name in self._places)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamPlaces:
+        copied = ParamPlaces(copy.deepcopy(cast(nn.Module, self._owner()), memo))
+        for module, name in self:
+            copied.add(copy.deepcopy(module, memo), name)
+        return copied
 
     def add(self, module: nn.Module, name: str) -> None:
         """Adds one more place."""
-        self._places.append((module, name))
+        self._places.append((None if module is self._owner() else module, name))
 
 
 class Display:
@@ -45,7 +59,7 @@ class Display:
     def __init__(
         self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
     ) -> None:
-        self._told: list[tuple[nn.Module, str, Any]] = []
+        self._told: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._params: list[tuple[dict[str, Any], str, Any]] = []
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
         self._covers: list[tuple[dict[str, Any], str]] = []
@@ -59,12 +73,13 @@ class Display:
                     self._covers.append((module.__dict__, name))
                 registrable = param is None or param.is_leaf  # RNNs look themselves for what is not
                 if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
-                    self._told.append((module, name, param))  # RNNs update a second list of their weights
+                    # RNNs update a second list of their weights.
+                    self._told.append((weakref.ref(module), name, param))
 
     def show(self) -> None:
         """Shows the tensors."""
         for module, name, param in self._told:
-            setattr(module, name, param)
+            setattr(module(), name, param)
         for names, name in self._covers:
             names.pop(name, None)
         for shown in (self._params, self._plain):
@@ -84,7 +99,7 @@ class ParamSlot:
 
     fqn: str
     param: nn.Parameter
-    places: ParamPlaces = field(default_factory=ParamPlaces)
+    places: ParamPlaces
 
 
 def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -177,7 +192,7 @@ class Contents:
             if is_owned(param):
                 borrowed.append((fqn, place, param))
             else:
-                slots.setdefault(param, ParamSlot(fqn, param)).places.add(*place)
+                slots.setdefault(param, ParamSlot(fqn, param, ParamPlaces(module))).places.add(*place)
         return cls(ignored, modules, [*slots.values()], borrowed)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:

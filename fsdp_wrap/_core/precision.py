@@ -122,17 +122,25 @@ class SegmentPolicy:
             return self.grad or master
         return self.param or master
 
-    def dtypes(self, master: torch.dtype, reduce: torch.dtype) -> SegmentDtypes:
-        """Returns all dtypes, given that to reduce in."""
-        param = self.param or master
+    def dtypes(self, master: torch.dtype, widest: torch.dtype | None) -> SegmentDtypes:
+        """Returns all dtypes.
+
+        Args:
+            master: The master dtype.
+            widest: To reduce in at least, where the sharded gradients' dtype decides; None for any.
+        """
+        if not is_castable(master):
+            return SegmentDtypes.full(master)
+        param, reduce = self.param or master, self.reduced_in(master)
+        if self.follows_grad and widest is not None:
+            reduce = torch.promote_types(reduce, widest)
         arriving: torch.dtype | None = param
         if self.follows_grad and self.keeps_reduced:
             arriving = None
         elif self.follows_grad and self.grad is not None and self.grad.itemsize < param.itemsize:
             arriving = self.grad
-        return SegmentDtypes(
-            master, param, reduce, reduce if self.keeps_reduced else self.grad or master, arriving
-        )
+        grad = reduce if self.keeps_reduced else self.grad or master
+        return SegmentDtypes(master, param, reduce, grad, arriving)
 
 
 def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) -> list[SegmentDtypes]:
@@ -149,16 +157,7 @@ def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) 
         if trains and policy.follows_grad:
             own = policy.reduced_in(master)
             widest[master] = torch.promote_types(widest.get(master, own), own)
-    found = []
-    for master, policy, _ in segments:
-        if not is_castable(master):
-            found.append(SegmentDtypes.full(master))
-            continue
-        reduce = policy.reduced_in(master)
-        if policy.follows_grad:
-            reduce = torch.promote_types(reduce, widest.get(master, reduce))
-        found.append(policy.dtypes(master, reduce))
-    return found
+    return [policy.dtypes(master, widest.get(master)) for master, policy, _ in segments]
 
 
 def _overridden(param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:
@@ -214,24 +213,24 @@ NO_CASTS = InputCasts()
 class _BufferCast:
     """One buffer in two dtypes, of which the module shows one."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, buffers: dict[str, torch.Tensor | None], name: str) -> None:
+        self._buffers, self._name = buffers, name
         self._original: torch.Tensor | None = None
         self._cast: torch.Tensor | None = None
 
     def show_cast(self, dtype: torch.dtype) -> None:
-        shown = self._module._buffers.get(self._name)
+        shown = self._buffers.get(self._name)
         if shown is not None and shown is not self._cast:
             self._original, self._cast = shown, shown.to(dtype)
-            self._module._buffers[self._name] = self._cast
+            self._buffers[self._name] = self._cast
 
     def show_original(self) -> None:
         original, cast = self._original, self._cast
-        if original is None or cast is None or self._module._buffers.get(self._name) is not cast:
+        if original is None or cast is None or self._buffers.get(self._name) is not cast:
             return
         # Compared by value: batch norm updates its statistics behind the version counters.
         original.copy_(torch.where(cast == original.to(cast.dtype), original, cast.to(original.dtype)))
-        self._module._buffers[self._name] = original
+        self._buffers[self._name] = original
 
 
 class BufferCasts:
@@ -244,7 +243,7 @@ class BufferCasts:
         dtype: The buffer dtype; None leaves them as they are.
 
     Attributes:
-        modules: The unit's modules.
+        held: What each of the modules holds, by name.
         casts: Those buffers; nobody needs to call any method where there is none.
     """
 
@@ -252,11 +251,11 @@ class BufferCasts:
         self._dtype = dtype
         self._holders = 0
         self._computes = False
-        self.modules = tuple(modules)
+        self.held = [module._buffers for module in modules]  # not the modules: one of them holds the unit
         self.casts = [
-            _BufferCast(module, name)
-            for module in (self.modules if dtype is not None else ())
-            for name, buffer in module._buffers.items()
+            _BufferCast(buffers, name)
+            for buffers in (self.held if dtype is not None else ())
+            for name, buffer in buffers.items()
             if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
         ]
 

@@ -9,7 +9,7 @@ Must never know: when that happens, and in which order units run.
 from fsdp_wrap._params.display import Showing
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.flat import FlatLayout, FlatParameter, FlatParameterLayout, HiddenFlatParameter
-from fsdp_wrap._params.handle import WRITTEN, HandleState, ParamHandle
+from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,

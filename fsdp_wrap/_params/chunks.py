@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_wrap._core import ParamSlot
-from fsdp_wrap._params.layout import Extent, round_up
+from fsdp_wrap._params.layout import Extent, alignment_of, round_up
 
 __all__ = ["Cut", "cut_all", "only_rows"]
 
@@ -104,7 +104,8 @@ class Cut(Extent):
         ]
 
 
-def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int, alignment: int) -> list[Cut]:
+def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int) -> list[Cut]:
+    alignment = alignment_of(slots)
     cuts: list[Cut] = []
     start = offset = 0
     for slot, dim in zip(slots, dims):

@@ -7,8 +7,6 @@ from enum import Enum
 
 from fsdp_wrap._params.segment import Segment
 
-__all__ = ["Showing", "UnitDisplay"]
-
 
 class Showing(Enum):
     """What modules show.

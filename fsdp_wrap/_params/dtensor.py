@@ -16,16 +16,14 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
-from fsdp_wrap._params.layout import Interval, Layout, round_up, stretches
+from fsdp_wrap._params.layout import Interval, Layout, Written, round_up
 from fsdp_wrap._params.zero_marks import held_by_this_rank
-
-__all__ = ["DTensorLayout"]
 
 # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
 _dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
 _dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
-_VERSION, _LOCAL_VERSION = operator.attrgetter("_version"), operator.attrgetter("_local_tensor._version")
+_VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 @final
@@ -59,37 +57,27 @@ class DTensorLayout(Layout):
         pin: bool,
     ) -> None:
         super().__init__(name, slots, communicator, offload, pin)
-        first = slots[0].param
-        self._mesh, self._rank, self._ranks = mesh, communicator.rank, communicator.size
-        self.sharded, self.in_place = True, self._ranks == 1
-        self.extents = cut_all(slots, dims, self._ranks, self._alignment)
-        end = self.extents[-1].end
-        self._used = slice(end, end + len(slots))
-        likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in self.extents]
+        self._mesh, self.in_place = mesh, self._ranks == 1
+        cuts = cut_all(slots, dims, self._ranks)
+        end = cuts[-1].end
+        self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
+        likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in cuts]
         # A view like a tensor costs half of a view by a tuple of numbers.
         self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
-        self.shard_numel, self.noted_numel = self._used.stop, len(slots)
-        bounds = ((cut.offset, cut.offset + like.numel()) for cut, like in zip(self.extents, likes))
-        self._sizes, self._indices = stretches(bounds, self.shard_numel)
-        self.numel = self.shard_numel * self._ranks
-        self.full_numel = self.numel if self.in_place else round_up(self.extents[-1].stop, self._ranks)
+        bounds = ((cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes))
+        self._lay_out(cuts, bounds, self._used.stop)
+        if not self.in_place:
+            self.full_numel = round_up(cuts[-1].stop, self._ranks)
         self._grad_dtype: torch.dtype | None = None
-        self._adopt_shard(self._new_shard(first.dtype, first.is_meta))
-        for cut, slot, piece in zip(self.extents, slots, self._pieces):
-            piece.copy_(slot.param.detach().narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank)))
-            slot.param.data = piece  # whoever holds the original does not keep its memory alive
-        self._make_sharded([slot.param for slot in slots])
-        self._follow_places()
+        self._take_over(slots)
 
-    def _new_shard(self, dtype: torch.dtype, on_meta: bool) -> torch.Tensor:
-        if on_meta:
-            return torch.empty(self.shard_numel, dtype=dtype, device="meta")
-        return self._allocate(self.shard_numel, dtype).zero_()
+    def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        cut = self.extents[index]
+        return tensor.narrow(cut.dim, cut.first_row(self._rank), cut.rows(self._rank))
 
-    def _adopt_shard(self, shard: torch.Tensor) -> None:
-        self._shard, self.dtype = shard, shard.dtype
+    def _adopt(self, shard: torch.Tensor) -> None:
+        self._shard, self.dtype, self._pieces = shard, shard.dtype, self.cut(shard)
         self.flat_param = nn.Parameter(shard, requires_grad=False)
-        self._pieces = self.cut(shard)
         self._specs = self._specs_in(self.dtype)
         self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
 
@@ -104,11 +92,10 @@ class DTensorLayout(Layout):
             for cut in self.extents
         ]
 
-    def _make_sharded(self, like: Sequence[nn.Parameter]) -> None:
-        """Makes the sharded parameters; they train if those do that are given."""
+    def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         shards = map(_dtensor, self._pieces, self._specs)
         self.sources = self.sharded_params = [
-            nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, like)
+            nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, originals)
         ]
         self._show_pieces()
 
@@ -123,15 +110,9 @@ class DTensorLayout(Layout):
 
     # what there is
 
-    @property
-    def version(self) -> int:
-        version: int = sum(map(_VERSION, self.sources)) + sum(map(_LOCAL_VERSION, self.sources))
-        return version
-
-    def written(self) -> tuple[list[int], list[int]]:
-        held = [*map(_LOCAL, self.sources)]
-        versions = map(operator.add, map(_VERSION, self.sources), map(_VERSION, held))
-        return [*versions], [*map(torch.Tensor.data_ptr, held)]
+    def written(self) -> Written:
+        sources = self.sources  # the shard counts what is written to the pieces themselves
+        return [*map(_VERSION, sources), self._shard._version], [*map(_DATA_PTR, map(_LOCAL, sources))]
 
     def intervals(self) -> list[Interval]:
         return [
@@ -248,18 +229,17 @@ class DTensorLayout(Layout):
 
     def follow_replaced(self) -> bool:
         """Takes over parameters that were converted, loaded with `assign=True`, or left the meta device."""
-        shown = [*map(dict.get, self._registries, self._names)]
+        shown = [*map(dict.get, self._registries, self._names)]  # on every step: no call
         same = all(map(operator.is_, shown, self.sources))
         if same and all(map(operator.is_, map(_LOCAL, self.sources), self._pieces)):
             return False
-        found = [old if new is None else new for old, new in zip(self.sources, shown)]
-        same = all(map(operator.is_, found, self.sources))
-        if same and all(map(operator.is_, map(held_by_this_rank, found), self._pieces)):
-            return False
+        found = [param for param in shown if param is not None]
+        if len(found) < len(shown):
+            return False  # what was removed is refused
         for cut, spec, param in zip(self.extents, self._specs, found):
             _check_replaced(cut, spec, param, found[0], self._rank)
         values = [held_by_this_rank(param.detach()) for param in found]
-        self._adopt_shard(self._new_shard(found[0].dtype, values[0].is_meta))
+        self._adopt(self._new_shard(values[0]))
         for piece, value in zip(self._pieces, values):
             piece.copy_(value)
         self.sources = self.sharded_params = found
@@ -267,10 +247,6 @@ class DTensorLayout(Layout):
         self._follow_places()
         self.show_sharded()  # of tied ones each place may have got one of its own
         return True
-
-    def _part(self) -> None:
-        self._adopt_shard(self._new_shard(self.dtype, self._shard.is_meta).copy_(self._shard))
-        self._make_sharded(self.sources)
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:

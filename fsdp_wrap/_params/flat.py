@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
-from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -16,12 +14,8 @@ from torch import nn
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, show_extra
-from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_, make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, round_up, stretches
-
-__all__ = ["FlatLayout", "FlatParameter", "FlatParameterLayout", "HiddenFlatParameter"]
-
-_VERSION = attrgetter("_version")
+from fsdp_wrap._core.torch_private import make_subclass
+from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
 
 
 class FlatParameter(nn.Parameter):
@@ -125,66 +119,44 @@ class FlatLayout(Layout):
         offload: bool,
     ) -> None:
         super().__init__(name, slots, communicator, offload)
-        first = slots[0].param
-        self.dtype, self.module, self.sharded, self.in_place = first.dtype, module, sharded, True
-        self.extents = _extents(slots, self._alignment)
-        self.shard_numel = max(1, -(-self.extents[-1].stop // communicator.size))
-        self.numel = self.full_numel = self.shard_numel * communicator.size
-        self.noted_numel = 0
-        self.first = self.shard_numel * communicator.rank
-        self._bounds = [extent.within(self.first, self.shard_numel) for extent in self.extents]
-        self._sizes, self._indices = stretches(self._bounds, self.shard_numel)
-        self._firsts = [_firsts_of_pieces(extent, self.shard_numel) for extent in self.extents]
+        self.module, self.sharded = module, sharded
+        extents = _extents(slots)
+        shard_numel = max(1, -(-extents[-1].stop // communicator.size))
+        self.first = shard_numel * communicator.rank
+        self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
+        self._lay_out(extents, self._bounds, shard_numel)
+        self._begins = [  # of this rank's pieces, in their parameters
+            self.first + start - extent.start if stop > start else 0
+            for extent, (start, stop) in zip(extents, self._bounds)
+        ]
+        self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]  # of all ranks
         with torch.inference_mode(False):
             firsts = [*chain.from_iterable(self._firsts)]
             self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
-        shard = self._allocate(self.shard_numel, self.dtype)
-        self._resides = not sharded and not (offload and self._accelerator is not None)
-        self._fill(shard, slots)
-        self._hold(shard, first.requires_grad)
-        self._stand_for([slot.param for slot in slots])
-        for slot, piece in zip(slots, self._pieces):
-            slot.param.data = piece  # whoever holds the original does not keep its memory alive
-        self._follow_places()
-        self.hide_full()
+        self._resides = not sharded and not self.offloaded
+        self._take_over(slots)
 
-    def _fill(self, shard: torch.Tensor, slots: Sequence[ParamSlot]) -> None:
-        shard.zero_()
-        for extent, slot, (start, stop) in zip(self.extents, slots, self._bounds):
-            if stop > start:
-                offset = self.first + start - extent.start
-                shard[start:stop].copy_(slot.param.detach().reshape(-1)[offset : offset + stop - start])
+    def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        piece, begin = self._pieces[index], self._begins[index]
+        return tensor.reshape(-1)[begin : begin + piece.numel()].view(piece.shape)
 
-    def _hold(self, shard: torch.Tensor, requires_grad: bool) -> None:
-        """Makes the `FlatParameter`."""
-        self.flat_param = self._kind(shard, requires_grad, self.extents)
+    def _adopt(self, shard: torch.Tensor) -> None:
+        self.flat_param = self._kind(shard, False, self.extents)
         self.flat_param.of_layout, self.flat_param.shard_alias = LayoutRef(self), None
         self._lie_in(shard)
 
     def _lie_in(self, shard: torch.Tensor) -> None:
-        self._shard, self._pieces = shard, self.pieces(shard)
+        self._shard, self.dtype, self._pieces = shard, shard.dtype, self.pieces(shard)
         self.resident = shard.data if self._resides else None
 
-    @abstractmethod
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
-        """Sets `sources` and `sharded_params`.
-
-        Args:
-            originals: One for each piece; those of the user, in the layout that is made first.
-        """
-
-    @property
-    def version(self) -> int:
-        version: int = self.flat_param._version + sum(map(_VERSION, self.sharded_params))
-        return version
-
-    def written(self) -> tuple[list[int], list[int]]:
-        return [*map(_VERSION, self.sources)], [*map(torch.Tensor.data_ptr, self.sources)]
+        self.flat_param.requires_grad_(originals[0].requires_grad)
 
     def intervals(self) -> list[Interval]:
         result = []
-        for extent, source, (start, stop) in zip(self.extents, self.sources, self._bounds):
-            first = self.first + start - extent.start if stop > start else 0
+        for extent, first, source, (start, stop) in zip(
+            self.extents, self._begins, self.sources, self._bounds
+        ):
             offset = start if source is self.flat_param else 0
             data = self.flat_param.data[start:stop]
             result.append(Interval(extent.fqn, extent.shape, first, data, source, offset, extent.start))
@@ -201,23 +173,6 @@ class FlatLayout(Layout):
             return self.views(shard)
         parts = torch.split_with_sizes(shard, self._sizes)
         return [*map(parts.__getitem__, self._indices)]
-
-    # buffers
-
-    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        views, gaps = self.views(travelling), self.padding(travelling)
-
-        def pack(tensors: list[torch.Tensor]) -> None:
-            foreach_copy_(views, tensors)
-            if gaps:
-                foreach_zero_(gaps)
-
-        return pack
-
-    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
-        stops = [0, *(extent.stop for extent in self.extents)]
-        starts = [*(extent.start for extent in self.extents), self.numel]
-        return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
     # gradients
 
@@ -243,18 +198,14 @@ class FlatLayout(Layout):
         result = [*self._known_used(used)]
         firsts = {
             index: start
-            for index, ((start, stop), known, trains) in enumerate(zip(self._bounds, result, self.trains))
-            if trains and not known and stop > start
+            for index, ((start, stop), known, source) in enumerate(zip(self._bounds, result, self.sources))
+            if source.requires_grad and not known and stop > start
         }
         if firsts:  # to look at numbers waits for the device
             noted = shard[torch.tensor([*firsts.values()], device=shard.device)].tolist()
             for index, number in zip(firsts, noted):
                 result[index] = number != 0 or math.copysign(1, number) > 0
         return result
-
-    def take_gradients_in(self, dtype: torch.dtype) -> None:
-        for param in self.sharded_params:
-            param.grad_dtype = None
 
     def joint_gradient(self) -> torch.Tensor | None:
         """Returns the gradient shard, of which the sharded parameters' gradients are views, if any has one.
@@ -278,20 +229,13 @@ class FlatLayout(Layout):
                 f"the data of the FlatParameter of '{self.fqns[0]}' and others were replaced by a tensor of "
                 f"shape {tuple(shard.shape)}; they must keep {tuple(self._shard.shape)}"
             )
-        self.dtype, self.flat_param.data = shard.dtype, shard
+        self.flat_param.data = shard
         self._lie_in(shard)
         for param, data in zip(self.sharded_params, self.cut(shard)):
             param.data = data
             if param.grad is not None:
                 grad, param.grad = param.grad, None
                 param.grad = grad.to(param)
-
-    def _part(self) -> None:
-        flat, sources = self.flat_param, self.sources
-        self._hold(self._allocate(self.shard_numel, self.dtype).copy_(flat.data), flat.requires_grad)
-        self._stand_for(
-            [nn.Parameter(piece, each.requires_grad) for piece, each in zip(self._pieces, sources)]
-        )
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         self.module = copy.deepcopy(self.module, memo)
@@ -305,6 +249,7 @@ class FlatParameterLayout(FlatLayout):
     _shows_plain = True
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        super()._stand_for(originals)
         self.sources, self.sharded_params = [self.flat_param] * len(self.places), [self.flat_param]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -333,22 +278,18 @@ class FlatParameterLayout(FlatLayout):
         grad = self.flat_param.grad
         return [None] * len(self.sources) if grad is None else [*self.pieces(grad)]
 
-    def gradient_blocks(self) -> list[torch.Tensor]:
-        grad = self.flat_param.grad
-        return [] if grad is None else [grad]
-
     def _go_to(self, shard: torch.Tensor) -> None:
         super()._go_to(shard)
         self._follow_places()
         self.show_sharded()
 
 
-def _extents(slots: Sequence[ParamSlot], alignment: int) -> list[Extent]:
+def _extents(slots: Sequence[ParamSlot]) -> list[Extent]:
     result: list[Extent] = []
     start = 0
     for slot in slots:
         result.append(Extent(slot.fqn, slot.param.shape, start))
-        start = round_up(result[-1].stop, alignment)
+        start = round_up(result[-1].stop, alignment_of(slots))
     return result
 
 

@@ -50,6 +50,7 @@ class Gradients:
         kept: Whether anything was kept for a later backward; see `accumulated`.
         collected: Whether there is anything in the reduce buffer.
         buffer: What serves as the reduce buffer now.
+        partial: A shard that was summed over this copy's ranks only, to be added to the next reduction's.
         used: For each leaf, whether the reduce buffer holds a gradient of it.
     """
 
@@ -64,17 +65,16 @@ class Gradients:
         self._layout, self._dtypes, self._leaves = layout, dtypes, leaves
         widens = torch.promote_types(dtypes.param, dtypes.reduce) == dtypes.reduce
         narrow = dtypes.param if widens else dtypes.reduce
-        self._own = _Place.freed(communicator.buffer(layout.numel, narrow), layout)
-        self._sums = self._own
+        self._own = self._sums = self._freed_buffer(communicator, narrow)
         if narrow != dtypes.reduce:
-            self._sums = _Place.freed(communicator.buffer(layout.numel, dtypes.reduce), layout)
+            self._sums = self._freed_buffer(communicator, dtypes.reduce)
         self._lie_in(self._own)
         self.collected = False
         self.used = [False] * len(leaves)
         self.bulky = 2 * max(leaf.numel() for leaf in leaves) >= layout.full_numel
         self.kept = False
         self._unreduced = False
-        self._partial: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
             layout.take_gradients_in(dtypes.grad)
@@ -97,11 +97,6 @@ class Gradients:
         # Multiplying by a number would make such a tensor each time.
         self._factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
 
-    @property
-    def partial(self) -> bool:
-        """Whether something is kept that was summed over this copy's ranks only."""
-        return self._partial is not None
-
     # from the leaves into the reduce buffer
 
     def take_in(self, buffer: Buffer, index: int) -> None:
@@ -118,7 +113,7 @@ class Gradients:
             return
         if not there:
             buffer.keep_alone()
-            self._lie_in(_Place(buffer, self._layout))
+            self._lie_in(_ReduceBuffer(buffer, self._layout))
             self.collected = True
         elif self.used[index]:
             raise RuntimeError(
@@ -145,7 +140,7 @@ class Gradients:
             leaf.grad = None
         self.used = [True] * len(grads)
         self.buffer.allocate()
-        self._place.pack(grads)
+        self._views.pack(grads)
         self.collected = True
 
     def _check_dtypes(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -159,7 +154,7 @@ class Gradients:
                 )
 
     def _move(self, indices: Iterable[int]) -> None:
-        leaves, filled, place, split = self._leaves, self.used, self._place, self._layout.split
+        leaves, filled, parts, split = self._leaves, self.used, self._views.parts, self._layout.split
         targets: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         for index in indices:
@@ -169,11 +164,11 @@ class Gradients:
             leaves[index].grad = None
             pieces = split(index, grad if grad.layout is torch.strided else grad.to_dense())
             if filled[index]:
-                for target, piece in zip(place.parts[index], pieces):
+                for target, piece in zip(parts[index], pieces):
                     target.add_(piece, alpha=self._scale)
             else:
                 filled[index] = True
-                targets += place.parts[index]
+                targets += parts[index]
                 grads += pieces
         if targets:
             self._allocate()
@@ -188,30 +183,24 @@ class Gradients:
         if self._unreduced and not self.collected:
             self._lie_in(self._sums)
         self._move_all()
-        place, filled = self._place, self.used
+        views, filled = self._views, self.used
         if False in filled:
             self._allocate()
             nothing = 0.0 if counts_unused else _NOTHING
-            for index, parts in enumerate(place.parts):
+            for index, parts in enumerate(views.parts):
                 for part in () if filled[index] else parts:
                     part.fill_(nothing)
                 filled[index] = filled[index] or counts_unused
-        self._layout.note_used(place.notes, filled)
-        return place.tensor
+        self._layout.note_used(views.notes, filled)
+        return views.tensor
 
     # what was reduced
 
     def keep_partial(self, shard: torch.Tensor) -> None:
-        """Keeps what was summed over this copy's ranks only, until `take_partial`."""
-        self._partial = shard
+        """Keeps what was summed over this copy's ranks only for the next reduction."""
+        self.partial = shard
         self._unreduced = False
         self.drop()
-
-    def take_partial(self, shard: torch.Tensor) -> None:
-        """Adds what was kept by `keep_partial`, if anything."""
-        if self._partial is not None:
-            shard.add_(self._partial)
-            self._partial = None
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
@@ -247,14 +236,14 @@ class Gradients:
         self.kept = False
         self.collected = False
         self.buffer.free()
-        if self._place is not self._own:
+        if self._views is not self._own:
             self._lie_in(self._own)
 
     def drop_all(self) -> None:
         """Forgets all gradients, also those summed over a part of the ranks."""
         self.drop()
         self._unreduced = False
-        self._partial = None
+        self.partial = None
 
     def drop_failed(self) -> None:
         """Forgets what a failed backward left; what earlier backwards accumulated stays."""
@@ -263,26 +252,25 @@ class Gradients:
         if not self.kept:
             self.drop()
 
-    def _lie_in(self, place: _Place) -> None:
-        self._place, self.buffer = place, place.buffer
+    def _freed_buffer(self, communicator: Communicator, dtype: torch.dtype) -> _ReduceBuffer:
+        buffer = communicator.buffer(self._layout.numel, dtype)
+        views = _ReduceBuffer(buffer, self._layout)
+        buffer.free()  # its memory comes when it is needed
+        return views
+
+    def _lie_in(self, views: _ReduceBuffer) -> None:
+        self._views, self.buffer = views, views.buffer
 
     def _allocate(self) -> None:
         if not self.collected:
             self.collected = True
             self.buffer.allocate()
-            for gap in self._layout.padding(self._place.tensor):
+            for gap in self._layout.padding(self._views.tensor):
                 gap.zero_()
 
 
-class _Place:
-    """Where the gradients of all leaves lie side by side."""
-
-    @classmethod
-    def freed(cls, buffer: Buffer, layout: Layout) -> _Place:
-        """Makes one whose memory comes when it is needed."""
-        place = cls(buffer, layout)
-        buffer.free()
-        return place
+class _ReduceBuffer:
+    """A buffer with views of it, in which the gradients of all leaves lie side by side."""
 
     def __init__(self, buffer: Buffer, layout: Layout) -> None:
         self.buffer = buffer

@@ -17,17 +17,17 @@ from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, segment_dtypes, steps_
 from fsdp_wrap._params.display import Showing, UnitDisplay
 from fsdp_wrap._params.held_by import HeldBy
 from fsdp_wrap._params.in_flight import KeptParameters, NotedReduction, ReduceScatter, Reduction, Transport
-from fsdp_wrap._params.layout import Layout
+from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 __all__ = ["WRITTEN", "HandleState", "ParamHandle"]
 
+_NOTHING = Finished()
 WRITTEN = methodcaller("written")
 """What changes when the sharded parameters of a layout are written to, as that tells it."""
 
-_NOTHING = Finished()
-_GATHERED, _VERSION, _REQUIRES_GRAD = map(attrgetter, ("gathered", "version", "requires_grad"))
+_GATHERED, _REQUIRES_GRAD = attrgetter("gathered"), attrgetter("requires_grad")
 
 
 class HandleState(Enum):
@@ -71,9 +71,9 @@ class ParamHandle:
         keeps_gradients: Whether a backward since the last reduction has left any (`no_sync`).
         in_full: Whether it computes in the master dtype, whatever its policies say.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
-        resident: Whether leaves alias the shards.
         kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
         values: How often the leaves have got other values; a graph needs those that they had in its forward.
+        written: What the layouts said when `look` asked them last, by segment.
         shown: What the modules show in training.
     """
 
@@ -91,7 +91,7 @@ class ParamHandle:
         self.transport: Transport = communicator
         self._policies, self._keeps_storage = policies, False
         self.layouts = layouts
-        self._trained = [True in layout.trains for layout in layouts]
+        self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
         self.in_full = False
         self._contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes())]
@@ -101,7 +101,7 @@ class ParamHandle:
         self._gathering: Pending = _NOTHING
         self.kept: KeptParameters | None = None
         self.values = 0
-        self._versions = [*map(_VERSION, layouts)]
+        self.written = [*map(WRITTEN, layouts)]
         self._changed = False
         self._lasting_since = -1
         self.reduction: Reduction | None = None
@@ -144,7 +144,6 @@ class ParamHandle:
         self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
-        self.resident = any(not segment.full.temporary for segment in self.segments)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
@@ -195,25 +194,25 @@ class ParamHandle:
             lasting: Whether `is_current` is to tell later if the shards have changed since.
         """
         self._lasting_since = steps_taken() if lasting else -1
+        written = [*map(WRITTEN, self.layouts)]  # as `look`, in a frame less
+        if written != self.written:
+            self._change_values(written)
+        segments = self.segments
         if self.kept is not None:
-            self._gathering = self.kept.gather(self.segments)
+            self._gathering = self.kept.gather(segments)
         else:
-            versions = [*map(_VERSION, self.layouts)]
-            if versions != self._versions:
-                self._change_values(versions)
-            segments = self.segments
             fill = segments[0].write_shard if len(segments) == 1 else self._write_shards
             self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
 
-    def note_values(self) -> None:
-        """Notices new values in leaves that are resident, which get them without a gather."""
-        versions = [*map(_VERSION, self.layouts)]
-        if versions != self._versions:
-            self._change_values(versions)
+    def look(self) -> None:
+        """Notices that the sharded parameters were written to since the last gather."""
+        written = [*map(WRITTEN, self.layouts)]
+        if written != self.written:
+            self._change_values(written)
 
-    def _change_values(self, versions: list[int]) -> None:
-        self._versions, self._changed = versions, True
+    def _change_values(self, written: list[Written]) -> None:
+        self.written, self._changed = written, True
         self.values += 1
 
     @property
@@ -221,7 +220,7 @@ class ParamHandle:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         lasting = self._lasting_since == steps_taken()
-        return unsharded and lasting and self._versions == [*map(_VERSION, self.layouts)]
+        return unsharded and lasting and self.written == [*map(WRITTEN, self.layouts)]
 
     def _write_shards(self) -> None:
         for segment in self.segments:
@@ -231,13 +230,9 @@ class ParamHandle:
         """Waits for the gather in flight: makes the leaves usable by what the caller does next."""
         self._gathering.wait()
         self._gathering = _NOTHING
-        if self.kept is None:
-            for segment in self.segments:
-                if segment.gathered is not segment.full:
-                    segment.arrange()
-        changed, self._changed, self.kept = self._changed, False, None
         for segment in self.segments:
-            segment.admit(changed)
+            segment.admit(self._changed, in_place=self.kept is not None)
+        self._changed, self.kept = False, None
         self.state = HandleState.UNSHARDED
 
     def reshard(self, within: Communicator | None = None) -> bool:
@@ -275,13 +270,15 @@ class ParamHandle:
             ValueError: If they do not fit.
         """
         assert self.state is HandleState.SHARDED
-        moved = []
+        moved = False
         for segment in self.segments:
             if segment.gradients.kept:
                 segment.refuse_conversion()
-            moved.append(segment.layout.follow_replaced())
-        if True in moved:
-            self._remake(moved)
+            if segment.layout.follow_replaced():
+                segment.follow_shard()
+                moved = True
+        if moved:
+            self._follow_dtypes()
 
     @property
     def mixes(self) -> bool:
@@ -292,18 +289,16 @@ class ParamHandle:
         """Lets a sharded unit compute and reduce in its master dtype from now on, or as its policies say."""
         assert self.state is HandleState.SHARDED and not self.accumulates
         self.in_full = in_full
-        self._remake([False] * len(self.segments))
+        self._follow_dtypes()
 
-    def _remake(self, moved: Sequence[bool]) -> None:
-        """Makes segments of other dtypes anew, and lets others follow their layouts that have moved."""
+    def _follow_dtypes(self) -> None:
+        """Makes segments anew that are to compute in others."""
         self.values += 1
         self._changed = True
         for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes())):
             if dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.layout, dtypes)
                 self.generation += 1
-            elif moved[index]:
-                segment.follow_resident()
         self._note_contents()
 
     @property
@@ -312,7 +307,7 @@ class ParamHandle:
         params = [layout.flat_param for layout in self.layouts]
         return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
 
-    def settle(self) -> bool:
+    def become_sharded(self) -> bool:
         """Reshards, and takes over replaced data; returns False if the modules show something else."""
         self.reshard()
         if self.state is not HandleState.SHARDED:
@@ -322,7 +317,7 @@ class ParamHandle:
 
     def summon(self, how: Summoning) -> None:
         """Puts the full parameters, in master dtype, into the user's hands; collective."""
-        self.settle()
+        self.become_sharded()
         self._summoned = [
             SummonedSegment(layout, self.communicator, self.replicas, how) for layout in self.layouts
         ]
@@ -349,7 +344,7 @@ class ParamHandle:
             each.leave()
 
     def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Lets a settled unit's modules show other parameters, given by segment."""
+        """Lets a sharded unit's modules show other parameters, given by segment."""
         for layout, shown in zip(self.layouts, params):
             layout.show_full(shown, copies=True)
         self.state = HandleState.REPLACED
@@ -366,7 +361,7 @@ class ParamHandle:
         """Lets the leaves follow the sharded parameters' `requires_grad`; returns whether any changed."""
         changed = False
         for segment in self.segments:
-            wanted = segment.layout.trains
+            wanted = [*map(_REQUIRES_GRAD, segment.layout.sources)]
             if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
                 segment.train(wanted)
                 changed = True
@@ -392,6 +387,16 @@ class ParamHandle:
         self._contributors = factor
         for segment in self.segments:
             segment.gradients.average_over(factor)
+
+    def take_in_place(self, leaf: nn.Parameter) -> None:
+        """Moves a leaf's gradient to where the leaf lies, if that may serve as the reduce buffer.
+
+        Raises:
+            RuntimeError: If a gradient lies there already.
+        """
+        for segment in self.segments:
+            if leaf in segment.places:
+                segment.take_in_place(segment.places[leaf])
 
     def accumulate_gradients(self) -> None:
         """Moves the leaves' gradients into the reduce buffers, where more may be added before a reduction."""
@@ -423,11 +428,11 @@ class ParamHandle:
         return nbytes
 
     def finish_reduction(self) -> None:
-        """Waits for the reduction, if one was issued, and adds it to the sharded parameters' gradients."""
-        if self.reduction is not None:
-            reduction, self.reduction = self.reduction, None
-            self.keeps_gradients = False
-            reduction.finish()
+        """Waits for the reduction in flight, and adds it to the sharded parameters' gradients."""
+        assert self.reduction is not None
+        reduction, self.reduction = self.reduction, None
+        self.keeps_gradients = False
+        reduction.finish()
 
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""

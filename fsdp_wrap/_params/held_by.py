@@ -14,8 +14,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_wrap._comm import ShardMesh, default_group, device_type_for, group_of, mesh_over
 
-__all__ = ["Box", "HeldBy", "Intervals", "Spread", "boxes_of"]
-
 
 @dataclass(frozen=True, init=False)
 class Intervals(Placement):
@@ -162,9 +160,3 @@ class Spread:
         part = -(-shape[0] // self.held_by.size) * shape[1:].numel()
         ends = [min(rank * part, numel) for rank in range(self.held_by.size + 1)]
         return [*self.bounds(numel)] == [*zip(ends, ends[1:])]
-
-    def boxes(self, shape: torch.Size) -> Iterator[tuple[int, Box]]:
-        """Yields (rank, box) of all boxes of all ranks, as the default group counts them."""
-        for rank, (start, stop) in zip(self.held_by.ranks, self.bounds(shape.numel())):
-            for box in boxes_of(tuple(shape), start, stop):
-                yield rank, box

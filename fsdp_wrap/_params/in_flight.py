@@ -110,7 +110,9 @@ class Reduction:
     def _leave_copy(self) -> None:
         self._in_copy = False
         for segment, shard in zip(self._segments, self._shards):
-            segment.gradients.take_partial(shard)
+            if segment.gradients.partial is not None:
+                shard.add_(segment.gradients.partial)
+                segment.gradients.partial = None
         if self._replicas is not None and self._replicas.size > 1:
             self._over_replicas = self._replicas.all_reduce(self._shards)
 
@@ -130,5 +132,7 @@ class Reduction:
     def abandon(self) -> None:
         """Waits, and drops what was to be reduced."""
         self._pending.wait()
+        if self._over_replicas is not None:
+            self._over_replicas.wait()
         for segment in self._segments:
             segment.gradients.drop()

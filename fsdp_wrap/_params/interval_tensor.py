@@ -31,9 +31,7 @@ from fsdp_wrap._core.torch_private import (
     to_copy_operator,
 )
 from fsdp_wrap._core.torch_private import TensorProperties as ShardProperties
-from fsdp_wrap._params.held_by import Box, HeldBy, Intervals, Spread, boxes_of
-
-__all__ = ["PASSES_FOR_DTENSOR", "Box", "IntervalTensor", "assemble", "boxes_of", "rebuild_interval_tensor"]
+from fsdp_wrap._params.held_by import HeldBy, Intervals, Spread, boxes_of
 
 _aten = torch.ops.aten
 
@@ -52,7 +50,7 @@ class IntervalTensor(torch.Tensor):
     TypeError. Made by sharded state dicts; `torch.distributed.checkpoint` saves and loads it.
 
     Programs that expect a `DTensor` or a `ShardedTensor` find what they read of one: `isinstance` says that
-    it is a `DTensor` (from torch 2.13 on), and the methods of both are here.
+    it is a `DTensor` (from torch 2.12 on), and the methods of both are here.
 
     Args:
         shape: Shape of the full tensor.
@@ -94,10 +92,9 @@ class IntervalTensor(torch.Tensor):
 
     def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
         """Returns the boxes that this rank holds, as views of the piece, by their offsets."""
-        found = boxes_of(tuple(self.shape), self.start, self.stop)
         return {
             box.offsets: self.piece.narrow(0, box.first - self.start, box.numel).view(box.sizes)
-            for box in found
+            for box in boxes_of(tuple(self.shape), self.start, self.stop)
         }
 
     def with_piece(self, piece: torch.Tensor) -> IntervalTensor:
@@ -218,7 +215,8 @@ class IntervalTensor(torch.Tensor):
         return ShardedTensorMetadata(
             shards_metadata=[
                 ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{_device_of(rank, self.device)}")
-                for rank, box in self.spread.boxes(self.shape)
+                for rank, interval in zip(self.spread.held_by.ranks, self.spread.bounds(self.shape.numel()))
+                for box in boxes_of(tuple(self.shape), *interval)
             ],
             size=self.shape,
             tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
@@ -227,13 +225,12 @@ class IntervalTensor(torch.Tensor):
     # how torch.distributed.checkpoint sees it
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()
-                ),
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -274,7 +271,7 @@ class IntervalTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = self.piece.untyped_storage().nbytes() == self.piece.numel() * self.piece.element_size()
+        own = self.piece.untyped_storage().nbytes() == self.piece.nbytes
         # A view would take the whole shard with it.
         piece = self.piece if own else self.piece.clone()
         spread = self.spread and (*self.spread.held_by.described, self.spread.first, self.spread.length)
@@ -319,15 +316,18 @@ torch.serialization.add_safe_globals(
 
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("memory_format", None)  # pieces are 1-D
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, IntervalTensor))
-    for leaf in leaves:
+
+    def piece_of(leaf: Any) -> Any:
         if isinstance(leaf, IntervalTensor):
             _refuse_other(first, leaf)
-        elif isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.piece
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             raise TypeError(f"{func}: a value of a sharded state dict cannot combine with a full tensor")
-    pieces = [leaf.piece if isinstance(leaf, IntervalTensor) else leaf for leaf in leaves]
-    piece_args, piece_kwargs = pytree.tree_unflatten(pieces, spec)
+        return leaf
+
+    piece_args, piece_kwargs = pytree.tree_map(piece_of, (args, kwargs))
     result = func(*piece_args, **piece_kwargs)
     if not isinstance(result, torch.Tensor) or func in _LOOKS:
         return result

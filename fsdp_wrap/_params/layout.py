@@ -15,15 +15,22 @@ from torch import nn
 
 from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, run_gradient_hooks
+from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
 
-__all__ = ["Extent", "Interval", "Layout", "round_up", "stretches"]
+Written = tuple[list[int], list[int]]
+"""How often tensors were written to, and where they lie."""
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
+
+
+def alignment_of(slots: Sequence[ParamSlot]) -> int:
+    """Returns of how many elements the starts of parameters in a buffer must be multiples."""
+    return max(1, _ALIGNMENT_BYTES // slots[0].param.element_size())
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -137,6 +144,7 @@ class Layout(ABC):
         full_numel: Elements of the unsharded buffer, padding included: a multiple of the ranks.
         in_place: Whether the buffer that travels is the unsharded one.
         shard_numel: Elements of this rank's part.
+        offloaded: Whether the shard is in host memory, and gathers copy it to an accelerator.
         noted_numel: How many at the end of each part hold what `note_used` notes.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         leaves: The leaves that were made last.
@@ -151,23 +159,16 @@ class Layout(ABC):
         average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
     """
 
-    dtype: torch.dtype
     extents: Sequence[Extent]
-    numel: int
-    full_numel: int
-    in_place: bool
-    shard_numel: int
-    noted_numel: int
-    sharded: bool
     flat_param: nn.Parameter
     sources: Sequence[nn.Parameter]
     sharded_params: Sequence[nn.Parameter]
-    show_leaves: Callable[[], None]
-    show_sharded: Callable[[], None]
-    shown_sharded: Shown
-    cover: Cover
+    in_place = sharded = True
+    noted_numel = 0
     resident: torch.Tensor | None = None
+    dtype: torch.dtype
     _shard: torch.Tensor
+    _pieces: list[torch.Tensor]
     _shows_plain = False  # whether plain tensors stand for the sharded parameters in the modules
 
     def __init__(
@@ -179,17 +180,66 @@ class Layout(ABC):
         pin: bool = True,
     ) -> None:
         self.name = name
+        self._rank, self._ranks = communicator.rank, communicator.size
         self.fqns = [slot.fqn for slot in slots]
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self.leaves: list[nn.Parameter] = []
         self.average_hook: Callable[[torch.Tensor], None] | None = None
-        self._alignment = max(1, _ALIGNMENT_BYTES // slots[0].param.element_size())
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
         self._accelerator = accelerator_of(communicator.device)
+        self.offloaded = offload and self._accelerator is not None
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
+
+    def _lay_out(
+        self, extents: Sequence[Extent], bounds: Iterable[tuple[int, int]], shard_numel: int
+    ) -> None:
+        """Notes where the original parameters lie.
+
+        Args:
+            extents: In the unsharded buffer.
+            bounds: The (start, stop) of what this rank holds of each, in its shard.
+            shard_numel: Elements of a shard.
+        """
+        self.extents = extents
+        self._sizes, self._indices = stretches(bounds, shard_numel)
+        self.shard_numel, self.numel = shard_numel, shard_numel * self._ranks
+        self.full_numel = self.numel
+
+    def _take_over(self, slots: Sequence[ParamSlot]) -> None:
+        """Copies this rank's parts of the original parameters, and shows what stands for them."""
+        originals = [slot.param for slot in slots]
+        self._adopt(self._new_shard(originals[0]))
+        for index, (param, piece) in enumerate(zip(originals, self._pieces)):
+            piece.copy_(self._own_part(index, param.detach()))
+            param.data = piece  # whoever holds the original does not keep its memory alive
+        self._stand_for(originals)
+        self._follow_places()
+        self.hide_full()
+
+    def _new_shard(self, like: torch.Tensor) -> torch.Tensor:
+        """Makes a shard of zeros, of the dtype of another tensor, and on the meta device if that is there."""
+        if like.is_meta:
+            return torch.empty(self.shard_numel, dtype=like.dtype, device="meta")
+        return self._allocate(self.shard_numel, like.dtype).zero_()
+
+    @abstractmethod
+    def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what this rank holds of a tensor of an original parameter's shape."""
+
+    @abstractmethod
+    def _adopt(self, shard: torch.Tensor) -> None:
+        """Makes `flat_param` of a shard, and notes the shard, its dtype and this rank's pieces."""
+
+    @abstractmethod
+    def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        """Sets `sources` and `sharded_params`.
+
+        Args:
+            originals: Parameters that hold the pieces; the user's, in the layout that is made first.
+        """
 
     # what there is
 
@@ -198,22 +248,14 @@ class Layout(ABC):
         """Names of the parameters that are on the meta device still."""
         return self.fqns if self._shard.is_meta else ()
 
-    @property
-    def trains(self) -> list[bool]:
-        """For each leaf, whether it needs a gradient: as its sharded parameter does."""
-        return [*map(_REQUIRES_GRAD, self.sources)]
+    def written(self) -> Written:
+        """Two lists of numbers, of which some change when the shard is written to.
 
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """Grows whenever the sharded parameters are written to in place."""
-
-    @abstractmethod
-    def written(self) -> tuple[list[int], list[int]]:
-        """For each original parameter, two numbers that change when the sharded one is written to.
-
-        Not when it is written to through an alias without a version counter of its own, as `.data` is.
+        Those at the place of an original parameter change with what stands for it. Not when it is written to
+        through an alias without a version counter of its own, as `.data` is.
         """
+        params = self.sharded_params
+        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
 
     @abstractmethod
     def intervals(self) -> list[Interval]:
@@ -245,16 +287,25 @@ class Layout(ABC):
         """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
         return [tensor]
 
-    @abstractmethod
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         """Returns what writes one tensor for each original parameter into a buffer that travels.
 
         Zeros are written to its `padding`.
         """
+        views, gaps = self.views(travelling), self.padding(travelling)
 
-    @abstractmethod
+        def pack(tensors: list[torch.Tensor]) -> None:
+            foreach_copy_(views, tensors)
+            if gaps:
+                foreach_zero_(gaps)
+
+        return pack
+
     def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
         """Views of those parts of a buffer that travels that belong to no parameter."""
+        stops = [0, *(extent.stop for extent in self.extents)]
+        starts = [*(extent.start for extent in self.extents), self.numel]
+        return [travelling[stop:start] for stop, start in zip(stops, starts) if start > stop]
 
     def same_elements(
         self, travelling: torch.Tensor, full: torch.Tensor
@@ -270,18 +321,14 @@ class Layout(ABC):
 
     def unpack(self, travelling: torch.Tensor) -> torch.Tensor:
         """Returns an unsharded buffer with what has travelled: the same tensor where that is possible."""
-        if self.in_place:
-            return travelling
-        full = travelling.new_empty(self.full_numel)
+        full = travelling if self.in_place else travelling.new_empty(self.full_numel)
         for source, target in self.same_elements(travelling, full):
             target.copy_(source)
         return full
 
     def pack(self, full: torch.Tensor) -> torch.Tensor:
         """Undoes `unpack`."""
-        if self.in_place:
-            return full
-        travelling = full.new_zeros(self.numel)
+        travelling = full if self.in_place else full.new_zeros(self.numel)
         for target, source in self.same_elements(travelling, full):
             target.copy_(source)
         return travelling
@@ -407,9 +454,10 @@ class Layout(ABC):
         """Tells which sharded parameters have gradients, if these original ones have."""
         return used
 
-    @abstractmethod
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         """Lets the sharded parameters take gradients of another dtype than their own."""
+        for param in self.sharded_params:
+            param.grad_dtype = None
 
     def mark_unsynced(self) -> None:
         """Makes the sharded parameters' gradients tell later whether they were zeroed meanwhile."""
@@ -451,7 +499,8 @@ class Layout(ABC):
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         """This rank's gradients in as few tensors as possible, none empty; zero padding may be among them."""
-        return [grad for grad in self.gradients() if grad is not None and grad.numel()]
+        grads = [held_by_this_rank(each.grad) for each in self.sharded_params if each.grad is not None]
+        return [grad for grad in grads if grad.numel()]
 
     # changes from outside
 
@@ -476,7 +525,9 @@ class Layout(ABC):
         """
         new = copy(self)
         new._marks = GradientMarks()
-        new._part()
+        new._adopt(new._new_shard(self._shard).copy_(self.flat_param.data))
+        pieces = zip(new._pieces, self.sources)
+        new._stand_for([nn.Parameter(piece, source.requires_grad) for piece, source in pieces])
         for old, own in zip(self._own_tensors(), new._own_tensors()):
             own.__dict__.update(old.__dict__ | own.__dict__)
             memo[id(old)] = own
@@ -485,10 +536,6 @@ class Layout(ABC):
     def _own_tensors(self) -> Sequence[torch.Tensor]:
         """The tensors that stand for the shard and its parts."""
         return [self.flat_param, *self.sources, *self._stand_ins()]
-
-    @abstractmethod
-    def _part(self) -> None:
-        """Goes over from the shard and the sharded parameters of whose copy this is to some of its own."""
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         """Goes over to the copies of its modules, and shows the sharded parameters there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from sys import getrefcount
@@ -14,9 +14,6 @@ from fsdp_wrap._core import SegmentDtypes
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
 from fsdp_wrap._params.layout import Layout
-
-__all__ = ["Segment"]
-
 
 _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
@@ -35,6 +32,7 @@ class Segment:
         contributors: By how much summed gradients are divided: over so many ranks they are averaged.
 
     Attributes:
+        places: Of each leaf, its number.
         trainable: Whether any leaf needs a gradient now.
         write_shard: Copies this rank's shard to where it travels from.
         versions: Of the leaves, when they were filled or freed last, or `edited` was called; the runtime's
@@ -55,6 +53,7 @@ class Segment:
         )
         self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
         self.leaves = layout.make_leaves(self.full.tensor)
+        self.places = {leaf: index for index, leaf in enumerate(self.leaves)}
         if dtypes.arriving != dtypes.param:
             for leaf in self.leaves:
                 leaf.grad_dtype = dtypes.arriving
@@ -120,18 +119,17 @@ class Segment:
             self.leaves[index].data = views[index]
         self._apart = []
 
-    def arrange(self) -> None:
-        """Fills the unsharded buffer with what was gathered into another."""
-        self.full.allocate()
-        foreach_copy_(*self._copies)
-        self.gathered.free()
-
-    def admit(self, changed: bool) -> None:
-        """Lets autograd use the leaves, whose memory is filled.
+    def admit(self, changed: bool, in_place: bool) -> None:
+        """Lets autograd use the leaves, now that their values have come.
 
         Args:
             changed: Whether their values are others than before: what graphs saved then is refused.
+            in_place: Whether they have come into the unsharded buffer, also where gathers go elsewhere.
         """
+        if self.gathered is not self.full and not in_place:
+            self.full.allocate()
+            foreach_copy_(*self._copies)
+            self.gathered.free()
         if self._apart:
             self._rejoin()
         if changed:
@@ -174,23 +172,31 @@ class Segment:
                 "left by no_sync wait for a backward; convert before or after the accumulation"
             )
 
-    def follow_resident(self) -> None:
-        """Goes over to where a layout's resident buffer lies now."""
-        if self.layout.resident is not None and self.dtypes.param == self.dtypes.master:
+    def follow_shard(self) -> None:
+        """Goes over to where the layout's shard lies now, or a resident buffer of the same dtype."""
+        fits = self.dtypes.param == self.dtypes.master == self.layout.dtype
+        if self.layout.resident is not None and fits:
             self.full = self.gathered = ResidentBuffer(self.layout.resident)
             self._alias_full()
+        self._write_from_shard()
 
     def keep_memory(self, keep: bool) -> None:
         """Decides whether `free` leaves the unsharded buffer where it is."""
         self._keeps_memory = keep
 
     def _alias_full(self) -> None:
-        own = self._communicator.own_part(self.gathered.data)
-        self.write_shard = partial(self.layout.write_shard, own) if self.full.temporary else _write_nothing
+        self._own = self._communicator.own_part(self.gathered.data)
+        self._write_from_shard()
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
             leaf.data = view
+
+    def _write_from_shard(self) -> None:
+        self.write_shard: Callable[[], object] = _write_nothing
+        if self.full.temporary:  # not by a function of ours: gathers are many
+            shard = self.layout.flat_param.data
+            self.write_shard = partial(self._own.copy_, shard, non_blocking=True)
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Lets the leaves need gradients, or not."""

@@ -11,8 +11,6 @@ import torch
 
 from fsdp_wrap._core import REFUSED_HOOKS_OF, Display, Place
 
-__all__ = ["Cover", "Shown"]
-
 _GONE = object()
 
 

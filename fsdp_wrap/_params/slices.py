@@ -12,8 +12,6 @@ from torch import nn
 
 from fsdp_wrap._params.flat import FlatLayout, HiddenFlatParameter
 
-__all__ = ["SliceLayout"]
-
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
 
 
@@ -29,6 +27,7 @@ class SliceLayout(FlatLayout):
     cut = _cut_gradients = FlatLayout.pieces
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        super()._stand_for(originals)
         self.sources = self.sharded_params = originals
         self._filled = [stop > start for start, stop in self._bounds]
         self._grads: list[torch.Tensor | None] | None = None  # while `sources` are shown in full

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["GradientMarks", "held_by_this_rank"]
-
 
 def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds of a tensor, looking at which is not collective."""

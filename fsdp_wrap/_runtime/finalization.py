@@ -96,7 +96,7 @@ class BackwardEnd:
             handle, options = unit.handle, unit.options
             if handle is None or handle.replicas.size == 1:
                 continue
-            partial = any(segment.gradients.partial for segment in handle.segments)
+            partial = any(segment.gradients.partial is not None for segment in handle.segments)
             will_be = handle.holds_gradients and options.syncs and not options.sums_over_replicas
             if partial or will_be:
                 raise RuntimeError(

@@ -9,11 +9,13 @@ reach the leaves through the copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 
 from fsdp_wrap._core import cast_floating, floating_dtype, iter_tensors, map_tensors
 from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
@@ -51,22 +53,20 @@ def run_forward(
     if unit.casts or own.device.type != "cpu":
         returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
-        output = _Transformed([*unit.lenders, unit], part).run(call, args, kwargs)
+        output = _run_transformed([*unit.lenders, unit], part, lambda: call(*args, **kwargs))
         return output if returned is None else cast_floating(output, returned)
-    uses: list[tuple[Schedule, Use]] = []
+    uses: list[tuple[Schedule, Use, list[Node]]] = []
     try:
-        for lender in unit.lenders:
-            schedule = schedule_of(lender)
-            uses.append((schedule, schedule.pre_forward(lender, part)))
-        uses.append((own, own.pre_forward(unit, part)))
-        inputs = []
-        for schedule, use in uses:
-            args, kwargs, nodes = schedule.watch_inputs(use, args, kwargs)
-            inputs.append(nodes)
+        for each in (*unit.lenders, unit):
+            schedule = each.schedule or schedule_of(each)
+            use = schedule.pre_forward(each, part)
+            nodes: list[Node] = []
+            uses.append((schedule, use, nodes))
+            args, kwargs = schedule.watch_inputs(use, nodes, args, kwargs)
         output = call(*args, **kwargs)
         if returned is not None:
             output = cast_floating(output, returned)
-        for (schedule, use), nodes in zip(uses, inputs):
+        for schedule, use, nodes in uses:
             handle = use.unit.handle
             if handle is not None:
                 refuse_edits(use.unit, handle)
@@ -74,7 +74,7 @@ def run_forward(
                 schedule.post_forward(use, tensors, nodes)
         return output
     finally:
-        for schedule, use in uses:
+        for schedule, use, _ in uses:
             schedule.exit_forward(use)
 
 
@@ -137,66 +137,47 @@ def _copied(handle: ParamHandle, output: Any) -> Any:
     return map_tensors(copy, output)
 
 
-class _Transformed:
-    """One forward call of units inside a transform of `torch.func`.
+def _run_transformed(units: Sequence[Unit], part: nn.Module | None, call: Callable[[], Any]) -> Any:
+    """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`.
 
-    Args:
-        units: Those that run.
-        part: The module whose forward it is, where a unit has several.
+    Raises:
+        RuntimeError: If a unit's parameters are in the user's hands, or the call has written to one.
     """
-
-    def __init__(self, units: Sequence[Unit], part: nn.Module | None) -> None:
-        self._units, self._part = units, part
-        self._uses: list[tuple[Schedule, Use]] = []
-        self._shown: list[tuple[Unit, Copies, Copies | None]] = []
-
-    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the call.
-
-        Raises:
-            RuntimeError: If a unit's parameters are in the user's hands, or the call has written to one.
-        """
-        try:
-            self._enter()
-            output = call(*args, **kwargs)
-            self._require_unchanged()
-            return output
-        finally:
-            self._exit()
-
-    def _enter(self) -> None:
-        """Unshards, and lets the modules compute with copies."""
+    undo, shown = ExitStack(), []
+    try:
         with outside_transforms():
-            for unit in self._units:
+            for unit in units:
                 schedule = schedule_of(unit)
-                self._uses.append((schedule, schedule.pre_forward(unit, self._part)))
+                undo.callback(_exit_transformed, schedule, schedule.pre_forward(unit, part))
                 if unit.handle is not None:
                     copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.handle.segments]
-                    self._shown.append((unit, copies, unit.show_copies(copies)))
-
-    def _require_unchanged(self) -> None:
-        """Refuses a forward that has written to the copies, which are lost."""
-        for unit, copies, _ in self._shown:
-            assert unit.handle is not None
-            for segment, of_segment in zip(unit.handle.segments, copies):
-                for fqn, copy in zip(segment.layout.fqns, of_segment):
-                    if copy._version:
-                        raise RuntimeError(
-                            f"the forward of {unit.name} wrote to the parameter '{unit.name_of(fqn)}' in "
-                            f"place on rank {dist.get_rank()}, which is lost: inside a transform of "
-                            "torch.func it computes with a copy; edit parameters between steps (inside "
-                            "summon_full_params, or each shard by itself)"
-                        )
-
-    def _exit(self) -> None:
-        """Ends the call, whether it returned or raised, and reshards."""
+                    shown.append((unit, unit.handle, copies))
+                    undo.callback(unit.show_copies, unit.show_copies(copies))
+        output = call()
+        for unit, handle, copies in shown:
+            _refuse_written(unit, handle, copies)
+        return output
+    finally:
         with outside_transforms():
-            for unit, _, before in reversed(self._shown):
-                unit.show_copies(before)
-            for schedule, use in self._uses:
-                schedule.exit_forward(use)
-                if graph_task() == -1:  # or the backward that recomputes will reshard
-                    schedule.reshard(use.unit)
+            undo.close()
+
+
+def _exit_transformed(schedule: Schedule, use: Use) -> None:
+    schedule.exit_forward(use)
+    if graph_task() == -1:  # or the backward that recomputes will reshard
+        schedule.reshard(use.unit)
+
+
+def _refuse_written(unit: Unit, handle: ParamHandle, copies: Copies) -> None:
+    for segment, of_segment in zip(handle.segments, copies):
+        for fqn, copy in zip(segment.layout.fqns, of_segment):
+            if copy._version:
+                raise RuntimeError(
+                    f"the forward of {unit.name} wrote to the parameter '{unit.name_of(fqn)}' in "
+                    f"place on rank {dist.get_rank()}, which is lost: inside a transform of "
+                    "torch.func it computes with a copy; edit parameters between steps (inside "
+                    "summon_full_params, or each shard by itself)"
+                )
 
 
 def _copy_leaf(leaf: nn.Parameter) -> torch.Tensor:

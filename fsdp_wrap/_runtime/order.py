@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
 from fsdp_wrap._core import Phase
 from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._runtime.unit import Unit
 
 __all__ = ["ExecOrder", "OrderCheck"]
 
-UnitT = TypeVar("UnitT")
 
-
-class ExecOrder(Generic[UnitT]):
+class ExecOrder:
     """Order of the last outermost forward.
 
     By the end of each unit's forward for the backward that follows, by its start for the next forward.
@@ -29,9 +27,9 @@ class ExecOrder(Generic[UnitT]):
     """
 
     def __init__(self) -> None:
-        self.ended: list[UnitT] = []
-        self.started: list[UnitT] = []
-        self._started_before: list[UnitT] = []
+        self.ended: list[Unit] = []
+        self.started: list[Unit] = []
+        self._started_before: list[Unit] = []
         self._cursor = 0
 
     def begin_forward(self) -> None:
@@ -39,7 +37,7 @@ class ExecOrder(Generic[UnitT]):
         self.ended = []
         self._started_before, self.started = self.started, []
 
-    def next_in_forward(self) -> UnitT | None:
+    def next_in_forward(self) -> Unit | None:
         """Returns the unit that came next in the last iteration after the one that has started last."""
         place, before = len(self.started), self._started_before
         as_expected = place < len(before) and before[place - 1] is self.started[-1]
@@ -49,20 +47,13 @@ class ExecOrder(Generic[UnitT]):
         """Sets the place from which `next_in_backward` reads behind the last forward."""
         self._cursor = len(self.ended)
 
-    def next_in_backward(self, unit: UnitT) -> UnitT | None:
+    def next_in_backward(self, unit: Unit) -> Unit | None:
         """Returns the unit whose backward is expected after that of `unit`."""
         for index in range(self._cursor - 1, -1, -1):
             if self.ended[index] is unit:
                 self._cursor = index
                 return self.ended[index - 1] if index > 0 else None
         return None
-
-
-class _Unit(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    handle: ParamHandle | None
 
 
 class OrderCheck:
@@ -93,7 +84,7 @@ class OrderCheck:
         self._order = []
         self._iteration = iteration
 
-    def enter(self, unit: _Unit) -> None:
+    def enter(self, unit: Unit) -> None:
         """Notes that the forward of a unit with parameters begins.
 
         Raises:

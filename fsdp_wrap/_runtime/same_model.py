@@ -62,7 +62,7 @@ class InitialValues:
 
     def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
         self._samples = samples
-        self._versions = [layout.version for layout in layouts]
+        self._written = [layout.written() for layout in layouts]
         self._shards = [_of_shard(layout).clone() for layout in layouts]
 
     def lines(self, layouts: Sequence[Layout]) -> list[str]:
@@ -72,8 +72,8 @@ class InitialValues:
             layouts: Of the unit, as they are now.
         """
         result: list[str] = []
-        for values, layout, version, shard in zip(self._samples, layouts, self._versions, self._shards):
-            known = not values.is_meta and layout.version == version and _is_same(shard, _of_shard(layout))
+        for values, layout, written, shard in zip(self._samples, layouts, self._written, self._shards):
+            known = not values.is_meta and layout.written() == written and _is_same(shard, _of_shard(layout))
             lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)
             result += lines
         return result

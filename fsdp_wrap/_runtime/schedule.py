@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fsdp_wrap._comm import lane_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
     EventKind,
@@ -31,7 +32,7 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
-from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle, Showing
+from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
@@ -55,6 +56,7 @@ class Schedule:
         iteration: How many outermost forwards have begun.
         device: Where the units compute.
         depth: Forward calls in progress.
+        syncs: Whether gradients are reduced: not under `no_sync`.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -64,13 +66,13 @@ class Schedule:
         for fqn, unit in units.items():
             names.setdefault(unit, []).append(fqn)
         self._units = list(names)
-        self._order: ExecOrder[Unit] = ExecOrder()
+        self._order = ExecOrder()
         self._order_check = OrderCheck()
         self.iteration = 0
         self.depth = 0
         self._backward_open = False
         self._trains = False
-        self._syncs = True
+        self.syncs = True
         self._keeps_graph = False
         self._reducing: Unit | None = None
         self._prefetching_later: Unit | None = None
@@ -81,6 +83,8 @@ class Schedule:
         communicators = [each for unit in self._units for each in communicators_of(unit)]
         self._communicators = dict.fromkeys(communicators)
         self.device = communicators[0].device if communicators else torch.device("cpu")
+        handles = [unit.handle for unit in self._units if unit.handle is not None]
+        self._offloads = any(layout.offloaded for handle in handles for layout in handle.layouts)
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
@@ -117,14 +121,21 @@ class Schedule:
             handle.shown.show_leaves()
         return Use(unit, part)
 
-    def watch_inputs(self, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any, list[Node]]:
+    def watch_inputs(self, use: Use, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Puts a view between each input that needs a gradient and this use, to see when that is done.
 
+        Args:
+            use: The forward call.
+            nodes: Gets the views' nodes.
+            args: The inputs.
+            kwargs: The inputs by name.
+
         Returns:
-            The inputs to compute with, and the views' nodes.
+            The inputs to compute with.
         """
+        if use.unit.handle is None or not torch.is_grad_enabled():
+            return args, kwargs
         seen: dict[int, torch.Tensor] = {}
-        nodes: list[Node] = []
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or tensor.layout != torch.strided:
@@ -136,10 +147,9 @@ class Schedule:
                 nodes.append(view.grad_fn)
             return seen[id(tensor)]
 
-        if use.unit.handle is not None and torch.is_grad_enabled():
-            args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
-            use.watched = len(nodes)
-        return args, kwargs, nodes
+        args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
+        use.watched = len(nodes)
+        return args, kwargs
 
     def post_forward(self, use: Use, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
         """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
@@ -153,8 +163,6 @@ class Schedule:
         unit, handle = use.unit, use.unit.handle
         assert handle is not None
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
-        if with_grad:
-            use.written = [*map(WRITTEN, handle.layouts)]
         for tensor in with_grad:
             tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
         if graph_task() != -1:
@@ -188,6 +196,12 @@ class Schedule:
                 unit.restart()
                 if unit.options.reshard_after_forward:
                     unit.reshard(Phase.FORWARD)
+        if self._offloads:
+            self._await_copies()
+
+    def _await_copies(self) -> None:
+        """Waits until gathers have copied shards from host memory, which the user may write to now."""
+        lane_of(self.device, "gather").finish()
 
     def _prefetch_forward(self, unit: Unit) -> None:
         expected, options = self._order.next_in_forward(), unit.options
@@ -212,18 +226,18 @@ class Schedule:
             communicator.require_group()  # which a mesh may keep alive when it was destroyed
         self.iteration += 1
         self._order.begin_forward()
-        self._order_check.begin_forward(self._trains and self.root.module.training, self.iteration)
+        self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
             self._abandon_backward()
-        if self._event is not None:
-            self._event.wait()
-            self._event = None
+        self._await_event()
         for unit in self._units:
             handle = unit.handle
             if handle is None:
                 continue
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
                 if unit.survives:
+                    if handle.shown.state is Showing.SHARDED:
+                        refuse_changes(unit, handle)
                     continue
                 unit.reshard(Phase.FORWARD)  # kept for a backward that has not come: may be stale by now
             if handle.state is HandleState.SHARDED:
@@ -232,6 +246,12 @@ class Schedule:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
 
+    def _await_event(self) -> None:
+        """Lets the computation wait for the event of `wait_for`, if there is one."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.wait()
+
     def _hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and were not hooked before."""
         assert unit.handle is not None
@@ -239,9 +259,9 @@ class Schedule:
         sources = (source for segment in unit.handle.segments for source in segment.layout.sources)
         for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
-        for leaf, number, index in leaves:
-            # The leaf holds the hook, and the unit the leaf: a cycle would never go.
-            act = partial(Schedule._on_leaf_gradient, weakref.ref(unit), number, index)
+        # The leaf holds the hook, and the unit the leaf: a cycle would never go.
+        act = partial(Schedule._on_leaf_gradient, weakref.ref(unit))
+        for leaf in leaves:
             hook = unit.arrivals.hook(leaf, act)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -283,10 +303,13 @@ class Schedule:
         """
         unit, handle = use.unit, use.unit.handle
         assert handle is not None  # or nothing had been hooked
-        if unit.options.unshards_in_backward:
+        unshards = unit.options.unshards_in_backward
+        if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
+            handle.look()
+        if unshards:
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
-        if handle.shown.changed or use.outdated:
+        if handle.shown.changed or use.values != handle.values:
             unit.reshard(Phase.BACKWARD)
             refuse_outdated(use)
 
@@ -317,8 +340,8 @@ class Schedule:
         return self._watched(use, grad) if torch.is_grad_enabled() else None
 
     @staticmethod
-    def _on_leaf_gradient(reference: weakref.ref[Unit], number: int, index: int, leaf: nn.Parameter) -> None:
-        """Acts after a leaf, given with its place, has its gradient of the running backward."""
+    def _on_leaf_gradient(reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
+        """Acts after a leaf of a unit has its gradient of the running backward."""
         unit = reference()
         if unit is None:
             return
@@ -330,7 +353,7 @@ class Schedule:
             arrivals.expect_all_but(leaf)
         if options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
-            unit.handle.segments[number].take_in_place(index)
+            unit.handle.take_in_place(leaf)
         all_came = arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
         if arrivals.quarter_came and (self._reducing or self._prefetching_later):
             self._make_room()
@@ -367,7 +390,7 @@ class Schedule:
         unit.arrivals.end()
         if observers:
             emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
-        if unit.options.reshards_after_backward:
+        if unit.options.reshards_after_backward and self.syncs:
             unit.reshard(Phase.BACKWARD)
         else:
             unit.end_unsharded(Phase.BACKWARD)
@@ -398,11 +421,13 @@ class Schedule:
             finished = unit.arrivals.progress is Progress.FINISHED
             if not finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
                 self._finish_backward_of(unit, handle)
-            if not (self._syncs and unit.options.syncs):
+            if not (self.syncs and unit.options.syncs):
                 handle.keep_accumulated()
         if self.ending.automatic:
             self._make_room()
             self.ending.finish()
+        if self._offloads:
+            self._await_copies()
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
@@ -444,6 +469,7 @@ class Schedule:
             if handle.state is HandleState.SHARDED:
                 handle.follow_replaced()
                 unit.follow_mode()
+        self._await_event()
         unit.gather(Phase.IDLE)
         unit.hold()
 
@@ -486,7 +512,7 @@ class Schedule:
         self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
-        """Lets the next iteration begin after an event on another stream."""
+        """Lets the next iteration, or gather by hand, begin after an event on another stream."""
         self._event = event
 
     def reset(self) -> None:
@@ -504,7 +530,7 @@ class Schedule:
         """Whether nothing speaks against gradients in the place of the unit's parameters."""
         options = unit.options
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
-        return freed and self._syncs and options.syncs and not torch.is_grad_enabled()
+        return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
         expected = self._order.next_in_backward(unit)
@@ -518,7 +544,7 @@ class Schedule:
             return
         if self._reducing or self._prefetching_later:
             self._make_room()  # one is in flight at most
-        if self._syncs and unit.options.syncs:
+        if self.syncs and unit.options.syncs:
             unit.reduce(phase)
             self._reducing = unit
         else:
@@ -536,11 +562,11 @@ class Schedule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients without communication while the context is open."""
-        before, self._syncs = self._syncs, False
+        before, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.syncs = before
 
     def require_idle(self, doing: str) -> None:
         """Refuses what must not happen in the middle of a forward or backward.

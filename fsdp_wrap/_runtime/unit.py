@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import graph_task, will_execute
-from fsdp_wrap._params import WRITTEN, HandleState, ParamHandle
+from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 if TYPE_CHECKING:
@@ -115,7 +116,6 @@ class Unit:
     Attributes:
         running: Forward calls in progress.
         casts: Whether it casts inputs or outputs.
-        held: Whether the user has unsharded it by hand.
         schedule: In which it runs; None before its first use.
         positions: Where it tells other ranks what it does, once it runs in a schedule.
         arrivals: What it has got of the running backward.
@@ -137,10 +137,11 @@ class Unit:
         parts: Iterable[nn.Module] = (),
         initial: InitialValues | None = None,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module, self._dissolve)
+        self._keeps = module if parts else None  # for what holds parts together is held by nobody else
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
-        self.held = False
+        self._held = False
         self.handle = handle
         self.options = options
         self.casts = options.casts != NO_CASTS
@@ -152,11 +153,42 @@ class Unit:
         self.running = 0
         self.nested = False
         self.schedule: Schedule | None = None
-        self._hooked: dict[int, nn.Parameter] = {}  # which keeps their ids from coming back
+        self._hooked: set[nn.Parameter] = set()
         self.hooked_generation = -1
         self.all_train = handle is None
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the front-end made a unit, which holds the unit. Graphs keep it, by their uses."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def trains(self) -> bool:
+        """Whether its module is there, and in training mode."""
+        module = self._module()
+        return module is not None and module.training
+
+    def moves_to(self, module: nn.Module) -> None:
+        """Lets another module hold the unit: a wrapper."""
+        self._module = weakref.ref(module, self._dissolve)
+
+    @property
+    def lends(self) -> bool:
+        """Whether it keeps its module."""
+        return self._keeps is not None
+
+    def lend(self) -> None:
+        """Lets other units, which may outlive its module, use its parameters."""
+        self._keeps = self.module
+
+    def _dissolve(self, _: object) -> None:
+        """Lets go of everything when the module has gone: the units of a tree know each other."""
+        self.handle = self.initial = None
+        self._hooked.clear()
 
     @property
     def name(self) -> str:
@@ -218,7 +250,8 @@ class Unit:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
             handle.wait()
-            self.positions.gathered()
+            if self.positions.gathers:
+                self.positions.gathered()
 
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being so, already.
@@ -240,9 +273,10 @@ class Unit:
             self.finish_reduction()
         gather = self.positions.gather if handle.kept is None else self.positions.gather_kept
         gather.issue(phase, self.schedule.iteration)
-        handle.gather(lasting=phase is Phase.IDLE or not self.options.reshards_after_backward)
+        freed = self.options.reshards_after_backward and self.schedule.syncs
+        handle.gather(lasting=phase is Phase.IDLE or not freed)
         if observers:
-            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator)
+            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator.way)
         return True
 
     def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
@@ -257,7 +291,7 @@ class Unit:
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
         if handle.reshard(within):
-            self.held = False
+            self._held = False
             if observers:
                 emit(EventKind.RESHARD, self.fqn, phase, handle.unsharded_nbytes)
 
@@ -270,29 +304,29 @@ class Unit:
         reduction.issue(phase, self.schedule.iteration)
         nbytes = handle.start_reduction(sums, options.counts_unused)
         if observers:
-            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator)
+            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator.way)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and hands on its result."""
         handle = self.handle
         if handle is not None and handle.reduction is not None:
             handle.finish_reduction()
-            if not handle.has_own_reduction:  # which may have waited for nobody
+            if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
                 self.positions.reduced()
 
     # forward
 
     def hold(self) -> None:
-        """Notes that the user has unsharded it by hand."""
-        self.held = True
+        """Notes that the next iteration takes over its full parameters, unless they change."""
+        self._held = True
 
     @property
     def survives(self) -> bool:
         """Whether a new iteration takes over its full parameters."""
-        wanted = self.held or not self.options.reshards_after_backward
-        if not wanted or self.handle is None or not self.handle.is_current:
+        handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
+        if not wanted or handle is None or not handle.is_current:
             return False
-        return self.handle.in_full == self.leaves_mixed_precision
+        return handle.in_full == self.leaves_mixed_precision
 
     @property
     def leaves_mixed_precision(self) -> bool:
@@ -335,7 +369,7 @@ class Unit:
         if not has_grad_outputs:  # gradients may enter through something that no hook can see
             return use.watched > 0 or (self.handle is not None and self.handle.trainable)
         if as_root and self.options.keeps_as_root:
-            return self.module.training
+            return self.trains
         return not self.options.reshard_after_forward
 
     def ran(self, part: nn.Module | None) -> bool:
@@ -369,22 +403,17 @@ class Unit:
                 segment.layout.show(copies[number])
         return before
 
-    def newly_trainable(self) -> list[tuple[nn.Parameter, int, int]]:
-        """Returns (leaf, segment, index) of leaves that need gradients and were not returned before."""
+    def newly_trainable(self) -> list[nn.Parameter]:
+        """Returns the leaves that need gradients and were not returned before."""
         handle = self.handle
         assert handle is not None
-        leaves = [
-            (leaf, number, index)
-            for number, segment in enumerate(handle.segments)
-            for index, leaf in enumerate(segment.leaves)
-        ]
-        trainable = [found for found in leaves if found[0].requires_grad]
+        leaves = [leaf for segment in handle.segments for leaf in segment.leaves]
+        trainable = [leaf for leaf in leaves if leaf.requires_grad]
         self.hooked_generation = handle.generation
-        self.arrivals.expect(found[0] for found in trainable)
+        self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
-        self._hooked = {id(found[0]): found[0] for found in leaves if id(found[0]) in self._hooked}
-        new = [found for found in trainable if id(found[0]) not in self._hooked]
-        self._hooked.update((id(leaf), leaf) for leaf, _, _ in new)
+        new = [leaf for leaf in trainable if leaf not in self._hooked]
+        self._hooked = {*self._hooked.intersection(leaves), *new}
         return new
 
     # backward
@@ -398,11 +427,19 @@ class Unit:
         return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
     def end_unsharded(self, phase: Phase) -> None:
-        """Reshards where a backward has ended, or shows the sharded parameters at least."""
-        if self.options.reshards_after_backward:
+        """Reshards where a backward has ended, or shows the sharded parameters at least.
+
+        Under `no_sync` the next forward takes over what has stayed from forward to backward.
+        """
+        options, schedule = self.options, self.schedule
+        accumulates = schedule is not None and not schedule.syncs
+        if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
             self.reshard(phase)
-        elif self.handle is not None and not self.running:
-            self.handle.shown.show_sharded()
+            return
+        if self.handle is not None:
+            self.hold()
+            if not self.running:
+                self.handle.shown.show_sharded()
 
     @property
     def reached(self) -> bool:
@@ -415,28 +452,19 @@ class Use:
 
     def __init__(self, unit: Unit, part: nn.Module | None = None) -> None:
         self.unit = unit
+        self._module = unit._module()  # which a graph keeps
         self.part = part
         self.watched = 0
         """How many of its inputs report when their gradients are done."""
         self.task = -1
         """The graph task in which its backward is open."""
-        self.written: list[tuple[list[int], list[int]]] = []
-        """What the layouts said when the forward was over."""
         self._awaited = 0
-        self._values = 0 if unit.handle is None else unit.handle.values
-        self._generation = 0 if unit.handle is None else unit.handle.generation
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the leaves have other values now than it computed with, or the shards were written to."""
-        handle = self.unit.handle
-        if handle is None:
-            return False
-        if handle.resident:
-            handle.note_values()
-        if self._values != handle.values:
-            return True
-        return bool(self.written) and self.written != [*map(WRITTEN, handle.layouts)]
+        handle = unit.handle
+        self.values = 0 if handle is None else handle.values
+        """How often the leaves had got other values before those that it computes with."""
+        self.written = [] if handle is None else handle.written
+        """What the layouts said when these were gathered."""
+        self._generation = 0 if handle is None else handle.generation
 
     @property
     def converted(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -175,22 +175,26 @@ def _refuse_nested_wrapping(tree: _ModuleTree, wrapper_cls: Callable[..., nn.Mod
 
 def _ask_policy_function(tree: _ModuleTree, policy: Callable[..., bool], kwargs: Kwargs) -> Targets:
     targets: Targets = {}
-    seen = {tree.root}
 
-    def visit(module: nn.Module) -> None:
-        if not policy(module=module, recurse=True, nonwrapped_numel=tree.free_numel(module, targets)):
-            return
+    def wants(module: nn.Module, recurse: bool) -> bool:
+        return policy(module=module, recurse=recurse, nonwrapped_numel=tree.free_numel(module, targets))
+
+    for module in _descend(tree, tree.root, {tree.root}, wants):
+        if module is not tree.root and not is_container(module) and wants(module, False):
+            targets[module] = dict(kwargs)
+    return targets
+
+
+def _descend(
+    tree: _ModuleTree, module: nn.Module, seen: set[nn.Module], wants: Callable[[nn.Module, bool], bool]
+) -> Iterator[nn.Module]:
+    """Yields modules, children before parents, of which a policy wants to see the children."""
+    if wants(module, True):
         for child in module.children():
             if child not in seen and child not in tree.ignored:
                 seen.add(child)
-                visit(child)
-        if module is tree.root or is_container(module):
-            return
-        if policy(module=module, recurse=False, nonwrapped_numel=tree.free_numel(module, targets)):
-            targets[module] = dict(kwargs)
-
-    visit(tree.root)
-    return targets
+                yield from _descend(tree, child, seen, wants)
+        yield module
 
 
 def _ask_policy_object(tree: _ModuleTree, policy: torch_wrap._Policy, kwargs: Kwargs) -> Targets:

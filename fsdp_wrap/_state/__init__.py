@@ -8,8 +8,16 @@ Must never know: which front-end made a unit, and where a checkpoint lies.
 
 from fsdp_wrap._state.copies import deepcopy_wrapper
 from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handles, summon_full_params
-from fsdp_wrap._state.full_stream import FullParams, iter_full_params, param_aliases, settled_units
-from fsdp_wrap._state.full_values import FirstRank, handles_of, is_first_rank, is_sharded, unsharded
+from fsdp_wrap._state.full_values import (
+    FirstRank,
+    FullParams,
+    is_first_rank,
+    is_sharded,
+    iter_full_params,
+    param_aliases,
+    settled_units,
+    unsharded,
+)
 from fsdp_wrap._state.gradients.clip_grad import GradientNorms
 from fsdp_wrap._state.gradients.hooks import (
     DefaultState,
@@ -21,8 +29,8 @@ from fsdp_wrap._state.gradients.hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
     register_comm_hook,
+    set_gradients_in_place,
 )
-from fsdp_wrap._state.gradients.in_place import set_gradients_in_place
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_load import load_optim_state_dict
@@ -34,12 +42,12 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Originals, owned_places
+from fsdp_wrap._state.originals import Originals, handles_of, owned_places
 from fsdp_wrap._state.state_dict import (
     begin_load,
     resolve_settings,
     take_state_dict,
+    taking,
     to_load,
     wants_result,
 )
-from fsdp_wrap._state.taking import taking

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._params import HandleState, ParamHandle, Summoning
 from fsdp_wrap._runtime import Unit, refuse_replaced, require_idle, units_in
-from fsdp_wrap._state.full_values import handles_of, used_by
+from fsdp_wrap._state.originals import handles_of, used_by
 
 __all__ = [
     "dismiss",
@@ -71,11 +71,8 @@ def summon_full_params(
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
     # Programs know torch's words.
     require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
+    refuse_summoned(units, "another summon_full_params()")
     for unit in units:
-        if is_summoned(unit):
-            raise NotIdleError(
-                f"the parameters of {unit.name} are already shown in full by an enclosing summon_full_params"
-            )
         if with_grads and unit.handle is not None and unit.handle.accumulates:
             raise RuntimeError(
                 f"{unit.name} holds gradients accumulated under no_sync, which are not reduced yet; call "
@@ -90,17 +87,25 @@ def summon_full_params(
 def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
     """Shows the full parameters that units use; after an exception inside, nothing is written back."""
     summoned: list[Unit] = []
-    kept = False
-    try:
+    with _taken_back(summoned, writeback):
         for unit in units:
             summoned += summon(unit, how)
         with _all_or_none(summoned if how.rank0_only and writeback else ()):
             yield
             if writeback:
                 _take_edits(summoned)
+
+
+@contextmanager
+def _taken_back(units: Iterable[Unit], writeback: bool) -> Iterator[None]:
+    """Takes full parameters back at the end, with the edits that were noted if nothing was raised."""
+    kept = False
+    try:
+        yield
         kept = writeback
     finally:
-        _release(summoned, kept)
+        for handle in handles_of(units):
+            handle.dismiss(kept)
 
 
 @contextmanager
@@ -112,9 +117,7 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
         _agree(units, False)
         raise
     if not _agree(units, True):
-        raise RuntimeError(
-            "another rank left summon_full_params(rank0_only=True) by an exception; no edit was written back"
-        )
+        raise RuntimeError("another rank left summon_full_params by an exception: no edit is written back")
 
 
 def _agree(units: Sequence[Unit], fine: bool) -> bool:
@@ -177,13 +180,9 @@ def dismiss(units: Sequence[Unit], writeback: bool) -> None:
     Raises:
         ValueError: If a parameter was replaced by one of another shape or dtype.
     """
-    kept = False
-    try:
+    with _taken_back(units, writeback):
         if writeback:
             _take_edits(units)
-        kept = writeback
-    finally:
-        _release(units, kept)
 
 
 def _take_edits(units: Iterable[Unit]) -> None:
@@ -192,22 +191,18 @@ def _take_edits(units: Iterable[Unit]) -> None:
             unit.handle.take_edits(f"{unit.fqn}." if unit.fqn else "")
 
 
-def _release(units: Iterable[Unit], writeback: bool) -> None:
-    for handle in handles_of(units):
-        handle.dismiss(writeback)
-
-
-def refuse_summoned(unit: Unit, doing: str) -> None:
+def refuse_summoned(units: Iterable[Unit], doing: str) -> None:
     """Refuses what needs sharded parameters while the user holds the full ones.
 
     Raises:
-        RuntimeError: If the unit is summoned.
+        NotIdleError: If a unit is summoned.
     """
-    if is_summoned(unit):
-        raise RuntimeError(
-            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-            f"before {doing}"
-        )
+    for unit in units:
+        if is_summoned(unit):
+            raise NotIdleError(
+                f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+                f"before {doing}"
+            )
 
 
 def settle(units: Iterable[Unit], doing: str) -> None:
@@ -220,11 +215,7 @@ def settle(units: Iterable[Unit], doing: str) -> None:
     """
     used = used_by(units)
     require_idle(used, doing)
-    for unit in used:
-        if is_summoned(unit):
-            raise NotIdleError(
-                f"{doing} must not run inside summon_full_params, which shows the parameters of {unit.name}"
-            )
+    refuse_summoned(used, doing)
     ready = {None, *sharded_handles(used)}
     for unit in used:
         if unit.handle not in ready:
@@ -239,7 +230,7 @@ def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
     """
     handles = []
     for unit in used_by(units):
-        if unit.handle is not None and unit.handle.settle():
+        if unit.handle is not None and unit.handle.become_sharded():
             for segment in unit.handle.segments:
                 refuse_replaced(unit, segment.layout)
             handles.append(unit.handle)

@@ -1,45 +1,49 @@
-"""Full tensors from what the ranks hold, and from the first rank to all: one tensor at a time."""
+"""Full tensors from what the ranks hold, and from the first rank to all.
+
+`stream` gathers them one after the other, the next ones on their way while one is in use, within a budget.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator
-from fsdp_wrap._core.torch_private import ShardedTensor
-from fsdp_wrap._params import IntervalTensor, ParamHandle, assemble
-from fsdp_wrap._runtime import Unit
+from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
+from fsdp_wrap._core.torch_private import ShardedTensor, pytree
+from fsdp_wrap._params import FlatParameter, IntervalTensor, ParamHandle, assemble
+from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap._state.full_params import original_buffers, settle
+from fsdp_wrap._state.originals import Originals, handles_of, owned_places
 
 __all__ = [
     "FirstRank",
+    "FullParams",
     "FullValue",
+    "check_budget",
     "copier",
     "full_values",
-    "gather",
-    "handles_of",
     "is_first_rank",
     "is_sharded",
+    "iter_full_params",
     "offloaded",
+    "param_aliases",
+    "settled_units",
+    "stream",
     "unsharded",
-    "used_by",
-    "value_held_here",
 ]
 
 
-def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
-    """Returns the handles of the units that have one."""
-    return [unit.handle for unit in units if unit.handle is not None]
-
-
-def used_by(units: Iterable[Unit]) -> list[Unit]:
-    """Returns units, before each those from which it borrows."""
-    return list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
+_SMALL, _BATCH = 2**16, 2**20
+"""Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
 
 
 @dataclass(frozen=True)
@@ -73,35 +77,6 @@ class FullValue:
         return same_ranks and self.dtype == other.dtype
 
 
-def gather(values: Sequence[FullValue]) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
-    """Issues one gather of values that travel together, or of one alone.
-
-    Returns:
-        For each value what makes, after the wait, the full tensor in memory of its own, once; and what to
-        wait for. One alone arrives in its place; several arrive side by side and are copied from there.
-    """
-    communicator, dtype = values[0].communicator, values[0].dtype
-    by_rank = [list(of_rank) for of_rank in zip(*(value.lengths for value in values))]
-    lengths = [sum(of_rank) for of_rank in by_rank]
-    arriving = communicator.empty(sum(lengths), dtype)
-
-    def write(own: torch.Tensor) -> None:
-        for value, part in zip(values, torch.split(own, by_rank[communicator.rank])):
-            value.write(part)
-
-    pending = communicator.all_gather_parts(arriving, lengths, write)
-    if len(values) == 1:
-        return [lambda: arriving.view(values[0].shape)], pending
-    parts = [torch.split(of_rank, each) for of_rank, each in zip(torch.split(arriving, lengths), by_rank)]
-    return [partial(_joined, value, of_value) for value, of_value in zip(values, zip(*parts))], pending
-
-
-def _joined(value: FullValue, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    full = value.communicator.empty(value.shape.numel(), value.dtype)
-    torch.cat(tuple(parts), out=full)
-    return full.view(value.shape)
-
-
 def full_values(handle: ParamHandle) -> list[FullValue]:
     """Returns a handle's parameters, by layout and index; in master dtype."""
     return [
@@ -133,6 +108,278 @@ def offloaded(tensor: torch.Tensor, to_host: bool) -> torch.Tensor:
     return tensor.to("cpu", copy=True) if to_host else tensor.clone()
 
 
+# one after the other
+
+_Issued = tuple[list[FullValue], list[Callable[[], torch.Tensor]], Pending]
+"""A batch on its way, what makes each of its full tensors, and what to wait for before."""
+
+
+def check_budget(budget: int | None) -> None:
+    """Refuses what is no number of bytes.
+
+    Raises:
+        TypeError: If it is neither an int nor None.
+        ValueError: If it is not positive.
+    """
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(f"budget must be a number of bytes or None, not {budget!r}")
+    if budget <= 0:
+        raise ValueError(f"budget must be a positive number of bytes, not {budget}")
+
+
+def stream(
+    values: Iterable[FullValue], budget: int, *, wanted: bool = True, to_host: bool = False
+) -> Generator[tuple[Any, torch.Tensor]]:
+    """Gathers tensors in order; collective.
+
+    As many as fit into the budget are on their way; one is in any case. A caller that closes the iterator
+    early takes part in the remaining gathers nevertheless: the other ranks cannot know, and wait for it.
+    Small tensors travel together.
+
+    Args:
+        values: The same ones on every rank.
+        budget: The most bytes of what is on its way, of the tensor that is yielded, and of the one before,
+            which a loop's variable still holds while the next tensor is fetched.
+        wanted: Whether this rank keeps them; otherwise it yields tensors on the meta device.
+        to_host: Yield them in host memory.
+
+    Yields:
+        (key, full tensor in memory of its own).
+    """
+    waiting, issued, held = deque(_batches(values, budget)), deque[_Issued](), 0
+    try:
+        while _issue(waiting, issued, budget - held):
+            batch, makers = _arrived(issued.popleft())
+            for value in batch:
+                held = value.nbytes if wanted else 0
+                full = _made(value, makers.pop(0), wanted, to_host)
+                yield value.key, full
+                del full
+    except GeneratorExit:
+        while _issue(waiting, issued, budget):
+            _arrived(issued.popleft())
+        raise
+
+
+def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int) -> bool:
+    """Issues what fits, and one gather in any case; returns whether any is on its way."""
+    room -= sum(_nbytes(batch) for batch, _, _ in issued)
+    while waiting and (not issued or _nbytes(waiting[0]) <= room):
+        batch = waiting.popleft()
+        room -= _nbytes(batch)
+        issued.append((batch, *_gather(batch)))
+    return bool(issued)
+
+
+def _arrived(issued: _Issued) -> tuple[list[FullValue], list[Callable[[], torch.Tensor]]]:
+    batch, makers, pending = issued  # which may hold what arrives: it is not to outlive this call
+    pending.wait()
+    return batch, makers
+
+
+def _made(value: FullValue, make: Callable[[], torch.Tensor], wanted: bool, to_host: bool) -> torch.Tensor:
+    if not wanted:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return make().cpu() if to_host else make()
+
+
+def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValue]]:
+    """Puts small values together that travel in one message from each rank.
+
+    The same ones on every rank, whatever it keeps. Beside what arrived, two tensors made of it may be alive,
+    or one and that before the batch: twice a batch's size must fit into the budget beside the latter.
+    """
+    batch: list[FullValue] = []
+    room = budget // 2
+    for value in values:
+        nbytes = sum(each.nbytes for each in (*batch, value))
+        small = value.nbytes <= _SMALL and nbytes <= min(_BATCH, room)
+        if batch and not (small and batch[0].nbytes <= _SMALL and value.travels_with(batch[0])):
+            yield batch
+            room = (budget - batch[-1].nbytes) // 2
+            batch = []
+        batch.append(value)
+    if batch:
+        yield batch
+
+
+def _nbytes(batch: list[FullValue]) -> int:
+    """Returns the bytes that a batch takes, with what is made of it."""
+    nbytes = sum(value.nbytes for value in batch)
+    return nbytes if len(batch) == 1 else 2 * nbytes
+
+
+def _gather(values: Sequence[FullValue]) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
+    """Issues one gather of values that travel together, or of one alone.
+
+    Returns:
+        For each value what makes, after the wait, the full tensor in memory of its own, once; and what to
+        wait for. One alone arrives in its place; several arrive side by side and are copied from there.
+    """
+    communicator, dtype = values[0].communicator, values[0].dtype
+    by_rank = [list(of_rank) for of_rank in zip(*(value.lengths for value in values))]
+    lengths = [sum(of_rank) for of_rank in by_rank]
+    arriving = communicator.empty(sum(lengths), dtype)
+
+    def write(own: torch.Tensor) -> None:
+        for value, part in zip(values, torch.split(own, by_rank[communicator.rank])):
+            value.write(part)
+
+    pending = communicator.all_gather_parts(arriving, lengths, write)
+    if len(values) == 1:
+        return [lambda: arriving.view(values[0].shape)], pending
+    parts = [torch.split(of_rank, each) for of_rank, each in zip(torch.split(arriving, lengths), by_rank)]
+    return [partial(_joined, value, of_value) for value, of_value in zip(values, zip(*parts))], pending
+
+
+def _joined(value: FullValue, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    full = value.communicator.empty(value.shape.numel(), value.dtype)
+    torch.cat(tuple(parts), out=full)
+    return full.view(value.shape)
+
+
+# of parameters
+
+
+def iter_full_params(
+    module: nn.Module,
+    *,
+    budget: int | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    dtype: torch.dtype | None = None,
+    buffers: bool = False,
+) -> Generator[tuple[str, torch.Tensor]]:
+    """Yields full parameters one by one, in module order, while the next are on their way; collective.
+
+    Every rank iterates with the same arguments. A rank that breaks off early leaves a usable model and no
+    work in flight, whatever the others do: closing the iterator, as `break` in a for loop does, takes part in
+    the remaining gathers. So that saves nothing; iterate over a submodule where a part is enough. Use
+    `contextlib.closing` where the iterator is kept in a variable or the loop may raise, and do not train
+    before it is closed: each parameter is yielded as it is when its gather begins.
+
+    Args:
+        module: Any module; all units at and below it take part, and parameters outside of units are copied.
+        budget: The most bytes alive at any time of what is on its way, the tensor yielded last, and the one
+            before it, which a loop's variable holds while the next one is fetched. One parameter is gathered
+            in any case. None for twice the largest unit. What the caller keeps is the caller's own.
+        rank0_only: Only the first rank gets them (see `summon_full_params`); the others yield the same names
+            with tensors on the meta device.
+        offload_to_cpu: Yield them in host memory.
+        dtype: Cast floating-point parameters to this before they travel, save quantised ones; None for the
+            master dtype.
+        buffers: Yield the persistent buffers after the parameters, in their own dtype.
+
+    Yields:
+        (name in the unwrapped module, full tensor). The tensor is a copy, which stays valid. A tied parameter
+        comes once, under the first of its names; `param_aliases` knows the others.
+
+    Raises:
+        RuntimeError: At the call: inside a forward, backward or `summon_full_params`; if a parameter is on
+            the meta device.
+        TypeError: If `budget` is no int, or `dtype` no dtype.
+        ValueError: If `budget` is not positive, `dtype` not a floating-point type, or `module` a part of a
+            unit.
+    """
+    params = FullParams(module, "iter_full_params()", dtype=dtype, buffers=buffers)
+    return params.stream(budget=budget, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+
+
+def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns the further names of tied parameters and buffers, by the one under which they are yielded."""
+    owned = owned_places(units_in(module).values())
+    names: dict[object, list[str]] = {}
+    for fqn, place, tensor in named(module, saved_tensors, all_names=True):
+        if place in owned:
+            names.setdefault(owned[place].key, []).append(fqn)
+        elif tensor is not None and not isinstance(tensor, FlatParameter):
+            names.setdefault(id(tensor), []).append(fqn)
+    return {first: tuple(others) for first, *others in names.values() if others}
+
+
+class FullParams:
+    """What `iter_full_params` yields, known before anything is gathered.
+
+    Args:
+        module: As there.
+        doing: Who asks, for messages.
+        dtype: As there.
+        buffers: As there.
+
+    Raises:
+        RuntimeError: As there.
+        TypeError: If `dtype` is none.
+        ValueError: As there.
+    """
+
+    def __init__(
+        self, module: nn.Module, doing: str, *, dtype: torch.dtype | None = None, buffers: bool = False
+    ) -> None:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point type, not {dtype}")
+        units = settled_units(module, doing)
+        self._module, names = module, Originals(module)
+        self._values = [_cast(value, dtype) for value in _params(names)]
+        self._budget = 2 * names.largest_unit_nbytes()
+        self._values += _buffers(module, units) if buffers else []
+
+    def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Returns shapes and dtypes by name, in order."""
+        return {value.key: (value.shape, value.dtype) for value in self._values}
+
+    def stream(
+        self, *, budget: int | None = None, rank0_only: bool = False, offload_to_cpu: bool = False
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """Gathers them, as `iter_full_params`; collective."""
+        check_budget(budget)
+        wanted = not rank0_only or is_first_rank(self._module)
+        return stream(self._values, budget or self._budget, wanted=wanted, to_host=offload_to_cpu)
+
+
+def settled_units(module: nn.Module, doing: str) -> list[Unit]:
+    """Returns the units of a module, resharded to read what they hold.
+
+    Raises:
+        RuntimeError: If they are in use.
+        ValueError: If `module` is a part of a unit, and so shows only what this rank holds.
+    """
+    units = list(units_in(module).values())
+    settle(units, doing)
+    owned = owned_places(units)
+    for fqn, (child, name), param in named(module, params):
+        hidden = isinstance(child.__dict__.get(name), torch.Tensor)
+        foreign = hidden if param is None else is_owned(param) and not isinstance(param, FlatParameter)
+        if foreign and (child, name) not in owned:
+            raise ValueError(f"'{fqn}' belongs to a unit around this module: pass that one to {doing}")
+    return units
+
+
+def _params(names: Originals) -> Iterator[FullValue]:
+    handles = dict.fromkeys(each.handle for each in names.by_name.values() if each.handle is not None)
+    owned = {value.key: value for handle in handles for value in full_values(handle)}
+    for fqn, original in names.by_name.items():
+        if original.key in owned:
+            yield replace(owned[original.key], key=fqn)
+        else:
+            yield value_held_here(fqn, original.source)
+
+
+def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
+    return replace(value, dtype=dtype) if dtype is not None and is_castable(value.dtype) else value
+
+
+def _buffers(module: nn.Module, units: Iterable[Unit]) -> list[FullValue]:
+    with original_buffers(units):
+        return [value_held_here(fqn, buffer) for fqn, _, buffer in named(module, persistent)]
+
+
+# of torch's own kinds
+
+
 def is_sharded(value: Any) -> bool:
     """Whether a value is of one of torch's own kinds of sharded tensors."""
     return isinstance(value, (DTensor, ShardedTensor)) and not isinstance(value, IntervalTensor)
@@ -149,30 +396,53 @@ def unsharded(value: Any) -> Any:
 
     def write(full: torch.Tensor) -> None:
         for shard in value.local_shards():
-            part = full
-            for dim, (offset, size) in enumerate(
-                zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
-            ):
-                part = part.narrow(dim, offset, size)
-            part.copy_(shard.tensor)
+            bounds = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
+            full[tuple(slice(first, first + size) for first, size in bounds)].copy_(shard.tensor)
 
     return assemble(metadata.size, metadata.tensor_properties.dtype, [value._process_group], write)
 
 
-def is_first_rank(handles: Iterable[ParamHandle]) -> bool:
-    """Whether this is the one rank that stands for all that hold these units (0, in the default group)."""
-    for handle in handles:
-        return handle.communicator.rank == 0 and handle.replicas.rank == 0
-    return not dist.is_initialized() or dist.get_rank() == 0
+# from the first rank to all
+
+
+def is_first_rank(module: nn.Module) -> bool:
+    """Whether this is the one rank that stands for all that hold a module (0, in the default group)."""
+    return FirstRank(module).is_here
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A tensor of the first rank, which travels by itself.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        own: The tensor, on the first rank.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    own: torch.Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        return Announced, (self.shape, self.dtype)
 
 
 class FirstRank:
-    """The way from the first rank to all that hold a unit: over the replicas, then within each copy."""
+    """The way from the first rank to all that hold a module: over the replicas, then within each copy.
 
-    def __init__(self, handles: Iterable[ParamHandle]) -> None:
-        handles = list(handles)
-        self.is_here = is_first_rank(handles)
+    Args:
+        module: Its first unit tells which ranks these are; without units nothing travels.
+
+    Attributes:
+        is_here: Whether this is the first rank.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        handles = handles_of(units_in(module).values())
         self._steps: list[Communicator] = [handles[0].replicas, handles[0].communicator] if handles else []
+        first_of_all = not dist.is_initialized() or dist.get_rank() == 0
+        self.is_here = all(each.rank == 0 for each in self._steps) if handles else first_of_all
 
     def object(self, value: Any) -> Any:
         """Returns the first rank's value, which must be small and picklable."""
@@ -180,12 +450,29 @@ class FirstRank:
             value = communicator.broadcast_object(value)
         return value
 
-    def tensor(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the first rank's tensor; the others pass None."""
+    def announced(self, values: Any) -> Any:
+        """Returns the first rank's values, in containers: tensors with dimensions as `Announced`.
+
+        What the other ranks give does not count.
+        """
+        own = pytree.tree_map_only(torch.Tensor, _announced, values) if self.is_here else None
+        found = self.object(own)
+        return own if self.is_here else found
+
+    def fetched(self, value: Any) -> Any:
+        """Returns a value of those with the tensors themselves; collective."""
+        return pytree.tree_map_only(Announced, self._tensor, value)
+
+    def _tensor(self, announced: Announced) -> torch.Tensor:
         device = self._steps[0].device if self._steps else torch.device("cpu")
-        if value is None:
-            value = torch.empty(shape, dtype=dtype, device=device)
-        value = value.to(device).contiguous()
+        if announced.own is not None:
+            value = announced.own.to(device).contiguous()
+        else:
+            value = torch.empty(announced.shape, dtype=announced.dtype, device=device)
         for communicator in self._steps:
             communicator.broadcast(value.view(-1).view(torch.uint8) if value.numel() else value)
         return value
+
+
+def _announced(tensor: torch.Tensor) -> Any:
+    return Announced(tensor.shape, tensor.dtype, tensor) if tensor.dim() > 0 else tensor.cpu()

@@ -8,7 +8,7 @@ more than its shard and one value. What modules load in ways of their own is lef
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,7 @@ from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._params import FlatParameter, IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
-from fsdp_wrap._state.full_values import handles_of, used_by
-from fsdp_wrap._state.originals import Original, owned_places
+from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
 
 __all__ = ["ReadsOnAccess", "Targets", "copies_values"]
 
@@ -62,13 +61,7 @@ class ReadsOnAccess(ABC):
         return self.read(0, self.shape.numel()).view(self.shape)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*pytree.tree_map_only(ReadsOnAccess, ReadsOnAccess.whole, args), **(kwargs or {}))
 
 
@@ -88,11 +81,15 @@ class _Target:
         return (piece.start, piece.stop) == (self.start, self.stop)
 
     def takes(self, value: Any, pieces: bool) -> bool:
-        if pieces and isinstance(value, IntervalTensor):
-            return value.shape == self.shape and self.matches(value) and not self.data.is_meta
-        plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-        has_values = (plain and not value.is_meta) or _reads_when_asked(value)
-        return has_values and value.shape == self.shape and not self.data.is_meta
+        """Whether a value can be copied here at once."""
+        if isinstance(value, IntervalTensor):
+            fits = pieces and self.matches(value)
+        elif isinstance(value, torch.Tensor):
+            plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+            fits = plain and not value.is_meta
+        else:  # no tensor, but one in any torch function, as those of Lightning
+            fits = is_tensor_like(value)  # type: ignore[no-untyped-call]
+        return fits and value.shape == self.shape and not self.data.is_meta
 
     def load(self, value: Any) -> None:
         if isinstance(value, IntervalTensor):
@@ -110,21 +107,12 @@ class _Target:
         found = getattr(value, "shape", self.shape)
         scalar_as_vector = (self.shape, found) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
         if found != self.shape and not scalar_as_vector:
-            yield (
-                f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
-                f"the shape in current model is {self.shape}."
-            )
+            yield f"size mismatch for {key}: the checkpoint has shape {found}, the model {self.shape}."
         elif isinstance(value, IntervalTensor) and not self.matches(value):
             yield (
-                f"elements {value.start} to {value.stop} of {key} were saved by this rank, which "
-                f"now holds {self.start} to {self.stop}; load through torch.distributed.checkpoint, "
-                "which fits them to other ranks and wrappings."
+                f"elements {value.start} to {value.stop} of {key} were saved by this rank, which now holds "
+                f"{self.start} to {self.stop}; torch.distributed.checkpoint fits them to other wrappings."
             )
-
-
-def _reads_when_asked(value: Any) -> bool:
-    """Whether a value is no tensor, but becomes one in any torch function, as those of Lightning do."""
-    return not isinstance(value, torch.Tensor) and is_tensor_like(value)  # type: ignore[no-untyped-call]
 
 
 class Targets:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_wrap._params import IntervalTensor
-from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.full_values import FirstRank, handles_of, unsharded
+from fsdp_wrap._state.full_values import FirstRank, unsharded
 from fsdp_wrap._state.optim_params import given_groups, groups_of, originals_of, same_values
 from fsdp_wrap._state.optim_pieces import State
 from fsdp_wrap._state.originals import Original, Originals
@@ -56,15 +55,18 @@ def load_optim_state_dict(
         TypeError: If it is no optimizer state dict.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
-    first = FirstRank(handles_of(units_in(model).values())) if from_first_rank else None
-    given = _given(names, state_dict, first)
-    pieces = _pieces(names, given, state_dict, first)
+    first = FirstRank(model) if from_first_rank else None
+    if first is not None:
+        state_dict = first.announced(state_dict)
+    states, saved = _read(names, state_dict)
+    pieces, others = _pieces(names, states, first)
     if optim is None:
         groups = given_groups(model, names, optim_input)
     else:
         groups = groups_of(names, optim, optim.state_dict())
     if only_known:
-        groups = [replace(group, params=given.known(group.params)) for group in groups]
+        told = {*pieces, *_declared(saved)}
+        groups = [replace(group, params=_known(group.params, told)) for group in groups]
     if by_name:
         groups = [replace(group, params=_by_name(group.params)) for group in groups]
     state = {
@@ -73,117 +75,69 @@ def load_optim_state_dict(
         for key, originals in group.params.items()
         if (built := _source_state(originals, pieces))
     }
-    result: dict[str, Any] = {"state": {**state, **given.others}}
-    if given.groups is not None:
-        result["param_groups"] = [group.saved_in(given.groups) for group in groups]
+    result: dict[str, Any] = {"state": {**state, **others}}
+    if saved is not None:
+        result["param_groups"] = [group.saved_in(saved) for group in groups]
     return result
+
+
+def _known(params: Mapping[Any, list[Original]], told: Collection[str]) -> dict[Any, list[Original]]:
+    """Returns those parameters of which a state dict tells anything, or that a unit owns."""
+    return {
+        key: originals
+        for key, originals in params.items()
+        if any(each.handle is not None or each.fqn in told for each in originals)
+    }
 
 
 def _by_name(params: Mapping[Any, list[Original]]) -> dict[Any, list[Original]]:
     return {each[0].fqn if isinstance(key, int) else key: each for key, each in params.items()}
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """Describes a tensor, where that is enough or the tensor travels by itself."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a state dict to load has, in a few bytes.
-
-    Attributes:
-        states: By name of parameter; tensors with dimensions, and pieces, are only described.
-        others: What belongs to no parameter.
-        groups: The parameter groups; None where the state dict has none.
-    """
-
-    states: dict[str, State]
-    others: State
-    groups: list[dict[str, Any]] | None
-
-    def known(self, params: Mapping[Any, list[Original]]) -> dict[Any, list[Original]]:
-        """Returns those parameters of which the state dict says anything, or that a unit owns."""
-        told = {*self.states, *_declared(self.groups)}
-        return {
-            key: originals
-            for key, originals in params.items()
-            if any(each.handle is not None or each.fqn in told for each in originals)
-        }
-
-
-def _given(names: Originals, state_dict: Any, first: FirstRank | None) -> _Given:
-    """Returns what the state dict has, on every rank alike, wherever it is."""
-    given: Any = None
-    if first is None or first.is_here:
-        try:
-            given = _described(names, state_dict)
-        except (TypeError, ValueError) as error:
-            given = error
-    if first is not None:
-        given = first.object(given)  # an error as well: no rank waits for tensors in vain
-    if isinstance(given, Exception):
-        raise given
-    assert isinstance(given, _Given)
-    return given
-
-
-def _described(names: Originals, state_dict: Any) -> _Given:
-    """Describes a state dict, or refuses what is none."""
+def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """Returns states by name, and the groups if there are any; refuses what is no state dict of the model."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         found = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise TypeError(f"an optimizer state dict has the entries 'state' and 'param_groups'; found {found}")
-    states, groups = state_dict["state"], state_dict.get("param_groups")
+    states: dict[str, Any] = state_dict["state"]
+    groups: list[dict[str, Any]] | None = state_dict.get("param_groups")
     if any(isinstance(name, int) for name in (*_declared(groups), *states)):
         raise ValueError(
-            "the optimizer state dict goes by parameter ids, which do not say which parameters they mean: "
+            "the optimizer state dict goes by parameter ids, which do not tell which parameters they mean: "
             "rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, ...) names them"
         )
     unknown = [str(name) for name in _declared(groups) if name not in names.by_name]
     if unknown:
-        raise ValueError(
-            f"the optimizer state dict is of parameters that the model does not have: {', '.join(unknown)}"
-        )
-    described = {
-        name: {key: _description(value) for key, value in entry.items()}
-        for name, entry in states.items()
-        if name in names.by_name
-    }
-    others = {name: value for name, value in states.items() if name not in names.by_name}
-    return _Given(described, others, None if groups is None else [dict(group) for group in groups])
+        raise ValueError(f"the state dict has parameters that the model does not have: {', '.join(unknown)}")
+    return states, groups
 
 
 def _declared(groups: Iterable[Mapping[str, Any]] | None) -> list[Any]:
     return [name for group in groups or () for name in group.get("params", ())]
 
 
-def _description(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and (value.dim() > 0 or isinstance(value, IntervalTensor)):
-        return _Tensor(value.shape, value.dtype)
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
 def _pieces(
-    names: Originals, given: _Given, state_dict: Mapping[str, Any] | None, first: FirstRank | None
-) -> dict[str, State]:
-    """Returns what this rank holds of all states; tensors of the first rank travel one by one."""
-    counted = set(_NEVER_ELEMENTWISE)  # and what has no dimensions though its parameter has
-    for name, entry in given.states.items():
-        if names.by_name[name].shape:
-            counted.update(key for key, value in entry.items() if not isinstance(value, _Tensor))
-    values = state_dict["state"] if state_dict and (first is None or first.is_here) else None
+    names: Originals, states: Mapping[str, Any], first: FirstRank | None
+) -> tuple[dict[str, State], State]:
+    """Returns what this rank holds of all states, and what belongs to no parameter."""
+    counted = {  # beside what is never elementwise: what has no dimensions though its parameter has
+        key
+        for name, entry in states.items()
+        if name in names.by_name and names.by_name[name].shape
+        for key, value in entry.items()
+        if not getattr(value, "shape", ())
+    } | _NEVER_ELEMENTWISE
     pieces: dict[str, State] = {}
-    for name, entry in given.states.items():
+    others: State = {}
+    for name, entry in states.items():
+        if name not in names.by_name:
+            others[name] = entry if first is None else first.fetched(entry)
+            continue
         pieces[name] = {}
-        for key, value in entry.items():
-            if isinstance(value, _Tensor):
-                own = values[name][key] if values else None
-                value = own if first is None else first.tensor(own, value.shape, value.dtype)
+        for key, value in entry.items():  # tensors of the first rank travel one by one
+            value = value if first is None else first.fetched(value)
             pieces[name][key] = _cut(names.by_name[name], key, value, counted)
-    return pieces
+    return pieces, others
 
 
 def _cut(original: Original, key: str, value: Any, counted: Collection[str]) -> Any:
@@ -192,10 +146,9 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str]) -> 
     if isinstance(value, IntervalTensor):
         if (value.shape, value.start, value.stop) != (interval.shape, interval.start, interval.stop):
             raise ValueError(
-                f"optimizer state '{key}' of parameter '{original.fqn}' holds elements {value.start} to "
-                f"{value.stop} of shape {tuple(value.shape)}, this rank elements {interval.start} to "
-                f"{interval.stop} of shape {tuple(original.shape)}: load by torch.distributed.checkpoint, "
-                "which fits it to other ranks and wrappings"
+                f"optimizer state '{key}' of parameter '{original.fqn}' has elements {value.start} to "
+                f"{value.stop} of {tuple(value.shape)}, this rank {interval.start} to {interval.stop} of "
+                f"{tuple(original.shape)}: torch.distributed.checkpoint fits it to other ranks and wrappings"
             )
         return value
     is_tensor = isinstance(value, torch.Tensor)
@@ -229,21 +182,14 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
         for original, piece in values:
             original.interval.within(full).copy_(piece.piece)
         return full
-    one_value = (
-        "both are part of one FlatParameter, which has one such value: wrap the module with "
-        "use_orig_params=True, or wrap the two apart"
-    )
-    if without is not None:
+    others = [] if without is None else [(without, "missing")]
+    others += [(each.fqn, repr(other)) for each, other in values[1:] if not same_values(value, other)]
+    for fqn, other in others:
         raise ValueError(
-            f"there is optimizer state '{key}' of parameter '{first.fqn}' and none of '{without}', but "
-            + one_value
+            f"optimizer state '{key}' is {value!r} for parameter '{first.fqn}' and {other} for '{fqn}', but "
+            "both are part of one FlatParameter, which has one such value: wrap the module with "
+            "use_orig_params=True, or wrap the two apart"
         )
-    for original, other in values[1:]:
-        if not same_values(value, other):
-            raise ValueError(
-                f"optimizer state '{key}' is {value!r} for parameter '{first.fqn}' and {other!r} for "
-                f"'{original.fqn}', but {one_value}"
-            )
     return copy.deepcopy(value)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, count
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,10 +60,10 @@ class Group:
         """
         options = saved_options(self.names, self.options, groups)
         if options is None:
+            names = ", ".join(map(repr, self.names)) or "nothing"
             raise ValueError(
-                "the optimizer state dict has no group with any of "
-                f"{', '.join(map(repr, self.names)) or 'nothing'}, "
-                "which are one in optim_input, so the group's options are not known: pass optim instead"
+                f"no group with any of {names} was saved, so its options are not known: pass optim, "
+                "not optim_input"
             )
         return {**options, "params": [*self.params]}
 
@@ -81,8 +81,12 @@ def saved_options(
     Raises:
         ValueError: If they were saved in groups with other options each.
     """
-    by_name = {name: options_of(group) for group in groups for name in group.get("params", ())}
-    known = [(name, _without_names(by_name[name])) for name in names if name in by_name]
+    by_name = {
+        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in groups
+        for name in group.get("params", ())
+    }
+    known = [(name, by_name[name]) for name in names if name in by_name]
     if not known:
         return copy.deepcopy(own)
     (first, saved), *others = known
@@ -99,10 +103,6 @@ def saved_options(
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a parameter group has beside its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _without_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != "param_names"}
 
 
 def same_values(one: Any, other: Any) -> bool:
@@ -168,9 +168,6 @@ def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tens
     return [named[id(param)] for param in params] if {*map(id, params)} == named.keys() else keys
 
 
-# of what users give one
-
-
 def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[Group]:
     """Reads what users give optimizers, in its order: parameters, or groups of them, perhaps with names.
 
@@ -183,42 +180,12 @@ def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[
         Groups without options, whose keys count the parameters.
 
     Raises:
-        TypeError: If it is neither.
-        ValueError: If it is empty, a group has no parameters, or one is given twice or not the model's.
+        Exception: As optimizers raise, if they would not take it.
+        ValueError: If a parameter is given twice or is not the model's.
     """
-    groups = _read(module.parameters() if optim_input is None else optim_input)
-    _refuse_repeated(module, [("", chain.from_iterable(groups))])
-    numbers = count()
-    return [Group({next(numbers): names.of(param) for param in params}) for params in groups]
-
-
-def _read(optim_input: Any) -> list[list[torch.Tensor]]:
-    if isinstance(optim_input, torch.Tensor) or not isinstance(optim_input, Iterable):
-        raise TypeError(
-            "optim_input must be an iterable of parameters or of parameter groups, not "
-            f"{type(optim_input).__name__}"
-        )
-    given = list(optim_input)
-    if not given:
-        raise ValueError("optim_input holds no parameters: pass what the optimizer is made from, or None")
-    if not any(isinstance(each, dict) for each in given):
-        return [[*map(_unnamed, given)]]
-    for each in given:
-        if not isinstance(each, dict):
-            raise TypeError(
-                f"optim_input mixes parameter groups with a {type(each).__name__}; pass one or the other"
-            )
-        if "params" not in each:
-            raise ValueError(f"a parameter group of optim_input has no 'params', only {list(each)}")
-    listed = (each["params"] for each in given)
-    return [[each] if isinstance(each, torch.Tensor) else [*map(_unnamed, each)] for each in listed]
-
-
-def _unnamed(param: Any) -> torch.Tensor:
-    found = param[1] if isinstance(param, tuple) and len(param) == 2 else param  # of named_parameters()
-    if not isinstance(found, torch.Tensor):
-        raise TypeError(f"optim_input must hold parameters or groups of them, not a {type(found).__name__}")
-    return found
+    optim = torch.optim.Optimizer(module.parameters() if optim_input is None else optim_input, {})
+    refuse_shared(module, [optim])
+    return [replace(group, options=None) for group in groups_of(names, optim, optim.state_dict())]
 
 
 # each once
@@ -234,29 +201,21 @@ def refuse_shared(model: nn.Module, optimizers: Iterable[Any]) -> None:
     Raises:
         ValueError: If a parameter is in two of them, or twice in one, by name.
     """
-    _refuse_repeated(model, [(type(each).__name__, _params_of(each)) for each in optimizers])
-
-
-def _params_of(optimizer: Any) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _refuse_repeated(model: nn.Module, named: Sequence[tuple[str, Iterable[torch.Tensor]]]) -> None:
-    owners: dict[int, int] = {}
-    for number, (name, params) in enumerate(named):
-        for param in params:
+    owners: dict[int, Any] = {}
+    for optimizer in optimizers:
+        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if id(param) not in owners:
-                owners[id(param)] = number
+                owners[id(param)] = optimizer
                 continue
             described, owner = Originals(model).describe(param), owners[id(param)]
-            if owner == number:
+            if owner is optimizer:
                 raise ValueError(
                     f"{described} occurs twice in the optimizer's parameters, and has one state for both "
                     f"(rank {rank()}): pass it once"
                 )
             raise ValueError(
-                f"{described} is in two optimizers ({named[owner][0]} and {name}), and a state dict has one "
-                f"state for it (rank {rank()}): give every parameter to one optimizer"
+                f"{described} is in two optimizers ({type(owner).__name__} and {type(optimizer).__name__}), "
+                f"and has one state for both (rank {rank()}): give every parameter to one optimizer"
             )
 
 

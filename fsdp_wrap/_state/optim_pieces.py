@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.full_values import FullValue, copier, handles_of
+from fsdp_wrap._state.full_values import FullValue, copier, stream
 from fsdp_wrap._state.optim_params import rank
-from fsdp_wrap._state.originals import Original, Originals
-from fsdp_wrap._state.streaming import stream
+from fsdp_wrap._state.originals import Original, Originals, handles_of
 
 __all__ = ["State", "agreed", "refitted"]
 
@@ -73,13 +71,10 @@ def _full_value(
 ) -> FullValue:
     known = [extent for extent in extents if isinstance(extent, _Extent)]
     lengths = [each.stop - each.start if isinstance(each, _Extent) else 0 for each in extents]
-    consecutive = all(
-        each.start == start
-        for each, start in zip(extents, accumulate(lengths, initial=0))
-        if isinstance(each, _Extent) and each.start < each.stop
-    )
     shape = original.shape
-    if not consecutive or sum(lengths) != shape.numel() or {each.shape for each in known} != {shape}:
+    held = [each for each in known if each.start < each.stop]
+    starts, stops = [each.start for each in held], [each.stop for each in held]
+    if [*starts, shape.numel()] != [0, *stops] or {each.shape for each in known} != {shape}:
         parts = ", ".join(f"[{each.start}, {each.stop}) of {tuple(each.shape)}" for each in known)
         raise ValueError(
             f"optimizer state '{key}' of parameter '{original.fqn}', of shape {tuple(shape)}, cannot be "

@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ from fsdp_wrap._core import OptimStateKeyType
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
-from fsdp_wrap._state.full_values import FullValue, handles_of, is_first_rank, offloaded
+from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
 from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, options_of, originals_of
 from fsdp_wrap._state.optim_pieces import State, agreed
 from fsdp_wrap._state.originals import Original, Originals
-from fsdp_wrap._state.streaming import check_budget, stream
 
 __all__ = [
     "full_optim_state_dict",
@@ -56,13 +56,12 @@ def sharded_optim_state_dict(
         ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
     """
     names = originals_of(model, optim, "optim_state_dict()")
-    saved = state_dict or optim.state_dict()
-    groups = groups_of(names, optim, saved)
-    pieces, others = _pieces(names, groups, saved["state"] or _initial_state(optim, groups))
+    held = _held(names, optim, state_dict, initial=True)
     state = {
-        fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()
+        fqn: {key: _kept(value, to_host) for key, value in entry.items()}
+        for fqn, entry in held.pieces.items()
     }
-    return {"state": {**state, **others}, **_named_groups(groups, saved)}
+    return {"state": {**state, **held.others}, **held.groups}
 
 
 def full_optim_state_dict(
@@ -92,7 +91,7 @@ def full_optim_state_dict(
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
     for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=to_host):
         found[fqn][key] = value
-    return {"state": {**found, **state.others}, **state.groups} if wanted else {}
+    return {"state": {**found, **state.held.others}, **state.held.groups} if wanted else {}
 
 
 def iter_full_optim_state(
@@ -127,7 +126,7 @@ def iter_full_optim_state(
     check_budget(budget)
     settle(units_in(model).values(), "iter_full_optim_state()")
     state = _FullState(model, optim, None, "iter_full_optim_state()")
-    wanted = not rank0_only or is_first_rank(handles_of(units_in(model).values()))
+    wanted = not rank0_only or is_first_rank(model)
     return state.values(
         budget=2 * state.unit_nbytes if budget is None else budget, wanted=wanted, to_host=offload_to_cpu
     )
@@ -137,9 +136,8 @@ class _FullState:
     """The state of an optimizer on all ranks; making one is collective.
 
     Attributes:
+        held: What this rank has of it.
         known: By name, `FullValue`s of what is cut, the values of all else.
-        others: What belongs to no parameter.
-        groups: The entry `param_groups`, if there is one.
         unit_nbytes: Bytes of the full parameters of the largest unit.
     """
 
@@ -147,18 +145,12 @@ class _FullState:
         self, model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, doing: str
     ) -> None:
         names = originals_of(model, optim, doing)
-        saved = state_dict or optim.state_dict()
-        pieces: dict[str, State] = {}
-        self.others: State = {}
-        self.groups: State = {}
-        error: ValueError | None = None
+        self.held, error = _Held(), None
         try:
-            groups = groups_of(names, optim, saved)
-            self.groups = _named_groups(groups, saved)
-            pieces, self.others = _pieces(names, groups, saved["state"])
+            self.held = _held(names, optim, state_dict)
         except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
             error = refusal
-        self.known = agreed(names, pieces, error)
+        self.known = agreed(names, self.held.pieces, error)
         self.unit_nbytes = names.largest_unit_nbytes()
 
     def values(self, *, budget: int, wanted: bool, to_host: bool) -> Generator[tuple[str, str, Any]]:
@@ -172,26 +164,45 @@ class _FullState:
                     yield fqn, key, next(gathered)[1]
                 else:
                     yield fqn, key, _copied(value, to_host) if wanted else _without_memory(value)
-        except GeneratorExit:
+        finally:
             for _ in gathered:  # takes part in the rest, also where nothing has been gathered yet
                 pass
-            raise
 
 
-def _pieces(
-    names: Originals, groups: Iterable[Group], states: Mapping[Any, State]
-) -> tuple[dict[str, State], State]:
-    """Returns this rank's state by name, and what belongs to no parameter."""
+@dataclass(frozen=True)
+class _Held:
+    """What this rank has of an optimizer's state.
+
+    Attributes:
+        pieces: Its state by name of parameter.
+        others: What belongs to no parameter.
+        groups: The entry `param_groups`, with names, if there is one.
+    """
+
+    pieces: dict[str, State] = field(default_factory=dict)
+    others: State = field(default_factory=dict)
+    groups: State = field(default_factory=dict)
+
+
+def _held(
+    names: Originals,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    initial: bool = False,
+) -> _Held:
+    saved = state_dict or optim.state_dict()
+    groups = groups_of(names, optim, saved)
+    states = saved["state"] or (_initial_state(optim, groups) if initial else {})
     params = {key: originals for group in groups for key, originals in group.params.items()}
+    keys = {original.fqn: key for key, originals in params.items() for original in originals}
     pieces = {
-        original.fqn: {name: _piece(original, name, value) for name, value in states[key].items()}
-        for key, originals in params.items()
-        if states.get(key)
-        for original in originals
-        if not original.left_out
+        fqn: {name: _piece(original, name, value) for name, value in states[keys[fqn]].items()}
+        for fqn, original in names.by_name.items()
+        if fqn in keys and states.get(keys[fqn]) and not original.left_out
     }
-    ordered = {fqn: pieces[fqn] for fqn in names.by_name if fqn in pieces}
-    return ordered, {key: value for key, value in states.items() if key not in params}
+    others = {key: value for key, value in states.items() if key not in params}
+    named = [_renamed(group.options or {}, group.names, group.names) for group in groups]
+    return _Held(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
 
 
 def _piece(original: Original, key: str, value: Any) -> Any:
@@ -204,9 +215,9 @@ def _piece(original: Original, key: str, value: Any) -> Any:
 
 
 def _kept(value: Any, to_host: bool) -> Any:
-    if isinstance(value, IntervalTensor) or (isinstance(value, torch.Tensor) and value.dim() > 0):
-        return offloaded(value, True) if to_host else value
-    return _copied(value, to_host)  # one count may stand for many parameters
+    elements = isinstance(value, IntervalTensor) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    # One count may stand for many parameters.
+    return value if elements and not to_host else _copied(value, to_host)
 
 
 def _copied(value: Any, to_host: bool) -> Any:
@@ -215,13 +226,6 @@ def _copied(value: Any, to_host: bool) -> Any:
 
 def _without_memory(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _named_groups(groups: Iterable[Group], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entry `param_groups`, with names, if what was saved has one."""
-    if "param_groups" not in saved:
-        return {}
-    return {"param_groups": [_renamed(group.options or {}, group.names, group.names) for group in groups]}
 
 
 def _renamed(options: Mapping[str, Any], names: list[str], params: Sequence[Any]) -> dict[str, Any]:
@@ -241,7 +245,9 @@ def _initial_state(optim: torch.optim.Optimizer, groups: Iterable[Group]) -> Sta
     double = object.__new__(type(inner))
     double.__dict__.update(inner.__dict__)
     double.state = defaultdict(dict)
-    double.param_groups = [{**group, "params": _zeros(group["params"])} for group in inner.param_groups]
+    double.param_groups = [
+        {**group, "params": [*map(_zero, group["params"])]} for group in inner.param_groups
+    ]
     try:
         with torch.no_grad():
             inspect.unwrap(type(inner).step)(double)  # without hooks and the schedulers' counting
@@ -260,15 +266,11 @@ def _initial_state(optim: torch.optim.Optimizer, groups: Iterable[Group]) -> Sta
     }
 
 
-def _zeros(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    zeros = []
-    for param in params:
-        zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        zero.requires_grad_(param.requires_grad)
-        if param.requires_grad and param.numel() > 0:
-            zero.grad = torch.zeros_like(zero)
-        zeros.append(zero)
-    return zeros
+def _zero(param: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device, requires_grad=param.requires_grad)
+    if param.requires_grad and param.numel() > 0:
+        zero.grad = torch.zeros_like(zero)
+    return zero
 
 
 def _uncounted(key: str, value: Any) -> Any:

@@ -14,15 +14,18 @@ from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Spread
 from fsdp_wrap._runtime import Unit, units_in
-from fsdp_wrap._state.full_values import handles_of, used_by
 
-__all__ = [
-    "Original",
-    "Originals",
-    "originals_in",
-    "owned_names",
-    "owned_places",
-]
+__all__ = ["Original", "Originals", "handles_of", "originals_in", "owned_names", "owned_places", "used_by"]
+
+
+def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
+    """Returns the handles of the units that have one."""
+    return [unit.handle for unit in units if unit.handle is not None]
+
+
+def used_by(units: Iterable[Unit]) -> list[Unit]:
+    """Returns units, before each those from which it borrows."""
+    return list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
 
 
 @dataclass(frozen=True)

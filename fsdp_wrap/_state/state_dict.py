@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -45,20 +47,11 @@ from fsdp_wrap._state.full_params import (
     sharded_handles,
     summon,
 )
-from fsdp_wrap._state.full_values import (
-    full_values,
-    handles_of,
-    is_first_rank,
-    offloaded,
-    unsharded,
-    used_by,
-)
+from fsdp_wrap._state.full_values import full_values, is_first_rank, offloaded, stream, unsharded
 from fsdp_wrap._state.load_targets import copies_values
-from fsdp_wrap._state.originals import Original, originals_in, owned_names, owned_places
-from fsdp_wrap._state.streaming import stream
-from fsdp_wrap._state.taking import Taking
+from fsdp_wrap._state.originals import Original, handles_of, originals_in, owned_names, owned_places, used_by
 
-__all__ = ["begin_load", "resolve_settings", "take_state_dict", "to_load", "wants_result"]
+__all__ = ["begin_load", "resolve_settings", "take_state_dict", "taking", "to_load", "wants_result"]
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -103,19 +96,104 @@ def _completed(name: str, kind: StateDictType, given: Any, wanted: type) -> Any:
 
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank is to get what is saved of the units in `module`."""
-    rank0_only = getattr(config, "rank0_only", False)
-    units = (each.__dict__[UNIT_ATTR] for _, each in walk(module) if UNIT_ATTR in each.__dict__)
-    return not rank0_only or is_first_rank(unit.handle for unit in units if unit.handle)  # asks the first one
+    return not getattr(config, "rank0_only", False) or is_first_rank(module)
+
+
+class Taking:
+    """One call of `state_dict()` with those of the wrappers below it, of which each adds its part.
+
+    What concerns all parts is done once, by the outermost: nested wrappers would each do it for all below.
+
+    Args:
+        destination: To which they add.
+        module: The outermost one.
+        prefix: Of its names.
+        wanted: Whether this rank keeps what it adds.
+    """
+
+    def __init__(self, destination: dict[str, Any], module: nn.Module, prefix: str, wanted: bool) -> None:
+        self.destination, self.wanted = destination, wanted
+        self._module, self._prefix = module, prefix
+        self._last = next(reversed(destination), None)
+        self._aliased: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def note_aliased(self, unit: Unit, to_host: bool) -> None:
+        """Notes a unit's tensors, with which what was added must not share memory in the end.
+
+        These are its buffers, and its parameters, which the user may hold in full now. What it ignores stays
+        that of the model, as in the state dict of a plain module, unless all is copied to the host.
+        """
+        tensors = _tensors(_modules(unit)) if to_host else _taken_tensors(unit)
+        self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
+
+    def separate(self) -> None:
+        """Replaces what was added, and shares memory with the model, by copies."""
+        state_dict = self.destination
+        for key in list(takewhile(lambda key: key != self._last, reversed(state_dict))):
+            value = state_dict[key]
+            if key.startswith(self._prefix) and isinstance(value, torch.Tensor) and not value.is_meta:
+                aliased = self._aliased.get(value.untyped_storage()._cdata)
+                if aliased is not None:
+                    state_dict[key] = offloaded(value, aliased[1])
+
+    def add_metadata(self) -> None:
+        """Adds versions under the names of wrapped modules, for which a plain module above looks."""
+        metadata = self.destination._metadata  # type: ignore[attr-defined]
+        for name, _ in walk(self._module, all_names=True):
+            plain = f"{name}.".replace(f"{WRAPPED_ATTR}.", "")
+            versions = metadata.get(f"{self._prefix}{plain}".rstrip("."))
+            if versions is not None:
+                metadata.setdefault(f"{self._prefix}{name}".rstrip("."), versions)
+
+
+_taking: ContextVar[Taking | None] = ContextVar("fsdp_wrap_taking", default=None)
+
+
+@contextmanager
+def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> Iterator[tuple[Taking, bool]]:
+    """Gives the call of which a wrapper's part is taken now, and whether it has just begun."""
+    outer = _taking.get()
+    if outer is not None and outer.destination is destination:
+        yield outer, False
+        return
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    call = Taking(destination, module, prefix, wanted)
+    token = _taking.set(call)
+    try:
+        yield call, True
+        call.separate()
+        call.add_metadata()
+    finally:
+        _taking.reset(token)
+
+
+def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
+    """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
+    inside = (module.__dict__[UNIT_ATTR] for module in _modules(unit) if UNIT_ATTR in module.__dict__)
+    units: list[Unit] = [unit, *inside]
+    for module, name in owned_places(units):  # as modules show it now
+        shown = module._parameters.get(name, module.__dict__.get(name))
+        if shown is not None:
+            yield shown
+    for held in (held for each in units for held in each.buffers.held):
+        yield from (buffer for buffer in held.values() if buffer is not None)
+
+
+def _modules(unit: Unit) -> Iterator[nn.Module]:
+    """Yields a wrapped module and those below, but not other wrappers and what is below them."""
+    return (each for _, each in walk(_wrapped(unit), into=lambda child: WRAPPED_ATTR not in child._modules))
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        yield from (tensor for tensor in tensors if tensor is not None)
 
 
 def take_state_dict(
-    unit: Unit,
-    settings: StateDictSettings,
-    call: Taking,
-    *,
-    wanted: bool,
-    prefix: str,
-    keep_vars: bool,
+    unit: Unit, settings: StateDictSettings, call: Taking, *, wanted: bool, prefix: str, keep_vars: bool
 ) -> Any:
     """Lets the wrapped module make its state dict while it shows what that is to contain.
 
@@ -130,14 +208,14 @@ def take_state_dict(
     module = _wrapped(unit)
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     if kind is not StateDictType.FULL_STATE_DICT:
-        refuse_summoned(unit, f"taking a state dict of type {kind.name}")
+        refuse_summoned([unit], f"taking a state dict of type {kind.name}")
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
             call.note_aliased(unit, offload)
         with _replaced(unit, settings, wanted, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, call, destination, prefix, offload)
+        _make_local(unit, destination, prefix, offload)
     return destination
 
 
@@ -201,10 +279,9 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
-    for place in owned_places([unit]):
-        for name in call.names.get(place, ()):
-            state_dict.pop(name, None)
+def _make_local(unit: Unit, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
+    for name, _ in owned_names(_wrapped(unit), [unit]):
+        state_dict.pop(prefix + name, None)
     for handle in handles_of([unit]):
         for layout in handle.layouts:
             state_dict[prefix + layout.name] = _flat_shard(handle, layout, _shard_copy(layout, offload))
@@ -227,13 +304,7 @@ def _wrapped(unit: Unit) -> nn.Module:
 
 
 def begin_load(
-    unit: Unit,
-    kind: StateDictType,
-    state_dict: dict[str, Any],
-    prefix: str,
-    problems: list[str],
-    *,
-    in_full: bool,
+    unit: Unit, kind: StateDictType, state_dict: dict[str, Any], prefix: str, errors: list[str], in_full: bool
 ) -> Callable[[bool], None]:
     """Shows what a unit's part of a state dict is loaded into, and puts it as the modules take it.
 
@@ -244,7 +315,7 @@ def begin_load(
         kind: Of the state dict.
         state_dict: By the unwrapped module's names; it is changed.
         prefix: Of the unit's names.
-        problems: Gets what is wrong with flat shards.
+        errors: Gets what is wrong with flat shards.
         in_full: Whether a full state dict needs full parameters in any case.
 
     Returns:
@@ -253,8 +324,8 @@ def begin_load(
     Raises:
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
-    problems += _expand_local(unit.module, {"": unit}, state_dict, prefix)
-    for name, _ in owned_names(_wrapped(unit), [unit], into=_is_no_unit):
+    errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
+    for name, _ in owned_names(_wrapped(unit), [unit], into=lambda child: UNIT_ATTR not in child.__dict__):
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
     wrapped = f"{prefix}{WRAPPED_ATTR}."
@@ -262,7 +333,7 @@ def begin_load(
         if key.startswith(prefix) and not key.startswith(wrapped):
             state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
     if kind is not StateDictType.FULL_STATE_DICT:
-        refuse_summoned(unit, f"loading a state dict of type {kind.name}")
+        refuse_summoned([unit], f"loading a state dict of type {kind.name}")
     elif in_full or is_summoned(unit) or not all(map(copies_values, _shown_in(unit))):
         return _begin_full_load(unit)
     return _begin_sharded_load(unit)
@@ -305,10 +376,6 @@ def _shown_in(unit: Unit) -> Iterable[nn.Module]:
     own = {each for _, each in own_modules(_wrapped(unit))}
     within = all(module in own for module, _ in owned_places([unit]))
     return (unit.module, *own) if within else unit.module.modules()
-
-
-def _is_no_unit(module: nn.Module) -> bool:
-    return UNIT_ATTR not in module.__dict__
 
 
 def to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:

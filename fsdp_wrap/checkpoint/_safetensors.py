@@ -22,13 +22,11 @@ from torch import nn
 from fsdp_wrap._core import StateDictType, is_castable
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
-from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     FirstRank,
     FullParams,
     ReadsOnAccess,
     Targets,
-    handles_of,
     param_aliases,
     settled_units,
 )
@@ -101,7 +99,7 @@ def export_safetensors(
     """
     params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True)
     plan = _plan(params.described(), max_shard_bytes)
-    first = FirstRank(handles_of(units_in(module).values()))
+    first = FirstRank(module)
     error: str | None = None
     stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)
     if first.is_here:

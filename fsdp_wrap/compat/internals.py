@@ -293,7 +293,7 @@ class FlatHandle:
         schedule.require_idle("flat_param_to()")
         schedule.end_failed_backward()
         handle = self._unit.handle
-        if handle is None or not handle.settle():
+        if handle is None or not handle.become_sharded():
             raise RuntimeError(
                 f"flat_param_to() must not run inside summon_full_params, or while a state dict of "
                 f"{self._unit.name} is taken or loaded"

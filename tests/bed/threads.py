@@ -4,14 +4,40 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed import multi_threaded_pg
+
+from fsdp_wrap._core import optimizer_steps
+
+
+class _Steps(threading.local):
+    """Counts the steps that optimizers take in each thread: a rank must not notice those of others."""
+
+    steps = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.steps += 1
 
 
 @contextmanager
-def threads_as_ranks(world_size: int) -> Iterator[Callable[[Callable[[int], Any]], None]]:
+def _steps_by_thread() -> Iterator[None]:
+    counter = _Steps()
+    hook = register_optimizer_step_post_hook(counter)
+    try:
+        with mock.patch.object(optimizer_steps, "_counter", lambda: counter):
+            yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def threads_as_ranks(
+    world_size: int, backend: str = "threaded"
+) -> Iterator[Callable[[Callable[[int], Any]], None]]:
     """Gives a function that runs its argument on every rank, each a thread with process groups of its own."""
     multi_threaded_pg._install_threaded_pg()
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -23,7 +49,7 @@ def threads_as_ranks(world_size: int) -> Iterator[Callable[[Callable[[int], Any]
 
         def thread(rank: int) -> None:
             try:
-                dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+                dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
                 body(rank)
             except BaseException as error:
                 multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
@@ -38,7 +64,8 @@ def threads_as_ranks(world_size: int) -> Iterator[Callable[[Callable[[int], Any]
             raise errors[0]
 
     try:
-        yield run
+        with _steps_by_thread():
+            yield run
     finally:
         multi_threaded_pg.ProcessLocalGroup.reset()
         isolate(False)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_form
+from fronts import assert_same_grads, each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, comm_hooks
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState
@@ -45,9 +45,7 @@ def assert_averaged(model: FSDP, plain: nn.Module, batches: list[torch.Tensor], 
     """The gradients are the averages of those of all ranks' batches, times a factor."""
     plain.zero_grad()
     (factor * sum(loss_of(plain, batch) for batch in batches)).backward()
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-13, msg=name)
+    assert_same_grads(model, plain, rtol=1e-10, atol=1e-13)
 
 
 # The ready-made ones.
@@ -351,7 +349,7 @@ def test_ready_made_hooks_need_the_ranks_of_every_unit(rank, world_size, library
     model = FSDP(layers, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     hook, near = hooks.fp16_compress_hook, mesh.get_group("shard")
     names = str(dist.get_process_group_ranks(near)).replace("[", r"\[").replace("]", r"\]")
-    with pytest.raises(ValueError, match=rf"root unit .* over ranks {names}, .* has ranks \[0, 1, 2, 3\]"):
+    with pytest.raises(ValueError, match=rf"root unit .* over ranks {names}, .* has \[0, 1, 2, 3\]"):
         model.register_comm_hook(hooks.LowPrecisionState(dist.group.WORLD), hook)
     with pytest.raises(ValueError, match=rf"unit '0' over ranks \[0, 1, 2, 3\], .* has ranks {names}"):
         model.register_comm_hook(hooks.LowPrecisionState(near), hook)

@@ -17,7 +17,7 @@ from bed.threads import threads_as_ranks
 from fsdp_wrap._comm.lanes import Finished
 from fsdp_wrap._comm.objects import all_gather_single, reduce_scatter_single
 from fsdp_wrap._comm.process_group import SoloCommunicator
-from fsdp_wrap._core.modules import ParamSlot
+from fsdp_wrap._core.modules import ParamPlaces, ParamSlot
 from fsdp_wrap._core.precision import SegmentPolicy
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.handle import HandleState, ParamHandle
@@ -55,7 +55,7 @@ def originals() -> list[torch.Tensor]:
 
 def handle_of(policy: MixedPrecision, mesh: DeviceMesh) -> tuple[ParamHandle, nn.ParameterList]:
     module = nn.ParameterList([nn.Parameter(value.clone()) for value in originals()])
-    slots = [ParamSlot(str(index), param) for index, param in enumerate(module)]
+    slots = [ParamSlot(str(index), param, ParamPlaces(module)) for index, param in enumerate(module)]
     for index, slot in enumerate(slots):
         slot.places.add(module, str(index))
     communicator = ThreadCommunicator(mesh.get_group())

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_front, full_grads, full_state, shard, twins
+from fronts import assert_same_values, each_front, full_grads, full_state, shard, twins
 from fsdp_wrap import BackwardPrefetch, CPUOffload, EventKind, Phase, ShardingStrategy, record_events
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -106,9 +106,7 @@ def test_modules_used_many_times(rank, world_size, front, strategy, prefetch):
             optimizer.zero_grad()
             module(x).square().sum().backward()
             optimizer.step()
-    state = full_state(model)
-    for name, param in named_state(ddp):
-        assert torch.equal(state[name], param.detach()), name
+    assert_same_values(model, ddp)
 
 
 class _Ignores(nn.Module):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_form
+from fronts import assert_same_grads, each_form
 from fsdp_wrap import (
     CPUOffload,
     MixedPrecision,
@@ -661,9 +661,7 @@ def test_hybrid_mixed_precision(rank, world_size, use_orig_params, strategy):
     model(_batch(rank, 0)).float().square().mean().backward()
     reference.backward(_batch(rank, 0))
     reference.reduce_grads()
-    grads = full_grads(model)
-    for name, param in reference.master.named_parameters():
-        torch.testing.assert_close(grads[name], param.grad, rtol=1e-6, atol=0)
+    assert_same_grads(model, reference.master, rtol=1e-6, atol=0)
 
 
 @ranks(1, 3)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_form
+from fronts import assert_same_grads, assert_same_values, each_form
 from fsdp_wrap import (
     BackwardPrefetch,
     Event,
@@ -178,9 +178,7 @@ def test_prefetch_when_the_order_changes(rank, world_size, use_orig_params, stra
         for module in (plain, model):
             module(x, order).square().sum().backward()
         assert all(unit._unit.handle.state.value == "sharded" for unit in model.layers)
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("unit", [Block, _Checkpointed], ids=["around", "inside"])
@@ -202,9 +200,7 @@ def test_collectives_per_step(rank, world_size, use_orig_params, kind, unit):
         "all_gather_into_tensor": 4 + 3,
         "reduce_scatter_tensor": 4,
     }
-    found = full_grads(model)
-    for name, param in named_state(ddp):
-        assert torch.equal(found[name], param.grad), name
+    assert_same_grads(model, ddp)
 
 
 @each_form
@@ -231,9 +227,7 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
         hook.remove()
         model.zero_grad()
     train(model, optimizers[1], rank, range(1, 2))
-    state = model.state_dict()
-    for name, param in named_state(ddp):
-        assert torch.equal(state[name], param.detach()), name
+    assert_same_values(model, ddp)
 
 
 @dataclasses.dataclass
@@ -308,9 +302,7 @@ def test_structured_inputs_and_outputs(rank, world_size, use_orig_params, form):
         "units.1",
         "units.0",
     ]
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 class _Twice(nn.Module):
@@ -340,9 +332,7 @@ def test_module_used_several_times(rank, world_size, use_orig_params, needs_grad
         x.grad = None
         module(x).square().sum().backward()
         (module(x).sum() + module(x * 2).square().sum()).backward()  # two forwards, one backward
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 @each_form
@@ -362,9 +352,7 @@ def test_two_forwards_then_two_backwards_and_retain_graph(rank, world_size, use_
     for param in plain.parameters():
         torch.distributed.all_reduce(param.grad)
         param.grad /= world_size
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 @each_form
@@ -382,9 +370,7 @@ def test_gradient_penalty(rank, world_size, use_orig_params):
             out = module(x).sum()
             (slope,) = torch.autograd.grad(out, x, create_graph=True)
             (out + slope.square().sum()).backward()
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 @each_form
@@ -601,9 +587,7 @@ def test_clip_grad_norm_equals_plain(rank, world_size):
             expected = nn.utils.clip_grad_norm_(ddp.parameters(), 0.1, norm_type)
             found = model.clip_grad_norm_(0.1, norm_type)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-            grads = full_grads(model)
-            for name, param in named_state(ddp):
-                torch.testing.assert_close(grads[name], param.grad, rtol=1e-10, atol=1e-12)
+            assert_same_grads(model, ddp, rtol=1e-10, atol=1e-12)
 
 
 @ranks(2)
@@ -667,9 +651,7 @@ def test_nested_checkpoints(rank, world_size, use_orig_params, unit, outer, inne
         "all_gather_into_tensor": 3 + 2,
         "reduce_scatter_tensor": 3,
     }
-    found = full_grads(model)
-    for name, param in named_state(ddp):
-        assert torch.equal(found[name], param.grad), name
+    assert_same_grads(model, ddp)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -710,6 +692,4 @@ def test_the_root_keeps_its_parameters_unless_asked_otherwise(rank, world_size, 
         loss.backward()
     gathered = [name for _, name in _trace(events, EventKind.UNSHARD)]
     assert gathered == ["", "blocks.2", "blocks.0"]
-    found = full_grads(model)
-    for name, param in named_state(ddp):
-        assert torch.equal(found[name], param.grad), name
+    assert_same_grads(model, ddp)

@@ -534,7 +534,10 @@ def test_wrong_calls_are_refused(rank, world_size):
             model.clip_grad_norm_(max_norm)
     with pytest.raises(RuntimeError, match=r"on the root, and this is unit 'blocks\.1'"):
         model.blocks[1].clip_grad_norm_(1.0)
-    with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="inside summon_full_params"):
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(RuntimeError, match="leave its context before clip_grad_norm_"),
+    ):
         model.clip_grad_norm_(1.0)
     for name, grad in full_grads(model).items():
         assert torch.equal(grad, before[name])

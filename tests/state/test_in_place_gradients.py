@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.memory import Peak, live_bytes
-from fronts import each_front, full_grads, full_state, no_sync, shard, twins
+from fronts import assert_same_grads, each_front, full_grads, full_state, no_sync, shard, twins
 from fsdp_wrap import MixedPrecision, set_gradients_in_place
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, named_state, tokens, train
@@ -116,9 +116,7 @@ def test_a_second_gradient_in_one_backward_is_noticed(rank, world_size, front):
     set_gradients_in_place(wrapped, enabled=False)
     wrapped(x).square().sum().backward()
     (sum(plain(torch.full_like(x, r + 1.0).requires_grad_()).square().sum() for r in range(2)) / 2).backward()
-    found = full_grads(wrapped)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
 
 
 class _Raises(torch.autograd.Function):
@@ -144,9 +142,7 @@ def test_a_failed_backward_leaves_a_usable_model(rank, world_size, front):
     wrapped.zero_grad()
     loss_of(wrapped, tokens(rank, 0)).backward()
     (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
-    found = full_grads(wrapped)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
 
 
 @wrapper_fronts

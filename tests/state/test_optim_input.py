@@ -170,19 +170,21 @@ def test_groups_that_are_not_those_saved_are_refused(rank, world_size):
         FSDP.shard_full_optim_state_dict(partial, model, apart)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @ranks(2)
 def test_what_is_no_input_of_an_optimizer(rank, world_size):
+    """It is refused as by optimizers themselves."""
     model, _ = wrapped_and_plain(Net, per_block, True)
     state = {"state": {}, "param_groups": [{"lr": 1.0, "params": ["shift"]}]}
     shift = model.module.shift
     twice = [*model.parameters(), shift]
     for error, message, given in (
-        (TypeError, "iterable of parameters or of parameter groups, not int", 3),
-        (TypeError, "iterable of parameters or of parameter groups, not Parameter", shift),
-        (TypeError, "mixes parameter groups with a Parameter", [*groups(model), shift]),
-        (TypeError, "not a str", ["shift"]),
-        (ValueError, "holds no parameters", []),
-        (ValueError, "has no 'params', only \\['lr'\\]", [{"lr": 3}]),
+        (TypeError, "not iterable", 3),
+        (TypeError, "should be an iterable of Tensors or dicts", shift),
+        (TypeError, "param_group must be a dict", [*groups(model), shift]),
+        (TypeError, "one of the params is str", ["shift"]),
+        (ValueError, "empty parameter list", []),
+        (KeyError, "params", [{"lr": 3}]),
         (ValueError, "not one of the model's", Net().parameters()),
         (ValueError, r"'shift'.* occurs twice .*\(rank \d\)", twice),
     ):

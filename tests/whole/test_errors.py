@@ -299,16 +299,6 @@ def test_parameter_subclass(rank, world_size, wrap):
     assert_trains_like(plain, wrap(net))
 
 
-@ranks(2)
-def test_lazy_module_that_has_not_run(rank, world_size):
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3)).double()
-    with pytest.raises((TypeError, ValueError), match=r"'1\.weight'.*UninitializedParameter"):
-        FSDP(net)
-    net(a_batch())
-    plain = copy.deepcopy(net)
-    assert_trains_like(plain, FSDP(net))
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @each_wrapping
 @ranks(2)
@@ -417,8 +407,9 @@ HYBRID = ShardingStrategy.HYBRID_SHARD
 def test_groups_and_strategy_must_go_together(rank, world_size, kind):
     net, pair = make_net(), (dist.group.WORLD, dist.new_group([rank], use_local_synchronization=True))
     one, two = (pair[0], pair) if kind == "process_group" else (make_mesh(2), make_mesh(1, 2))
-    with refused(net, ValueError, "FULL_SHARD takes one", "HYBRID_SHARD"):
-        per_block(net, **{kind: two})
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        with refused(net, ValueError, f"{strategy} takes one process group", "HYBRID_SHARD"):
+            per_block(net, sharding_strategy=ShardingStrategy[strategy], **{kind: two})
     with refused(net, ValueError, "HYBRID_SHARD", "pair", "two dimensions"):
         per_block(net, sharding_strategy=HYBRID, **{kind: one})
     plain = copy.deepcopy(net)
@@ -677,7 +668,7 @@ def test_summon_inside_summon(rank, world_size, use_orig_params, part):
         with torch.no_grad():
             for param in (*model.parameters(), *plain.parameters()):
                 param.mul_(0.9)
-        with refused(model, RuntimeError, "already shown", "summon_full_params"):
+        with refused(model, RuntimeError, "shown in full by", "another summon_full_params"):
             enter(FSDP.summon_full_params(target))
     assert_same_state(model, plain)
     assert_trains_like(plain, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +13,8 @@ from torch import nn
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import each_front, full_grads, shard, twins
-from fsdp_wrap import BackwardPrefetch, ShardingStrategy
+from fronts import assert_same_grads, each_form, each_front, each_prefetch, inner, prefetching, shard, twins
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -85,17 +86,10 @@ def test_backward_holds_few_units(rank, world_size, front):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize(
-    ("front", "prefetch"),
-    [(front, prefetch) for front in ("flat", "orig") for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST")]
-    + [("composable", "default")],
-)
+@each_prefetch
 @ranks(2)
 def test_only_shards_remain_after_each_step(rank, world_size, front, strategy, prefetch):
-    options = {}
-    if prefetch != "default":
-        options["backward_prefetch"] = BackwardPrefetch[prefetch] if prefetch else None
-    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy], **options)
+    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy], **prefetching(prefetch))
     gc.collect()
     slack = unit // 8  # activations and biases' padding
     at_rest = 4 * unit // world_size
@@ -111,6 +105,30 @@ def test_only_shards_remain_after_each_step(rank, world_size, front, strategy, p
     assert live_bytes() <= 2 * at_rest + slack
     model.zero_grad()
     assert live_bytes() <= at_rest + slack
+
+
+@each_form
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@ranks(2)
+def test_no_sync_holds_full_gradients_and_with_grad_op_full_parameters(
+    rank, world_size, use_orig_params, strategy
+):
+    front = "orig" if use_orig_params else "flat"
+    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy])
+    slack, model_nbytes = unit // 8, 4 * unit
+    at_rest = model_nbytes // world_size
+    x = torch.ones(1, 512)
+    for _ in range(2):
+        with model.no_sync():
+            model(x).sum().backward()
+        gc.collect()
+        marks = at_rest  # the zeros that stand for gradients until they are reduced
+        kept = model_nbytes if strategy == "SHARD_GRAD_OP" else 0
+        assert abs(live_bytes() - at_rest - marks - model_nbytes - kept) <= slack
+        model(x).sum().backward()
+        gc.collect()
+        assert live_bytes() <= 2 * at_rest + slack
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("front", ["orig", "composable"])
@@ -146,6 +164,78 @@ def test_a_dropped_model_is_freed(rank, world_size, front):
     assert live_bytes() <= before
 
 
+class _Mixed(nn.Module):
+    """A root with parameters of its own beside units, one of which looks after its parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512))
+        self.square = _Square()
+        self.recurrent = nn.GRU(512, 512)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.square(x * self.scale))[0]
+
+
+@each_front
+@pytest.mark.parametrize("make", [_Square, _Mixed], ids=["one_unit", "nested"])
+@ranks(2)
+def test_a_dropped_model_is_freed_without_the_garbage_collector(rank, world_size, front, make):
+    policy = ModuleWrapPolicy({_Square, nn.GRU}) if make is _Mixed else None
+    shard(front, nn.Linear(1, 1))
+    gc.collect()
+    before = live_bytes()
+    gc.disable()
+    try:
+        model = shard(front, make(), policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 512, requires_grad=True)).sum().backward()
+            if front != "composable":
+                model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        unused = model(torch.ones(1, 512, requires_grad=True))  # a graph whose backward never comes
+        state = model.state_dict()
+        assert live_bytes() > before
+        del model, optimizer, state
+        unused.sum().backward()  # the graph still has what it needs
+        del unused
+        assert live_bytes() <= before + 8192  # not the few elements of each parameter that ranks compare
+    finally:
+        gc.enable()
+
+
+@each_front
+@ranks(2)
+def test_a_part_outlives_its_model(rank, world_size, front):
+    model, _ = _squares(front, 2)
+    model(torch.ones(1, 512)).sum().backward()
+    part = inner(model)[0]
+    del model
+    for training in (True, False):
+        part.train(training)
+        part(torch.ones(1, 512)).sum().backward()
+    assert any(param.grad is not None for param in part.parameters())
+
+
+@each_front
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+@ranks(2)
+def test_a_borrower_outlives_the_lender(rank, world_size, front, copied):
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"table": nn.Embedding(4, 6), "head": nn.Linear(6, 4, bias=False)})
+    net["head"].weight = net["table"].weight
+    expected = net["head"](torch.ones(1, 6)).detach()
+    for name in ("table", "head"):
+        net[name] = shard(front, net[name])
+    head = (copy.deepcopy(net) if copied else net)["head"]
+    del net
+    gc.collect()
+    torch.testing.assert_close(head(torch.ones(1, 6)), expected)
+
+
 @pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_steps_do_not_accumulate_memory(rank, world_size, front):
@@ -173,9 +263,7 @@ def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front, l
         for module in (plain, model):
             module.zero_grad()
             module(torch.full((2, 6), 0.5, dtype=torch.float64)).square().sum().backward()
-        found = full_grads(model)
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+        assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
         if front != "composable":
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
             torch.testing.assert_close(model.clip_grad_norm_(1e9), expected, rtol=1e-12, atol=0.0)

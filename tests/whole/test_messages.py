@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp_wrap
 from bed import ranks
 from bed.paths import ROOT
 from fronts import each_front
@@ -151,7 +150,6 @@ def test_pickling_says_what_to_do_instead(rank, world_size, front):
         for save in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
             with pytest.raises(TypeError, match=r"cannot be pickled.*state"):
                 save(value)
-    assert isinstance(fsdp_wrap.FSDPModule, type)
     model(torch.ones(1, 4)).sum().backward()
 
 

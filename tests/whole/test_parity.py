@@ -10,9 +10,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from fronts import each_form, each_front, full_grads, full_state, shard, twins
-from fsdp_wrap import BackwardPrefetch, ShardingStrategy
+from fronts import (
+    assert_same_grads,
+    assert_same_values,
+    each_form,
+    each_front,
+    each_prefetch,
+    full_grads,
+    full_state,
+    prefetching,
+    shard,
+    twins,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import always_wrap_policy
 from models import WRAPPINGS, Transformer, gather_objects, loss_of, named_state, tokens, train
 
@@ -27,12 +38,6 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def _assert_bit_equal(found: dict[str, torch.Tensor], reference: nn.Module, what: str) -> None:
-    for name, param in named_state(reference):
-        expected = param.grad if what == "grad" else param.detach()
-        assert torch.equal(found[name], expected), f"{what} of {name} differs"
-
-
 @each_wrapping
 @ranks(2)
 def test_fp32_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
@@ -40,8 +45,8 @@ def test_fp32_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
     ddp = DDP(plain)
     references, ours = _adamw(ddp), _adamw(wrapped)
     assert train(wrapped, ours, rank, range(STEPS)) == train(ddp, references, rank, range(STEPS))
-    _assert_bit_equal(full_state(wrapped), ddp, "parameter")
-    _assert_bit_equal(full_grads(wrapped), ddp, "grad")
+    assert_same_values(wrapped, ddp)
+    assert_same_grads(wrapped, ddp)
 
 
 @each_wrapping
@@ -60,22 +65,16 @@ def test_float64_training_equals_ddp(rank, world_size, front, wrapping):
         torch.testing.assert_close(grads[name], param.grad, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@each_form
+@each_prefetch
 @ranks(2)
-def test_strategy_and_prefetch_change_no_bit(rank, world_size, use_orig_params, strategy, prefetch):
-    plain, wrapped = twins(
-        "orig" if use_orig_params else "flat",
-        Transformer,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        sharding_strategy=ShardingStrategy[strategy],
-        backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
-    )
+def test_strategy_and_prefetch_change_no_bit(rank, world_size, front, prefetch, strategy):
+    options = {"sharding_strategy": ShardingStrategy[strategy], **prefetching(prefetch)}
+    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"](), **options)
     ddp = DDP(plain)
     train(ddp, _adamw(ddp), rank, range(3))
     train(wrapped, _adamw(wrapped), rank, range(3))
-    _assert_bit_equal(wrapped.state_dict(), ddp, "parameter")
+    assert_same_values(wrapped, ddp)
 
 
 @each_front
@@ -91,7 +90,7 @@ def test_wrapping_by_hand_nested_and_side_by_side(rank, world_size, front):
     ddp = DDP(plain)
     train(ddp, _adamw(ddp), rank, range(3))
     train(wrapped, _adamw(wrapped), rank, range(3))
-    _assert_bit_equal(full_state(wrapped), ddp, "parameter")
+    assert_same_values(wrapped, ddp)
 
 
 @each_front
@@ -106,7 +105,7 @@ def test_plain_root_with_wrapped_children(rank, world_size, front):
     for model in (ddp, mixed):
         loss_of(model, tokens(rank, 0)).backward()
     for index, block in enumerate(mixed.blocks):
-        _assert_bit_equal(full_grads(block), ddp.module.blocks[index], "grad")
+        assert_same_grads(block, ddp.module.blocks[index])
 
 
 @each_form
@@ -133,7 +132,7 @@ def test_process_group_of_some_ranks(rank, world_size):
     ddp = DDP(plain, process_group=group)
     train(ddp, _adamw(ddp), rank, range(3))
     train(wrapped, _adamw(wrapped), rank, range(3))
-    _assert_bit_equal(wrapped.state_dict(), ddp, "parameter")
+    assert_same_values(wrapped, ddp)
 
 
 @ranks(2)
@@ -146,4 +145,4 @@ def test_device_mesh_and_device_id(rank, world_size):
         ddp = DDP(plain)
         train(ddp, _adamw(ddp), rank, range(2))
         train(wrapped, _adamw(wrapped), rank, range(2))
-        _assert_bit_equal(wrapped.state_dict(), ddp, "parameter")
+        assert_same_values(wrapped, ddp)

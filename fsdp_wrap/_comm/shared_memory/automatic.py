@@ -15,7 +15,13 @@ from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator
 from fsdp_wrap._comm.select import between_any, shared_memory_between
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 from fsdp_wrap._comm.shared_memory.memory import SharedBuffer, own_memory
-from fsdp_wrap._comm.shared_memory.rendezvous import Exchange, can_share, find_hosts, open_channel
+from fsdp_wrap._comm.shared_memory.rendezvous import (
+    Exchange,
+    can_share,
+    find_hosts,
+    open_channel,
+    ranks_on_each,
+)
 from fsdp_wrap._comm.shared_memory.two_level import TwoLevelCommunicator
 
 __all__ = ["AutomaticCommunicator"]
@@ -58,12 +64,11 @@ class AutomaticCommunicator(GroupCommunicator):
 
     def _choose(self, ranks: Ranks) -> Communicator:
         hosts = find_hosts(ranks, self._tell_all)
-        if hosts is not None and hosts.number == 1 and (ways := self._within(ranks, 1)):
+        together = 0 if hosts is None else ranks_on_each(hosts)
+        if together == ranks.size and (ways := self._within(ranks, 1)):
             return ways[0]
-        if hosts is not None and hosts.number > 1 and hosts.are_blocks:
-            ways = self._within(neighbours(ranks, hosts.ranks_each), 2)
-            if ways:
-                return TwoLevelCommunicator(ranks, self.device, self._least, *ways)
+        if 0 < together < ranks.size and (ways := self._within(neighbours(ranks, together), 2)):
+            return TwoLevelCommunicator(ranks, self.device, self._least, *ways)
         return between_any(ranks, self.device, self._least)
 
     def _within(self, local: Ranks, number: int) -> list[HostCommunicator]:
@@ -84,8 +89,9 @@ class AutomaticCommunicator(GroupCommunicator):
 
     def _tell_all(self, value: Any) -> list[Any]:
         ranks = Ranks(self._group, self.rank, self.size)
-        exchange = Exchange(ranks, value, self._watch.has_ended)
-        self._issue(self._gather_lane, lambda *_: [exchange]).wait()
+        self._compare()
+        exchange = Exchange(ranks, value, self._watch)
+        exchange.wait()
         return exchange.values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:

@@ -8,8 +8,10 @@ collective completes as soon as all ranks have posted it, in whatever order they
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
+from ctypes import memmove
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
@@ -19,13 +21,16 @@ import torch
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, SharedMemory
 from fsdp_wrap._comm.shared_memory.signals import Life, wait_until, wake
 
-__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Post", "Readers", "Record"]
+__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Readers"]
 
 LENDER = 0
 """The rank whose memory is lent (`_comm/shared_memory/lending.py`)."""
 
 _POSTS = 512
 """So many collectives may be in flight; who issues more waits until all have read the oldest."""
+
+_SLOTS, _SLOT = 8, 1 << 13
+"""How many small tensors may be shown without taking a piece of memory for each, and of how many bytes."""
 
 
 class Kind(IntEnum):
@@ -42,20 +47,13 @@ class Kind(IntEnum):
     COMMON_GATHER = 9
 
 
-class Record(NamedTuple):
-    """What a rank takes part in, and how many bytes lie where in its memory for the others."""
-
-    kind: int
-    nbytes: int
-    begin: int
-
-
 class Board:
     """Where one rank posts, and the others acknowledge.
 
     The first word counts the posts, the second tells which one was announced last, and then one for each
-    rank of the group whether that has left. Of each of the last posts follow a record, and for each rank the
-    number of the last one in this place that it has read.
+    rank of the group whether that has left. Of each of the last posts follow its record (the kind of the
+    collective, how many bytes lie where in the rank's memory), and for each rank, the owner included, the
+    number of the last one in this place that it needs no more. Room for small tensors follows.
 
     Args:
         memory: The rank's.
@@ -64,60 +62,67 @@ class Board:
     """
 
     def __init__(self, memory: SharedMemory | PeerMemory, begin: int, ranks: int) -> None:
-        self._ranks = ranks
-        self._first, self._stride = 2 + ranks, len(Record._fields) + ranks
+        self.memory = memory
         self.address = memory.address(begin)
         self.words = memory.words(begin, self._length(ranks))
+        self._ranks, self._first, self._stride = ranks, 2 + ranks, 3 + ranks
         self._announced = self.words[1:2]
 
     @classmethod
     def _length(cls, ranks: int) -> int:
-        return 2 + ranks + _POSTS * (len(Record._fields) + ranks)
+        return 2 + ranks + _POSTS * (3 + ranks)
+
+    @classmethod
+    def slots(cls, ranks: int) -> int:
+        """Returns where the room for small tensors begins."""
+        return 8 * cls._length(ranks)
 
     @classmethod
     def nbytes(cls, ranks: int) -> int:
         """Returns how much memory one takes."""
-        return 8 * cls._length(ranks)
-
-    def _place(self, number: int) -> int:
-        return self._first + number % _POSTS * self._stride
+        return cls.slots(ranks) + _SLOTS * _SLOT
 
     def clear(self) -> None:
         """Begins with nothing posted."""
         for index in range(len(self.words)):
             self.words[index] = 0
 
-    def announce(self, number: int, record: Record) -> None:
+    def announce(self, number: int, kind: Kind, nbytes: int, begin: int) -> None:
         """Tells in advance what will be posted."""
-        self._write(number, record)
+        self._write(number, kind, nbytes, begin)
         self.words[1] = number
 
     def is_announced(self, number: int, life: Life) -> bool:
         """Whether something was told in advance, after a short look."""
-        return wait_until(self._announced, self.address + 8, number, life, 0.0)
+        return wait_until(self._announced, self.address + 8, number, life, time.perf_counter(), 0.0)
 
-    def _write(self, number: int, record: Record) -> None:
-        place = self._place(number)
-        self.words[place], self.words[place + 1], self.words[place + 2] = record
+    def _write(self, number: int, kind: Kind, nbytes: int, begin: int) -> None:
+        words, place = self.words, self._first + number % _POSTS * self._stride
+        words[place], words[place + 1], words[place + 2] = kind, nbytes, begin
 
-    def post(self, number: int, record: Record) -> None:
+    def post(self, number: int, kind: Kind, nbytes: int, begin: int) -> None:
         """Posts, and wakes who waits for it."""
-        self._write(number, record)
+        self._write(number, kind, nbytes, begin)
         self.words[0] = number
         wake(self.address)
 
-    def record(self, number: int) -> Record:
-        """Returns what was posted."""
-        place = self._place(number)
-        return Record(*self.words[place : place + 3])
+    def record(self, number: int) -> tuple[int, int, int]:
+        """Returns the kind of what was posted, how many bytes it has, and where they lie."""
+        words, place = self.words, self._first + number % _POSTS * self._stride
+        return words[place], words[place + 1], words[place + 2]
 
     def acknowledge(self, number: int, rank: int) -> None:
         """Lets the owner know that a rank has read."""
-        self.words[self._place(number) + 3 + rank] = number
+        self.words[self._first + number % _POSTS * self._stride + 3 + rank] = number
 
     def is_read(self, number: int, rank: int) -> bool:
         """Whether a rank has read."""
-        return self.words[self._place(number) + 3 + rank] >= number
+        return self.words[self._first + number % _POSTS * self._stride + 3 + rank] >= number
+
+    def is_over(self, number: int) -> bool:
+        """Whether all have read, and the owner has waited."""
+        begin = self._first + number % _POSTS * self._stride + 3
+        return min(self.words[begin : begin + self._ranks]) >= number
 
     def leave(self, rank: int) -> None:
         """Lets the owner know that a rank will neither read nor write here any more."""
@@ -128,17 +133,16 @@ class Board:
         return bool(self.words[2 + rank])
 
 
-class Peer:
+class Peer(NamedTuple):
     """One other rank.
 
     Attributes:
-        memory: Where its data lie.
-        board: Where it posts.
+        board: Where it posts, in its memory.
         life: Tells whether it runs.
     """
 
-    def __init__(self, memory: PeerMemory, board: Board, life: Life) -> None:
-        self.memory, self.board, self.life = memory, board, life
+    board: Board
+    life: Life
 
 
 class Readers(NamedTuple):
@@ -154,10 +158,9 @@ class Readers(NamedTuple):
 
     def have_read(self, number: int) -> bool:
         """Whether all have read, or need not read, what was posted."""
-        for rank in self.lives:  # a generator would take longer
-            if not self.board.is_read(number, rank) and not self.is_gone(rank):
-                return False
-        return True
+        if self.board.is_over(number):
+            return True
+        return all(self.board.is_read(number, rank) or self.is_gone(rank) for rank in self.lives)
 
     def are_gone(self) -> bool:
         """Whether nobody will read any more."""
@@ -185,7 +188,9 @@ class Channel:
         memory: Of this one.
         peers: The other ranks.
         lends: Whether all can compute with memory that one lends.
+        board: Where this one posts.
         readers: The other ranks, as they read what this one posts.
+        next_number: The number of the collective that is to be issued next.
     """
 
     def __init__(
@@ -200,17 +205,15 @@ class Channel:
         self._members = members
         self.rank, self.size = rank, len(peers) + 1
         self.memory, self.peers, self.lends = memory, peers, lends
-        self._board = Board(memory, begin, self.size)
-        self.readers = Readers(self._board, {rank: peer.life for rank, peer in peers.items()})
+        self.board = Board(memory, begin, self.size)
+        self.readers = Readers(self.board, {rank: peer.life for rank, peer in peers.items()})
+        self.next_number = 1
+        self._slots = begin + Board.slots(self.size)
+        self._slots_address = memory.address(self._slots)
+        self._shown = [0] * _SLOTS  # of what number the tensor in each slot is
         self._process = os.getpid()
-        self._number = 0
         left = partial(_leave, self._process, rank, [peer.board for peer in peers.values()])
         weakref.finalize(self, left, memory, begin, self.readers).atexit = False
-
-    @property
-    def next_number(self) -> int:
-        """The number of the collective that is to be issued next."""
-        return self._number + 1
 
     def has_room(self, more: int) -> bool:
         """Whether so many more collectives may be issued.
@@ -218,18 +221,22 @@ class Channel:
         Raises:
             RuntimeError: If not before this rank has waited for an earlier one.
         """
-        oldest = range(max(1, self._number + 1 - _POSTS), self._number + 1 + more - _POSTS)
-        return all(map(self._is_over, oldest))
+        first = self.next_number - _POSTS
+        for number in range(first, first + more):
+            if number > 0 and not self.board.is_over(number):
+                self._require_waited(number)
+                if not self.readers.have_read(number):
+                    return False
+        return True
 
-    def _is_over(self, number: int) -> bool:
-        if not all(peer.board.is_read(number, self.rank) for peer in self.peers.values()):
+    def _require_waited(self, number: int) -> None:
+        if not self.board.is_read(number, self.rank):
             raise RuntimeError(
                 f"{_POSTS} collectives of a group were issued since one that rank "
                 f"{self._members[self.rank]} has not waited for: wait for some before issuing more"
             )
-        return self.readers.have_read(number)
 
-    def post(self, kind: Kind, tensor: torch.Tensor | None, in_place: bool = False) -> int:
+    def post_tensor(self, kind: Kind, tensor: torch.Tensor | None, in_place: bool = False) -> int:
         """Shows the others a contiguous tensor, or a copy of it; returns the number of the collective.
 
         Args:
@@ -241,25 +248,26 @@ class Channel:
         Raises:
             RuntimeError: In a fork.
         """
-        if tensor is None or tensor.numel() == 0:
-            return self.post_record(Record(kind, 0, 0))
-        begin = self.show(tensor, in_place)
-        return self.post_record(Record(kind, tensor.nbytes, begin))
+        if tensor is None or not (nbytes := tensor.nbytes):
+            return self.post(kind, 0, 0)
+        return self.post(kind, nbytes, self.show(tensor, in_place))
 
-    def post_record(self, record: Record) -> int:
+    def post(self, kind: Kind, nbytes: int, begin: int) -> int:
         """Posts; returns the number of the collective.
+
+        Args:
+            kind: Of the collective.
+            nbytes: How much the others may read.
+            begin: Where that lies in this rank's memory.
 
         Raises:
             RuntimeError: In a fork.
         """
         self.check_process()
-        self._number += 1
-        self._board.post(self._number, record)
-        return self._number
-
-    def announce(self, number: int, record: Record) -> None:
-        """Tells in advance what will be posted."""
-        self._board.announce(number, record)
+        number = self.next_number
+        self.next_number = number + 1
+        self.board.post(number, kind, nbytes, begin)
+        return number
 
     def check_process(self) -> None:
         """Raises a RuntimeError in a fork."""
@@ -268,20 +276,27 @@ class Channel:
                 "a forked process cannot communicate in its parent's groups: make a group in it"
             )
 
-    def posted(self, number: int) -> Record:
-        """Returns what this rank has posted."""
-        return self._board.record(number)
-
     def show(self, tensor: torch.Tensor, in_place: bool) -> int:
-        """Returns where others may read a tensor, or a copy of it, once that is posted, as the next."""
-        post = Post(self.readers, self.next_number)
+        """Returns where others may read a tensor, or a copy of it, once that is posted, as the next.
+
+        Raises:
+            RuntimeError: In a fork.
+        """
+        self.check_process()  # whose writes would reach its parent
+        number, nbytes = self.next_number, tensor.nbytes
+        slot = number % _SLOTS
+        if nbytes <= _SLOT and self.board.is_over(self._shown[slot]):
+            self._shown[slot] = number
+            memmove(self._slots_address + slot * _SLOT, tensor.data_ptr(), nbytes)
+            return self._slots + slot * _SLOT
+        is_read = partial(self.readers.have_read, number)
         piece = self.memory.find(tensor) if in_place else None
         if piece is not None:
-            self.memory.note(piece, post)
+            self.memory.note(piece, is_read)
             return self.memory.offset(tensor)
-        begin = self.memory.take(tensor.nbytes)
+        begin = self.memory.take(nbytes)
         self.memory.tensor(begin, tensor.numel(), tensor.dtype).copy_(tensor.view(-1))
-        self.memory.note(begin, post)
+        self.memory.note(begin, is_read)
         self.memory.give_back(begin)
         return begin
 
@@ -295,52 +310,43 @@ class Channel:
         Raises:
             RuntimeError: If a rank has ended.
         """
-        for rank, peer in self.peers.items():
-            try:
-                if not wait_until(peer.board.words, peer.board.address, number, peer.life, limit):
-                    return False
-            except RuntimeError as error:
-                raise RuntimeError(f"rank {self._members[rank]} {error}") from None
+        begin = 0.0
+        for rank, (board, life) in self.peers.items():
+            if board.words[0] < number:
+                begin = begin or time.perf_counter()
+                try:
+                    if not wait_until(board.words, board.address, number, life, begin, limit):
+                        return False
+                except RuntimeError as error:
+                    raise RuntimeError(f"rank {self._members[rank]} {error}") from None
         return True
 
-    def read(self, number: int, kind: Kind, rank: int, nbytes: int | None = None) -> Record:
-        """Returns what a rank has posted.
+    def read(self, number: int, kind: Kind, rank: int, nbytes: int | None = None) -> tuple[int, int]:
+        """Returns how many bytes a rank has posted, and where they lie.
+
+        Args:
+            number: Of the collective.
+            kind: What this rank takes for its kind.
+            rank: Whose to read.
+            nbytes: How many this rank expects; None for any.
 
         Raises:
             RuntimeError: If it takes part in something else.
         """
-        record = self.peers[rank].board.record(number)
-        if record.kind != kind or nbytes not in (None, record.nbytes):
+        other, length, begin = self.peers[rank].board.record(number)
+        if other != kind or (length != nbytes and nbytes is not None):
             raise RuntimeError(
                 f"ranks communicate differently: this one takes part in {kind.name} of {nbytes} bytes while "
-                f"rank {self._members[rank]} takes part in {Kind(record.kind).name} of {record.nbytes}"
+                f"rank {self._members[rank]} takes part in {Kind(other).name} of {length}"
             )
-        return record
+        return length, begin
 
     def release(self, number: int) -> None:
         """Ends the reading, or the wish to."""
         if os.getpid() == self._process:
-            for peer in self.peers.values():
-                peer.board.acknowledge(number, self.rank)
-
-
-class Post(NamedTuple):
-    """Something posted: `is_read` tells whether all have read it."""
-
-    readers: Readers
-    number: int
-
-    def is_read(self) -> bool:
-        return self.readers.have_read(self.number)
-
-
-class _Left(NamedTuple):
-    """A board that this rank has left: it is free for something else when all others have as well."""
-
-    readers: Readers
-
-    def is_read(self) -> bool:
-        return self.readers.are_gone()
+            self.board.acknowledge(number, self.rank)
+            for board, _ in self.peers.values():
+                board.acknowledge(number, self.rank)
 
 
 def _leave(
@@ -350,5 +356,5 @@ def _leave(
     if os.getpid() == process:
         for board in boards:
             board.leave(rank)
-        memory.note(begin, _Left(readers))
+        memory.note(begin, readers.are_gone)  # then the board is free for something else
         memory.give_back(begin)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from ctypes import memmove, string_at
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -15,14 +16,13 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.groups import Ranks
-from fsdp_wrap._comm.lanes import Pending, Work
+from fsdp_wrap._comm.lanes import Pending, Then
 from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Op, Tensors
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
-from fsdp_wrap._comm.shared_memory.collective import Part, Room, SharedCollective
-from fsdp_wrap._comm.shared_memory.lending import CommonGather, Lending
+from fsdp_wrap._comm.shared_memory.collective import Collective, Room
+from fsdp_wrap._comm.shared_memory.lending import Lending
 from fsdp_wrap._comm.shared_memory.memory import Lease, SharedBuffer
-from fsdp_wrap._comm.watch import InFlight
-from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, current_dispatch_mode
+from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, number_of_dispatch_modes
 
 __all__ = ["HostCommunicator"]
 
@@ -35,6 +35,8 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
 
 _PIECE = 1 << 17
 """Bytes of a broadcast at a time: initialisation promises to hold no more than so much twice."""
+
+_SMALL = 1 << 14  # bytes
 
 Parts = dict[int, torch.Tensor]  # by rank
 
@@ -54,7 +56,6 @@ class HostCommunicator(GroupCommunicator):
         super().__init__(ranks, device)
         self._channel = channel
         self._lending = Lending(channel)
-        self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
     @property
     def way(self) -> str:
@@ -66,143 +67,188 @@ class HostCommunicator(GroupCommunicator):
             return super().gather_into(buffers, fill)
         # Of other tensors, since telling writes to them, and others write to what is lent.
         self._tell_of_gathers(torch.empty_like(buffer.data) for buffer in buffers)
+        self._prepare(len(buffers))
         first = self._channel.next_number
-        leases = [self._lease(buffer, number) for number, buffer in enumerate(common, first)]
+        leases = [self._lending.lay(buffer, number) for number, buffer in enumerate(common, first)]
         fill()
-        gather = partial(CommonGather, self._channel, self._lending)
-        return self._issue_each([partial(gather, *each) for each in zip(common, leases)])
+        return _all([*map(self._gather_lent, common, leases)])
 
-    def _lease(self, buffer: SharedBuffer, number: int) -> Lease | None:
-        """Lets a buffer lie in what is lent for a gather of some number, if that is known already."""
-        lease = self._lending.lease(number, buffer.nbytes)
-        if lease is None:
-            buffer.allocate()
-        else:
-            buffer.hold(self._lending.shared(lease, buffer.nbytes))
-        return lease
+    def _gather_lent(self, buffer: SharedBuffer, lease: Lease | None) -> Collective:
+        number = self._lending.post(buffer.data, lease)
+        return self._collective(number, partial(self._lending.complete, buffer, lease))
+
+    def _collective(self, number: int, take: Callable[[int], object]) -> Collective:
+        return Collective(self._watch, self._channel, number, take)
+
+    def _prepare(self, number: int) -> None:
+        """Waits until so many more collectives may be issued."""
+        if self._reference() is None:
+            self.require_group()
+        if not self._channel.has_room(number):
+            Room(self._watch, self._channel, number).wait()
 
     def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         self._tell_of_gathers(full)
         fill()
-        return self._post_each(Kind.ALL_GATHER, map(self._gathering, full))
+        self._prepare(len(full))
+        return _all([*map(self._gather_one, full)])
 
     def _tell_of_gathers(self, full: Iterable[torch.Tensor]) -> None:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             for tensor in full:
-                listening._allgather_base(tensor, self.own_part(tensor))
+                self._listening()._allgather_base(tensor, self.own_part(tensor))
 
-    def _gathering(self, full: torch.Tensor) -> Part:
-        parts = _by_rank(full, self.size)
-        own = parts.pop(self.rank)
-        return Part(own, parts, own.nbytes)
+    def _gather_one(self, full: torch.Tensor) -> Collective:
+        own = self.own_part(full)
+        if (nbytes := own.nbytes) > _SMALL:
+            parts = _by_rank(full, self.size)
+            del parts[self.rank]
+            return self._exchange(Kind.ALL_GATHER, own, nbytes, parts)
+        number = self._channel.post_tensor(Kind.ALL_GATHER, own)
+        return self._collective(number, partial(self._take_small, full, nbytes))
+
+    def _take_small(self, full: torch.Tensor, nbytes: int, number: int) -> None:
+        """Completes a gather of which making a tensor for each part would take longer than to copy it."""
+        begin = full.data_ptr()
+        for rank, peer in self._channel.peers.items():
+            _, there = self._channel.read(number, Kind.ALL_GATHER, rank, nbytes)
+            memmove(begin + rank * nbytes, peer.board.memory.address(there), nbytes)
+
+    def _exchange(
+        self, kind: Kind, shown: torch.Tensor | None, nbytes: int, wanted: Parts, offset: int = 0
+    ) -> Collective:
+        """Issues a collective in which each rank copies what others show.
+
+        Args:
+            kind: Which it is.
+            shown: What the others may read; None for nothing.
+            nbytes: How much each of those shows of whom this rank wants something.
+            wanted: Where to copy what they show, by rank.
+            offset: Bytes from where they show to this rank's share.
+        """
+
+        def take(number: int) -> None:
+            for rank, target in wanted.items():
+                target.copy_(self._share(number, kind, rank, nbytes, offset, target))
+
+        return self._collective(self._channel.post_tensor(kind, shown), take)
+
+    def _share(
+        self, number: int, kind: Kind, rank: int, nbytes: int, offset: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns this rank's share of what another one shows, which has so many bytes."""
+        _, begin = self._channel.read(number, kind, rank, nbytes)
+        if not nbytes:
+            return like
+        return self._channel.peers[rank].board.memory.tensor(begin + offset, like.numel(), like.dtype)
+
+    def _shares(
+        self, number: int, kind: Kind, nbytes: int, offset: int, own: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Returns all ranks' shares of what they show, in their order."""
+        return [
+            own if rank == self.rank else self._share(number, kind, rank, nbytes, offset, own)
+            for rank in range(self.size)
+        ]
 
     def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             for shard, source in zip(shards, full):
-                listening._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
-        return self._post_each(Kind.REDUCE_SCATTER, map(self._reducing, shards, full))
+                self._listening()._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
+        self._prepare(len(full))
+        return _all([*map(self._reduce_one, shards, full)])
 
-    def _reducing(self, shard: torch.Tensor, full: torch.Tensor) -> Part:
-        own = self.own_part(full)
-        return Part(
-            full,
-            dict.fromkeys(self._peers, own),
-            full.nbytes,
-            self.rank * own.nbytes,
-            lambda parts: _reduce({**parts, self.rank: own}, shard, torch.add),
-            in_place=True,
-        )
+    def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor) -> Collective:
+        kind, nbytes, own = Kind.REDUCE_SCATTER, full.nbytes, self.own_part(full)
+
+        def take(number: int) -> None:
+            _reduce(self._shares(number, kind, nbytes, self.rank * own.nbytes, own), shard, torch.add)
+
+        return self._collective(self._channel.post_tensor(kind, full, in_place=True), take)
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         if op not in _REDUCTIONS:
             return super().all_reduce(tensors, op)
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             for tensor in tensors:
-                listening.allreduce([tensor])
-        operation = _REDUCTIONS[op]
-        return self._post_each(Kind.ALL_REDUCE, [self._combining(each, operation) for each in tensors])
+                self._listening().allreduce([tensor])
+        self._prepare(len(tensors))
+        return _all([self._combine(each, _REDUCTIONS[op]) for each in tensors])
 
-    def _combining(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Part:
-        row = tensor.detach().view(-1)
-        return Part(
-            row,
-            dict.fromkeys(self._peers, row),
-            row.nbytes,
-            take=lambda parts: _reduce({**parts, self.rank: row}, row, operation),
-        )
+    def _combine(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Collective:
+        kind, row = Kind.ALL_REDUCE, tensor.detach().view(-1)
+
+        def take(number: int) -> None:
+            _reduce(self._shares(number, kind, row.nbytes, 0, row), row, operation)
+
+        return self._collective(self._channel.post_tensor(kind, row), take)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        if (listening := self._listening()) is not None:
-            listening.broadcast([tensor])
+        if number_of_dispatch_modes():
+            self._listening().broadcast([tensor])
         for piece in torch.split(tensor.detach().view(-1), max(1, _PIECE // tensor.element_size())):
-            mine = self.rank == 0
-            part = Part(piece if mine else None, {} if mine else {0: piece}, piece.nbytes)
-            self._post(Kind.BROADCAST, part).wait()
+            self._prepare(1)
+            shown, wanted = (piece, {}) if self.rank == 0 else (None, {0: piece})
+            self._exchange(Kind.BROADCAST, shown, piece.nbytes, wanted).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             outputs = [] if full is None else [list(full.chunk(self.size))]
-            listening.gather(outputs, [own], dist.GatherOptions())
+            self._listening().gather(outputs, [own], dist.GatherOptions())
         parts: Parts = {}
         if full is not None:
             parts = _by_rank(full, self.size)
             if own.data_ptr() != full.data_ptr():
                 parts[0].copy_(own)
             del parts[0]
-        part = Part(own if full is None else None, parts, own.nbytes)
-        self._post(Kind.GATHER, part).wait()
+        self._prepare(1)
+        self._exchange(Kind.GATHER, own if full is None else None, own.nbytes, parts).wait()
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        if (listening := self._listening()) is not None:
+        if number_of_dispatch_modes():
             inputs = [] if full is None else [list(full.chunk(self.size))]
-            listening.scatter([own], inputs, dist.ScatterOptions())
+            self._listening().scatter([own], inputs, dist.ScatterOptions())
         if full is not None:
             own.copy_(self.own_part(full))
-        parts = {} if self.rank == 0 else {0: own}
-        part = Part(full, parts, self.size * own.nbytes, self.rank * own.nbytes)
-        self._post(Kind.SCATTER, part).wait()
+        wanted = {} if self.rank == 0 else {0: own}
+        self._prepare(1)
+        self._exchange(Kind.SCATTER, full, self.size * own.nbytes, wanted, self.rank * own.nbytes).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        data = _pickled(value)
-        every: dict[int, Any] = {self.rank: value}
+        every = [value] * self.size
 
-        def take(parts: Parts) -> None:
-            every.update({rank: _unpickled(data) for rank, data in parts.items()})
+        def take(number: int) -> None:
+            for rank, peer in self._channel.peers.items():
+                length, begin = self._channel.read(number, Kind.OBJECT, rank)
+                every[rank] = pickle.loads(string_at(peer.board.memory.address(begin), length))
 
-        part = Part(data, dict.fromkeys(self._peers, data), None, take=take)
-        self._post(Kind.OBJECT, part).wait()
-        return [every[rank] for rank in range(self.size)]
+        self._prepare(1)
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._collective(self._channel.post_tensor(Kind.OBJECT, data), take).wait()
+        return every
 
     def broadcast_object(self, value: Any) -> Any:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        if (listening := self._listening()) is not None:
-            listening.alltoall_base(received, sent, [], [])
+        if number_of_dispatch_modes():
+            self._listening().alltoall_base(received, sent, [], [])
         own = self.own_part(sent)
         parts = _by_rank(received, self.size)
         parts.pop(self.rank).copy_(own)
-        part = Part(sent, parts, sent.nbytes, self.rank * own.nbytes)
-        return self._post(Kind.ALL_TO_ALL, part)
+        self._prepare(1)
+        return self._exchange(Kind.ALL_TO_ALL, sent, sent.nbytes, parts, self.rank * own.nbytes)
 
-    def _post(self, kind: Kind, part: Part) -> Pending:
-        return self._post_each(kind, [part])
-
-    def _post_each(self, kind: Kind, parts: Iterable[Part]) -> Pending:
-        """Issues one collective for each part."""
-        return self._issue_each([partial(SharedCollective, self._channel, kind, part) for part in parts])
-
-    def _issue_each(self, starts: list[Callable[[], Work]]) -> Pending:
-        if not self._channel.has_room(len(starts)):
-            InFlight([Room(self._channel, len(starts))], self._watch).wait()
-        return self._issue(self._gather_lane, lambda *_: [start() for start in starts])
-
-    def _listening(self) -> dist.ProcessGroup | None:
-        """Returns what to call in the group's place, and may spoil what it is given; None if nobody listens.
+    def _listening(self) -> dist.ProcessGroup:
+        """Returns what to call in the group's place where somebody listens, and may spoil what it is given.
 
         `CommDebugMode` and the like count c10d's operators, which no collective here calls.
         """
-        return _make_stand_in(self.rank, self.size) if current_dispatch_mode() is not None else None
+        return _make_stand_in(self.rank, self.size)
+
+
+def _all(pending: list[Collective]) -> Pending:
+    return pending[0] if len(pending) == 1 else Then(pending)
 
 
 @cache
@@ -220,29 +266,19 @@ def _by_rank(full: torch.Tensor, size: int) -> Parts:
     return dict(enumerate(full.view(size, full.numel() // size).unbind()))
 
 
-def _reduce(by_rank: Parts, target: torch.Tensor, operation: Callable[..., torch.Tensor]) -> None:
+def _reduce(sources: Tensors, target: torch.Tensor, operation: Callable[..., torch.Tensor]) -> None:
     """Combines all ranks' tensors, in the order of the ranks, into one that may be that of a rank.
 
     Where theirs are of another dtype, it is done in that of the target.
     """
-    sources = [by_rank[rank] for rank in sorted(by_rank)]
     if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
         target.copy_(reduce(operation, [source.float() for source in sources]))
         return
     first, second, *rest = sources
     if first.dtype != target.dtype:
         target.copy_(first)
-        first, rest = target, [source.to(target.dtype) for source in sources[1:]]
-        second, *rest = rest
+        first, second, *rest = target, *(source.to(target.dtype) for source in sources[1:])
     rest = [source.clone() if source is target else source for source in rest]
     operation(first, second, out=target)
     for source in rest:
         operation(target, source, out=target)
-
-
-def _pickled(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _unpickled(data: torch.Tensor) -> Any:
-    return pickle.loads(bytes(data.tolist()))

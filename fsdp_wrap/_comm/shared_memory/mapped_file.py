@@ -92,8 +92,10 @@ class MappedFile:
         Raises:
             RuntimeError: As `at` does.
         """
-        mapped, offset = self.at(begin)
-        return self._addresses[self._maps.index(mapped)] + offset
+        if begin >= self._end:
+            self._follow()
+        index = bisect_right(self._begins, begin) - 1
+        return self._addresses[index] + begin - self._begins[index]
 
     def _follow(self) -> None:
         """Maps what the file has grown by."""
@@ -107,7 +109,7 @@ class MappedFile:
                 "FSDP_WRAP_SHARED_MEMORY=0 on all ranks"
             ) from error
 
-    def find(self, address: int) -> int | None:
+    def place(self, address: int) -> int | None:
         """Returns what in the file lies at an address of this process; None if nothing does."""
         for begin, first, mapped in zip(self._begins, self._addresses, self._maps):
             if 0 <= address - first < len(mapped):

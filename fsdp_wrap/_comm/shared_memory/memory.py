@@ -19,7 +19,6 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -31,7 +30,6 @@ __all__ = [
     "Lease",
     "Memory",
     "PeerMemory",
-    "Posted",
     "PrivateMap",
     "SharedBuffer",
     "SharedMemory",
@@ -49,52 +47,35 @@ _LEAST, _MOST = 16 << 20, 1 << 30
 
 _WORD_BYTES = 16
 
+IsRead = Callable[[], bool]
+"""Whether all have read something in this memory that were to."""
+
 _OF_FILE = 0x20  # in the highest byte of an entry of a page map: not a copy of the process's own
 _THERE = 0xC0  # likewise: in memory, or swapped out
 
 
-class Posted(Protocol):
-    """Something in this memory that other ranks may be reading."""
-
-    def is_read(self) -> bool:
-        """Whether all have read it that were to."""
-        ...
-
-
-class Memory:
-    """A file of memory as this process has mapped it.
-
-    Args:
-        file: The file.
-
-    Raises:
-        OSError: If the host does not allow it.
-    """
-
-    def __init__(self, file: Descriptor) -> None:
-        self._file = file
-        self._maps = MappedFile(file)
-
-    def address(self, begin: int) -> int:
-        """Returns where in this process some of the memory lies."""
-        return self._maps.address(begin)
+class Memory(MappedFile):
+    """A file of memory as this process has mapped it, in pieces of which a part may be leased."""
 
     def tensor(self, begin: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Returns some of the memory as a 1-D tensor."""
-        mapped, offset = self._maps.at(begin)
+        mapped, offset = self.at(begin)
         return torch.frombuffer(mapped, dtype=dtype, count=numel, offset=offset)
 
     def words(self, begin: int, number: int) -> memoryview:
         """Returns some of the memory as integers of 8 bytes, each of which is written at once."""
-        mapped, offset = self._maps.at(begin)
+        mapped, offset = self.at(begin)
         return memoryview(mapped)[offset : offset + 8 * number].cast("Q")
 
     def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
-        """Returns what follows the header of a piece; what is written there all can read."""
-        return lease.storage(self._maps, nbytes)
+        """Returns what follows the header of a piece."""
+        mapped, begin = self.at(lease.begin + HEADER)
+        view = memoryview(mapped)[begin : begin + nbytes]  # lives as long as the storage's memory
+        weakref.finalize(view, _drop, lease).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
-class PrivateMap:
+class PrivateMap(Memory):
     """Shows a file of memory as all have written it; what is written here is this process's own.
 
     Args:
@@ -105,18 +86,18 @@ class PrivateMap:
     """
 
     def __init__(self, file: Descriptor) -> None:
-        self._maps = MappedFile(file, private=True)
+        super().__init__(file, private=True)
         self._pages = Descriptor(os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
 
     def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
         """Returns what follows the header of a piece, without what this process has written there before."""
         begin, length = lease.begin + HEADER, _whole_pages(nbytes)
-        page, pages = self._maps.address(begin) // mmap.PAGESIZE, length // mmap.PAGESIZE
+        page, pages = self.address(begin) // mmap.PAGESIZE, length // mmap.PAGESIZE
         entries = os.pread(self._pages.number, 8 * pages, 8 * page)
         if any(kind & _THERE and not kind & _OF_FILE for kind in set(entries[7::8])):
-            mapped, offset = self._maps.at(begin)
+            mapped, offset = self.at(begin)
             mapped.madvise(mmap.MADV_DONTNEED, offset, length)
-        return lease.storage(self._maps, nbytes)
+        return super().leased(nbytes, lease)
 
 
 class Lease:
@@ -131,13 +112,6 @@ class Lease:
         self.begin = begin
         self._end = end
         self._process = os.getpid()
-
-    def storage(self, maps: MappedFile, nbytes: int) -> torch.UntypedStorage:
-        """Returns what follows the header as a storage."""
-        mapped, begin = maps.at(self.begin + HEADER)
-        view = memoryview(mapped)[begin : begin + nbytes]  # lives as long as the storage's memory
-        weakref.finalize(view, _drop, self).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
     def __del__(self) -> None:
         if os.getpid() == self._process:
@@ -174,9 +148,8 @@ class SharedMemory(Memory):
         self._grown: set[int] = set()  # where the file has ended, across which nothing may lie
         self._free = [(mmap.PAGESIZE, _LEAST)]  # sorted; those that are adjacent lie in several maps
         self._taken: dict[int, int] = {}  # from where to where
-        self._posted: dict[int, list[Posted]] = {}
-        self._unread: list[int] = []  # given back, but somebody may read still
-        self._ended: deque[int] = deque()  # leases that ended, whenever that was
+        self._posted: dict[int, list[IsRead]] = {}
+        self._given_back: deque[int] = deque()  # which somebody may read still
 
     @property
     def door(self) -> int:
@@ -189,7 +162,7 @@ class SharedMemory(Memory):
         Raises:
             RuntimeError: If there is none, and the host does not allow more.
         """
-        if self._unread or self._ended:
+        if self._given_back:
             self._collect()
         nbytes += -nbytes % mmap.PAGESIZE
         for index, (begin, end) in enumerate(self._free):
@@ -208,7 +181,7 @@ class SharedMemory(Memory):
         """
         begin, end = self._size, self._size + max(nbytes, min(self._size, _MOST))
         try:
-            self._maps.extend(end)
+            self.extend(end)
             os.ftruncate(self._file.number, end)  # now that nobody need take it back
         except (OSError, OverflowError, ValueError) as error:
             raise RuntimeError(
@@ -220,33 +193,28 @@ class SharedMemory(Memory):
         self._grown.add(begin)
         self._free.append((begin, end))
 
-    def note(self, begin: int, posted: Posted) -> None:
+    def note(self, begin: int, is_read: IsRead) -> None:
         """Notes that others may read a piece, which is not reused before they have."""
-        self._posted.setdefault(begin, []).append(posted)
+        self._posted.setdefault(begin, []).append(is_read)
 
     def give_back(self, begin: int) -> None:
         """Ends this process's use of a piece."""
-        if begin in self._posted:
-            self._unread.append(begin)
-        else:
-            self._release(begin, self._taken.pop(begin))
+        self._given_back.append(begin)
 
     def _collect(self) -> None:
         """Frees what was given back and has been read since."""
-        while self._ended:
-            self.give_back(self._ended.popleft())
-        waiting, self._unread = self._unread, []
-        for begin in waiting:
-            if all(posted.is_read() for posted in self._posted[begin]):
-                del self._posted[begin]
+        for _ in range(len(self._given_back)):
+            begin = self._given_back.popleft()
+            if all(is_read() for is_read in self._posted.get(begin, ())):
+                self._posted.pop(begin, None)
                 self._release(begin, self._taken.pop(begin))
             else:
-                self._unread.append(begin)
+                self._given_back.append(begin)
 
     def _release(self, begin: int, end: int) -> None:
         if end > _KEPT:
             first = max(begin, _KEPT)
-            mapped, offset = self._maps.at(first)
+            mapped, offset = self.at(first)
             mapped.madvise(mmap.MADV_REMOVE, offset, end - first)
         index = next((index for index, (other, _) in enumerate(self._free) if other > begin), len(self._free))
         self._free.insert(index, (begin, end))
@@ -263,16 +231,16 @@ class SharedMemory(Memory):
 
     def lease(self, nbytes: int) -> Lease:
         """Returns the right to use a piece, with its header, which is given back when that ends."""
-        return Lease(self.take(HEADER + nbytes), self._ended.append)
+        return Lease(self.take(HEADER + nbytes), self._given_back.append)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Returns the offset of the piece in use that a buffer's tensor lies in; None if in none."""
-        begin = self._maps.find(tensor.untyped_storage().data_ptr() - HEADER)
+        begin = self.place(tensor.untyped_storage().data_ptr() - HEADER)
         return begin if begin in self._taken else None
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Returns where a tensor begins that lies in this memory."""
-        begin = self._maps.find(tensor.data_ptr())
+        begin = self.place(tensor.data_ptr())
         assert begin is not None
         return begin
 

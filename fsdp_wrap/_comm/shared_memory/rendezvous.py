@@ -11,48 +11,20 @@ import pickle
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_wrap._comm.groups import Ranks
-from fsdp_wrap._comm.lanes import Work
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
+from fsdp_wrap._comm.watch import InFlight, Watch
 from fsdp_wrap._core.torch_private import default_store
 
-__all__ = ["Exchange", "Hosts", "can_share", "find_hosts", "open_channel"]
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """On which hosts the ranks of a group run.
-
-    Attributes:
-        by_rank: What only ranks have in common that can share memory, for each rank.
-    """
-
-    by_rank: list[Hashable]
-
-    @property
-    def number(self) -> int:
-        """How many there are."""
-        return len(set(self.by_rank))
-
-    @property
-    def ranks_each(self) -> int:
-        """How many ranks run on each, on average."""
-        return len(self.by_rank) // self.number
-
-    @property
-    def are_blocks(self) -> bool:
-        """Whether on each run as many ranks, more than one, that stand side by side in the group."""
-        firsts = self.by_rank[:: self.ranks_each]
-        blocks = [host for host in firsts for _ in range(self.ranks_each)]
-        return self.ranks_each > 1 and blocks == self.by_rank and len(firsts) == self.number
+__all__ = ["Exchange", "can_share", "find_hosts", "open_channel", "ranks_on_each"]
 
 
 @dataclass(frozen=True)
@@ -74,47 +46,42 @@ class _Address:
     private: bool
 
 
-class _Offer:
-    """What a rank offers its peers.
+def _offer(ranks: Ranks) -> _Address:
+    """Begins a board; returns where peers find it, and this rank's memory.
 
     Raises:
         OSError: If the host does not allow it.
     """
+    require_futex()
+    memory = own_memory()
+    begin = memory.take(Board.nbytes(ranks.size))
+    Board(memory, begin, ranks.size).clear()
+    return _Address(os.getpid(), memory.door, memory.word, begin, memory.private is not None)
 
-    def __init__(self, ranks: Ranks) -> None:
-        require_futex()
-        self._members, self._rank, self._size = ranks.members, ranks.rank, ranks.size
-        self._memory = own_memory()
-        self._begin = self._memory.take(Board.nbytes(ranks.size))
-        Board(self._memory, self._begin, ranks.size).clear()
 
-    def address(self) -> _Address:
-        """Returns where peers find it."""
-        memory = self._memory
-        return _Address(os.getpid(), memory.door, memory.word, self._begin, memory.private is not None)
+def _connect(ranks: Ranks, addresses: list[_Address]) -> Channel:
+    """Returns the channel to those at some addresses, given by rank.
 
-    def channel(self, addresses: list[_Address]) -> Channel:
-        """Returns the channel to those at some addresses, given by rank.
+    Raises:
+        OSError: If one cannot be reached.
+    """
+    lends = all(address.private for address in addresses)
+    peers = {
+        rank: _peer(there, ranks.size, lends and rank == LENDER)
+        for rank, there in enumerate(addresses)
+        if rank != ranks.rank
+    }
+    return Channel(ranks.members, ranks.rank, own_memory(), addresses[ranks.rank].board, peers, lends)
 
-        Raises:
-            OSError: If one cannot be reached.
-        """
-        lends = all(address.private for address in addresses)
-        peers = {
-            rank: self._peer(there, lends and rank == LENDER)
-            for rank, there in enumerate(addresses)
-            if rank != self._rank
-        }
-        return Channel(self._members, self._rank, self._memory, self._begin, peers, lends)
 
-    def _peer(self, there: _Address, private: bool) -> Peer:
-        key = there.process, there.word
-        memory = _memories.get(key) or PeerMemory(there.process, there.memory, there.word)
-        life = _lives.get(key) or Life(there.process)
-        _memories[key], _lives[key] = memory, life
-        if private:
-            memory.map_privately()
-        return Peer(memory, Board(memory, there.board, self._size), life)
+def _peer(there: _Address, size: int, private: bool) -> Peer:
+    key = there.process, there.word
+    memory = _memories.get(key) or PeerMemory(there.process, there.memory, there.word)
+    life = _lives.get(key) or Life(there.process)
+    _memories[key], _lives[key] = memory, life
+    if private:
+        memory.map_privately()
+    return Peer(Board(memory, there.board, size), life)
 
 
 # Of other processes, for all groups with them.
@@ -125,17 +92,18 @@ _lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValue
 _PAUSE = 0.002  # seconds between looks into the store
 
 
-class Exchange(Work):
+class Exchange(InFlight):
     """Ranks tell each other something through the store, since their collectives may be counted or fail.
 
     Args:
         ranks: Of the group.
         value: What this rank tells, which can be pickled.
-        has_ended: Tells of a rank of the group whether it has, as far as can be known.
+        watch: Tells which of them have ended.
     """
 
-    def __init__(self, ranks: Ranks, value: Any, has_ended: Callable[[int], bool]) -> None:
-        self._members, self._has_ended = ranks.members, has_ended
+    def __init__(self, ranks: Ranks, value: Any, watch: Watch) -> None:
+        super().__init__(watch)
+        self._members = ranks.members
         self._store = default_store()
         name = f"fsdp_wrap/exchange/{ranks.group.group_name}"
         turn = self._store.add(f"{name}/{ranks.rank}", 1)  # the store may have seen another group of the name
@@ -154,7 +122,7 @@ class Exchange(Work):
     def _refuse_ended(self) -> None:
         """Raises a RuntimeError if a rank has ended that has not told anything, and so will not."""
         silent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-        for rank in filter(self._has_ended, silent):
+        for rank in filter(self._watch.has_ended, silent):
             if not self._store.check([self._keys[rank]]):  # nor has it just before its end
                 raise RuntimeError(f"rank {self._members[rank]} has ended")
 
@@ -179,10 +147,21 @@ TellAll = Callable[[Any], list[Any]]
 """Tells all ranks a small picklable value; returns that of each, by rank."""
 
 
-def find_hosts(ranks: Ranks, tell_all: TellAll) -> Hosts | None:
-    """Finds out where the ranks of a group run; None where one cannot tell, of which the first warns."""
+def find_hosts(ranks: Ranks, tell_all: TellAll) -> list[Hashable] | None:
+    """Returns what only ranks have in common that can share memory, by rank.
+
+    None where one cannot tell, of which the first rank warns.
+    """
     hosts = tell_all(_or_error(_host))
-    return None if _refused(hosts, ranks) else Hosts(hosts)
+    return None if _refused(hosts, ranks) else hosts
+
+
+def ranks_on_each(hosts: Sequence[Hashable]) -> int:
+    """Returns how many ranks run side by side on each host; 0 if not as many on all, or one alone."""
+    each = hosts.count(hosts[0])
+    firsts = hosts[::each]
+    blocks = [host for host in firsts for _ in range(each)]
+    return each if each > 1 and blocks == [*hosts] and len({*firsts}) == len(firsts) else 0
 
 
 def open_channel(ranks: Ranks, tell_all: TellAll) -> Channel | None:
@@ -192,18 +171,9 @@ def open_channel(ranks: Ranks, tell_all: TellAll) -> Channel | None:
         ranks: Of the group.
         tell_all: Between them; called twice, whatever comes out.
     """
-    offer = _or_error(lambda: _Offer(ranks))
-    addresses = tell_all(offer.address() if isinstance(offer, _Offer) else offer)
-    channel = _or_error(lambda: _connect(offer, dict(zip(ranks.members, addresses))))
+    addresses = tell_all(_or_error(lambda: _offer(ranks)))
+    channel = None if _refused(addresses, ranks) else _or_error(lambda: _connect(ranks, addresses))
     return None if _refused(tell_all(channel if isinstance(channel, str) else None), ranks) else channel
-
-
-def _connect(offer: Any, addresses: dict[int, Any]) -> Channel:
-    for rank, address in addresses.items():
-        if isinstance(address, str):
-            raise OSError(f"rank {rank}: {address}")
-    assert isinstance(offer, _Offer)
-    return offer.channel([*addresses.values()])
 
 
 def _or_error(make: Callable[[], Any]) -> Any:

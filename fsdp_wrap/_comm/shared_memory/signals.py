@@ -16,16 +16,21 @@ from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor
 
 __all__ = ["Life", "require_futex", "wait_until", "wake"]
 
-_SYSTEM_CALL = 202  # of x86-64: others do not promise to show writes in their order
+_FUTEX = 202  # of x86-64: others do not promise to show writes in their order
 _WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
 _LOOKING = 100e-6  # seconds: about what it takes to wake up
 _ASLEEP = 0.05  # seconds until the next look whether a rank has ended
 
-_libc = ctypes.CDLL(None)
-
 
 class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_system_call = ctypes.CDLL(None)["syscall"]  # a function of our own, whose types nobody else changes
+_system_call.argtypes = [
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.POINTER(_Time), ctypes.c_void_p, ctypes.c_int),
+]
 
 
 def require_futex() -> None:
@@ -57,10 +62,10 @@ class Life:
 
 def wake(address: int) -> None:
     """Wakes all that wait for the number at an address to change."""
-    _libc.syscall(_SYSTEM_CALL, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
+    _system_call(_FUTEX, address, _WAKE, _ALL, None, None, 0)
 
 
-def wait_until(words: memoryview, address: int, least: int, life: Life, limit: float) -> bool:
+def wait_until(words: memoryview, address: int, least: int, life: Life, begin: float, limit: float) -> bool:
     """Waits until a number is high enough; returns whether it came so far.
 
     Args:
@@ -68,12 +73,12 @@ def wait_until(words: memoryview, address: int, least: int, life: Life, limit: f
         address: Of the number.
         least: What is waited for.
         life: Of the process that counts.
-        limit: Seconds to wait at most.
+        begin: When this rank began to wait, for this and for others, by `time.perf_counter`.
+        limit: Seconds to wait at most since then.
 
     Raises:
         RuntimeError: If that process has ended.
     """
-    begin = time.perf_counter()
     while time.perf_counter() - begin < _LOOKING:
         if words[0] >= least:
             return True
@@ -92,5 +97,4 @@ def wait_until(words: memoryview, address: int, least: int, life: Life, limit: f
 def _sleep(address: int, value: int, seconds: float) -> None:
     """Sleeps until woken, if the low half of the number is still the same."""
     limit = _Time(int(seconds), int(seconds % 1 * 1e9))
-    low = ctypes.c_uint32(value & 0xFFFFFFFF)
-    _libc.syscall(_SYSTEM_CALL, ctypes.c_void_p(address), _WAIT, low, ctypes.byref(limit), None, 0)
+    _system_call(_FUTEX, address, _WAIT, value & 0xFFFFFFFF, limit, None, 0)

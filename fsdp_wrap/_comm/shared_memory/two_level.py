@@ -44,7 +44,7 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         super().__init__(ranks, device, least)
         self._gathers, self._sums = gathers, sums
         self._counterparts = range(gathers.rank, ranks.size, gathers.size)
-        self._steps = _Steps()
+        self._unfinished: deque[_InTurn] = deque()
 
     @property
     def way(self) -> str:
@@ -59,7 +59,7 @@ class TwoLevelCommunicator(ExchangeCommunicator):
 
         between = self._issue(self._gather_lane, start)
         every = [block for of_hosts in blocks for block in of_hosts]
-        return self._steps.add(between, lambda: self._gathers.all_gather(every, _nothing))
+        return _InTurn(self._unfinished, between, lambda: self._gathers.all_gather(every, _nothing))
 
     def _gather_between(self, of_hosts: Tensors, group: dist.ProcessGroup) -> Messages:
         parts = map(self._gathers.own_part, of_hosts)
@@ -75,7 +75,7 @@ class TwoLevelCommunicator(ExchangeCommunicator):
             [each for of_hosts in sums for each in of_hosts],
             [block for tensor in full for block in self._blocks(tensor)],
         )
-        return self._steps.add(within, lambda: self._issue(self._reduce_lane, start))
+        return _InTurn(self._unfinished, within, lambda: self._issue(self._reduce_lane, start))
 
     def _reduce_between(self, shard: torch.Tensor, of_hosts: Tensors, group: dist.ProcessGroup) -> Messages:
         parts = dict(zip(self._counterparts, of_hosts))
@@ -87,46 +87,30 @@ class TwoLevelCommunicator(ExchangeCommunicator):
         return list(full.view(hosts, full.numel() // hosts).unbind())
 
 
-class _Steps:
-    """Lets second steps be issued in the order of the first, on all ranks alike, whatever they wait for.
+class _InTurn:
+    """A collective of which the first of two steps was issued.
 
-    Who waits for one issues the second steps of all before it. So of ranks that wait for different ones, that
-    which waits for the first of them has what it needs.
+    Second steps are issued in the order of the first, on all ranks alike, whatever they wait for: who waits
+    for one issues those of all before it. So of ranks that wait for different ones, that which waits for the
+    first of them has what it needs.
+
+    Args:
+        unfinished: Collectives whose second steps were not issued, of which this is the last.
+        first: The first step.
+        issue: Issues the second, once the first was waited for.
     """
 
-    def __init__(self) -> None:
-        self._open: deque[_InTurn] = deque()
-
-    def add(self, first: Pending, issue_second: Callable[[], Pending]) -> Pending:
-        """Adds a collective of which the first step was issued."""
-        self._open.append(_InTurn(self, first, issue_second))
-        return self._open[-1]
-
-    def issue_until(self, last: _InTurn) -> None:
-        """Issues the second steps of all until one, which is open."""
-        issued: _InTurn | None = None
-        while issued is not last:
-            issued = self._open[0]
-            issued.issue_second()
-            self._open.popleft()  # now that this has not failed
-
-
-class _InTurn:
-    """A collective of two steps."""
-
-    def __init__(self, steps: _Steps, first: Pending, issue: Callable[[], Pending]) -> None:
-        self._steps, self._first, self._issue = steps, first, issue
+    def __init__(self, unfinished: deque[_InTurn], first: Pending, issue: Callable[[], Pending]) -> None:
+        self._unfinished, self._first, self._issue = unfinished, first, issue
         self._second: Pending | None = None
-
-    def issue_second(self) -> None:
-        """Waits for the first step."""
-        self._first.wait()
-        self._second = self._issue()
+        unfinished.append(self)
 
     def wait(self) -> None:
-        if self._second is None:
-            self._steps.issue_until(self)
-        assert self._second is not None
+        while self._second is None:
+            next_one = self._unfinished[0]
+            next_one._first.wait()
+            next_one._second = next_one._issue()
+            self._unfinished.popleft()  # now that this has not failed
         self._second.wait()
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_wrap._core import NotIdleError
-from fsdp_wrap._runtime import Unit, schedule_of, units_in
-from fsdp_wrap._state.full_params import is_summoned
+from fsdp_wrap._runtime import schedule_of, units_in
+from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients
 from fsdp_wrap._state.gradients.norms import (
     accumulation_dtype,
@@ -38,11 +39,11 @@ class GradientNorms:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module: Callable[[], Any] = weakref.ref(module)  # which holds this
         self._known: HeldGradients | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
-        return GradientNorms(copy.deepcopy(self._module, memo))
+        return GradientNorms(copy.deepcopy(self._module(), memo))
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -69,7 +70,11 @@ class GradientNorms:
         if not bound >= 0:
             raise ValueError(f"max_norm must not be negative, but is {max_norm}")
         known = self._found("clip_grad_norm_()")
-        _require_root(known.units[0])
+        if known.units[0].nested:
+            raise RuntimeError(
+                f"clip_grad_norm_() must be called on the root, and this is {known.units[0].name}: gradients "
+                "are clipped by the norm of all of them"
+            )
         grads = {share: by_kind(known.held(share)) for share in known.shares}
         powers = {share: power(held, p, known.device) for share, held in grads.items()}
         total = root(merged(over_ranks(powers, p), p), p).squeeze(0)
@@ -119,13 +124,12 @@ class GradientNorms:
 
     def _found(self, doing: str) -> HeldGradients:
         known = self._known if self._known is not None and self._known.is_current else None
-        units = units_in(self._module).values() if known is None else known.units
+        units = units_in(self._module()).values() if known is None else known.units
         for schedule in dict.fromkeys(map(schedule_of, units)):
             schedule.require_idle(doing)
             schedule.end_failed_backward()
-        if any(map(is_summoned, units)):
-            raise NotIdleError(f"{doing} must not run inside summon_full_params, which hides gradients")
-        self._known = HeldGradients(self._module) if known is None else known
+        refuse_summoned(units, doing)
+        self._known = HeldGradients(self._module()) if known is None else known
         return self._known
 
 
@@ -134,14 +138,6 @@ def _norm_type(norm_type: float) -> float:
     if not p > 0:
         raise ValueError(f"norm_type must be positive, but is {norm_type}: it is the p of the p-norm")
     return p
-
-
-def _require_root(unit: Unit) -> None:
-    if unit.nested:
-        raise RuntimeError(
-            f"clip_grad_norm_() must be called on the root, and this is {unit.name}: gradients are clipped "
-            "by the norm of all of them"
-        )
 
 
 def _warn(message: str) -> None:

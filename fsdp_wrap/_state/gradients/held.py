@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -16,14 +17,14 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._params import ParamHandle, Segment, held_by_this_rank
 from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.full_values import handles_of
-from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.originals import Original, Originals, handles_of
 
 __all__ = ["HeldGradients", "Share"]
 
 _TRAINS, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
 _BASE = operator.attrgetter("grad._base")
 _GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")
+_END = object()  # of what is watched: more there would go unseen
 _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 
 
@@ -52,7 +53,7 @@ class HeldGradients:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module: Callable[[], Any] = weakref.ref(module)  # which holds this
         self.units = list(dict.fromkeys(units_in(module).values()))
         self._handles = handles_of(self.units)
         self._segments = _segments(self._handles)
@@ -76,7 +77,7 @@ class HeldGradients:
             only_owned = all((one, name) in owned for name in one._parameters)
             (self._counted if only_owned else watched).append(one._parameters)
         self._counts = [*map(len, self._counted)]
-        self._watched = [*(registry.values() for registry in watched), (self,)]  # which marks the end
+        self._watched = [*(registry.values() for registry in watched), (_END,)]
         self._found = [*chain.from_iterable(self._watched)]
 
     @property
@@ -134,7 +135,7 @@ class HeldGradients:
         """Returns the parameters of a share, each with what this rank holds of its gradient, or None."""
         gradients = {each.layout: each.layout.gradients() for each in _segments(share.handles)}
         found: list[tuple[Original, torch.Tensor | None]] = []
-        for original in Originals(self._module).by_name.values():
+        for original in Originals(self._module()).by_name.values():
             if original.layout in gradients:
                 found.append((original, gradients[original.layout][original.index]))
             elif original.handle is None and None in share.handles and not is_owned(original.source):

@@ -1,4 +1,4 @@
-"""Communication hooks: the user's own way of reducing gradients, and ready-made ones; and `compress`.
+"""How gradients are reduced, if the user chooses: communication hooks, `compress`, in place of parameters.
 
 A hook averages by itself. The ready-made ones have the names of torch's hooks for its wrapper. They divide
 once before and once after they sum, by about the root of the number of ranks each time, so that low precision
@@ -31,6 +31,7 @@ __all__ = [
     "fp16_compress_hook",
     "reduce_scatter_hook",
     "register_comm_hook",
+    "set_gradients_in_place",
 ]
 
 _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
@@ -174,15 +175,9 @@ def _check_unit(unit: Unit, handle: ParamHandle) -> None:
     if handle.has_own_reduction:
         raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one only")
     if handle.transport.compresses_reductions:
-        raise RuntimeError(
-            f"compress() compresses the reductions of {unit.name}, and a communication hook would take "
-            "their place; call compress() without reductions first"
-        )
+        raise RuntimeError(f"compress() compresses the reductions of {unit.name}: call it without them first")
     if handle.holds_gradients:
-        raise RuntimeError(
-            f"{unit.name} holds gradients that no_sync() left unreduced; "
-            "register a communication hook before the first backward"
-        )
+        raise RuntimeError(f"{unit.name} holds gradients that no_sync() left unreduced: reduce them first")
 
 
 def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
@@ -210,9 +205,8 @@ def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
     needed = sorted((handle.communicator if _is_sharded(handle) else handle.replicas).members)
     if named != needed:
         raise ValueError(
-            f"the hook has to average the gradients of {unit.name} over ranks {needed}, but the group of "
-            f"its state has ranks {named}; make the state with that group, or where units differ write a "
-            "hook that chooses"
+            f"the hook has to average the gradients of {unit.name} over ranks {needed}, but its state "
+            f"has ranks {named}: make it with their group, or where units differ write a hook that chooses"
         )
 
 
@@ -300,3 +294,33 @@ def compress(module: nn.Module, *, gathers: str | None = None, reductions: str |
         ValueError: If a name is unknown, there is no unit, or ranks choose differently.
     """
     compression.needed("compress()")(module, gathers=gathers, reductions=reductions)
+
+
+# in place
+
+
+def set_gradients_in_place(module: nn.Module, enabled: bool = True) -> None:
+    """Lets gradients take the place of their full parameters, which saves a unit's memory in backward.
+
+    As soon as a parameter has its gradient in a backward, its full value is overwritten. So nothing may need
+    the value later in that backward: no detached copy-free alias of the parameter with which the module
+    computes (`weight.detach()`), and no second gradient of the same parameter by nested reentrant
+    checkpoints, which is noticed and raises. Ordinary layers, shared ones as well, allow it.
+
+    It has an effect where gradients are reduced in the dtype of computation and at once (not under
+    `no_sync`), on units of the wrapper that are sharded and resharded after backward.
+
+    Args:
+        module: Of which all units, itself included, are concerned: wrapped or sharded, or holding such.
+        enabled: Whether gradients may do so from the next backward on.
+
+    Raises:
+        ValueError: If there is no unit in the module.
+        RuntimeError: In the middle of a forward or backward.
+    """
+    units = units_in(module).values()
+    if not units:
+        raise ValueError(f"{type(module).__name__} has no wrapped or sharded module; wrap it first")
+    require_idle(units, "set_gradients_in_place()")
+    for unit in units:
+        unit.set(gradients_in_place=enabled)

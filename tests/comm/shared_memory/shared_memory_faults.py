@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._comm import positions as _positions
-from fsdp_wrap._comm.shared_memory.channel import Channel, Kind, Record
+from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 RANKS, LIMIT = 3, 30.0
@@ -28,7 +28,7 @@ SOON = 5.0
 """Seconds from the first kill within which survivors must end, far less than the group's limit."""
 
 PHASES = {
-    "post": Channel.post_record,
+    "post": Channel.post,
     "arrived": Channel.arrived,
     "read": Channel.read,
     "release": Channel.release,
@@ -165,7 +165,7 @@ def die_in(phase: str, calls: int, kind: Kind | None = None) -> None:
     left = [calls]
 
     def deadly(*args, **kwargs):
-        left[0] -= kind is None or any(isinstance(each, Record) and each.kind is kind for each in args)
+        left[0] -= kind is None or kind in args
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         return PHASES[phase](*args, **kwargs)

@@ -1,0 +1,63 @@
+"""An accelerator that exists in name only: streams and events over tensors in the CPU's memory.
+
+Ranks are threads. The package runs the code that it runs on an accelerator. The simulation objects where two
+operators touch the same bytes and no event orders them, and does everything again in other orders.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bed.accelerator.group import BACKEND, SimulatedGroup
+from bed.accelerator.replay import Different, replay
+from bed.accelerator.simulation import Simulation, simulations
+from bed.threads import threads_as_ranks
+
+__all__ = ["Different", "Simulation", "replay", "run_simulated", "simulations"]
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Lets threads that come back from an operator go on soon: ranks take turns at every one."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def run_simulated(
+    size: int, body: Callable[[int, Simulation], Any], records: bool = False, seeds: int = 2
+) -> list[Simulation]:
+    """Runs `body` on some ranks, each a thread with an accelerator of its own.
+
+    Args:
+        size: How many ranks.
+        body: Gets the rank and its accelerator.
+        records: Whether all is done again in other orders.
+        seeds: In how many by chance.
+
+    Raises:
+        AssertionError: If a simulation objects to anything.
+    """
+    torch.set_num_threads(1)  # the ranks are threads already
+    all_ranks = [Simulation(records) for _ in range(size)]
+
+    def rank_body(rank: int) -> None:
+        with all_ranks[rank].use():
+            body(rank, all_ranks[rank])
+
+    SimulatedGroup._meetings.clear()
+    with simulations(), threads_as_ranks(size, BACKEND) as run, _quick_switches():
+        run(rank_body)
+    faults = [f"rank {rank}: {fault}" for rank, one in enumerate(all_ranks) for fault in one.faults]
+    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
+    if records:
+        replay([one.recording for one in all_ranks if one.recording is not None], seeds)
+    return all_ranks

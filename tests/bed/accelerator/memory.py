@@ -1,0 +1,172 @@
+"""Which bytes of which memory a tensor lies in, and who has touched them.
+
+A block is one stay of some memory: from its allocation until it goes back to the allocator. A storage that is
+resized to nothing and back has had two.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bed.accelerator.streams import HOST, Clock
+
+Interval = tuple[int, int]
+"""Bytes [start, stop) of a block."""
+
+_GRANULE = 512
+"""Bytes of which the allocator hands out multiples."""
+
+_MOST_ROWS = 512
+"""A tensor in more pieces counts as all that lies between the first and the last."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Some memory while it is allocated.
+
+    Attributes:
+        number: Among all of the rank.
+        nbytes: Its size.
+        queue: The stream whose allocations may follow at once when it is freed, or the host.
+        pinned: Whether the device copies from and to it by itself, if it is the host's.
+        initial: What it held when it was first seen, as bytes; None if nothing had been written to it.
+        freed: By what, once it is.
+        accesses: Those that later ones may conflict with.
+    """
+
+    number: int
+    nbytes: int
+    queue: str
+    pinned: bool = False
+    initial: torch.Tensor | None = None
+    freed: Action | None = None
+    accesses: list[Access] = field(default_factory=list)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes of the allocator's."""
+        return -(-self.nbytes // _GRANULE) * _GRANULE
+
+    @property
+    def on_host(self) -> bool:
+        return self.queue == HOST
+
+
+@dataclass(eq=False)
+class Region:
+    """Some bytes of a block."""
+
+    block: Block
+    intervals: Sequence[Interval]
+
+    def overlaps(self, intervals: Sequence[Interval]) -> bool:
+        mine = self.intervals
+        if not mine or not intervals or mine[-1][1] <= intervals[0][0] or intervals[-1][1] <= mine[0][0]:
+            return False
+        return any(a < d and c < b for a, b in mine for c, d in intervals)
+
+    def covers(self, intervals: Sequence[Interval]) -> bool:
+        if len(self.intervals) > 1:
+            return list(self.intervals) == list(intervals)
+        start, stop = self.intervals[0]
+        return start <= intervals[0][0] and intervals[-1][1] <= stop
+
+
+@dataclass(eq=False)
+class Action:
+    """One thing that the device or the host does.
+
+    Attributes:
+        what: The operator, the collective, or "free".
+        where: The unit and the phase in which it was issued.
+        queue: The stream on which it runs, or the host.
+        tick: Its number there.
+        clock: What comes before it, itself included.
+    """
+
+    what: str
+    where: str
+    queue: str
+    tick: int
+    clock: Clock
+    reads: list[Region]
+    writes: list[Region]
+
+    def follows(self, other: Action) -> bool:
+        return self.clock.get(other.queue, 0) >= other.tick
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.queue} ({self.where})"
+
+
+@dataclass(eq=False)
+class Access:
+    """That an action touched some bytes."""
+
+    action: Action
+    intervals: Sequence[Interval]
+    writes: bool
+
+
+def intervals_of(tensor: torch.Tensor) -> Sequence[Interval]:
+    """The bytes of its storage in which a tensor lies, in order."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    if tensor.numel() == 0:
+        return ()
+    if tensor.is_contiguous():
+        return ((start, start + tensor.numel() * size),)
+    run, outer = size, []
+    for stride, length in sorted(zip(tensor.stride(), tensor.size())):
+        if stride == 0 or length == 1:
+            continue
+        if stride * size == run:
+            run *= length
+        else:
+            outer.append([step * stride * size for step in range(length)])
+    rows = 1
+    for steps in outer:
+        rows *= len(steps)
+    if rows > _MOST_ROWS:
+        return ((start, start + sum(steps[-1] for steps in outer) + run),)
+    firsts = sorted(start + sum(steps) for steps in itertools.product(*outer))
+    return tuple((first, first + run) for first in firsts)
+
+
+def conflicts(action: Action) -> list[str]:
+    """What an action has against those before it; they are remembered with it."""
+    found = []
+    for writes, regions in ((False, action.reads), (True, action.writes)):
+        for region in regions:
+            if region.intervals:
+                found += _conflicts(action, region, writes)
+    return found
+
+
+def _conflicts(action: Action, region: Region, writes: bool) -> list[str]:
+    block, kept, found = region.block, [], []
+    if block.freed is not None and block.freed is not action:
+        return [f"{action} uses block {block.number}, which was freed by {block.freed}"]
+    for access in block.accesses:
+        before = access.action
+        follows = action.follows(before)
+        if not follows and (writes or access.writes) and region.overlaps(access.intervals):
+            verb = "writes" if writes else "reads"
+            did = "wrote" if access.writes else "read"
+            found.append(
+                f"{action} {verb} {_size(region)} of a block of {block.nbytes} that {before} {did}: "
+                "no event orders them"
+            )
+        if not (follows and (writes or not access.writes) and region.covers(access.intervals)):
+            kept.append(access)
+    kept.append(Access(action, region.intervals, writes))
+    block.accesses = kept
+    return found
+
+
+def _size(region: Region) -> str:
+    return f"{sum(stop - start for start, stop in region.intervals)} bytes"

@@ -1,0 +1,71 @@
+"""Streams and events that exist in name only: what they order, as vector clocks.
+
+A clock tells of each queue how many of its actions come before. The queues are the streams and the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Clock = dict[str, int]
+HOST = "host"
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Lets what follows `clock` follow `other` as well."""
+    for queue, ticks in other.items():
+        if ticks > clock.get(queue, 0):
+            clock[queue] = ticks
+
+
+class Stream:
+    """A queue of the device, with the methods of `torch.Stream` that anybody uses.
+
+    Args:
+        name: For messages; no two streams have the same.
+        current: The stack of those that are current.
+        host_waits: Called with a clock that the host waits for, and by what.
+    """
+
+    def __init__(self, name: str, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
+        self.name, self.clock = name, Clock()
+        self._current, self._host_waits = current, host_waits
+
+    def __enter__(self) -> Stream:
+        self._current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._current.pop()
+
+    def wait_stream(self, other: Stream) -> None:
+        join(self.clock, other.clock)
+
+    def wait_event(self, event: Event) -> None:
+        join(self.clock, event.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._current, self._host_waits)
+        event.clock = dict(self.clock)
+        return event
+
+    def synchronize(self) -> None:
+        self._host_waits(self.clock, "Stream.synchronize")
+
+
+class Event:
+    """A point in a stream, with the methods of `torch.Event` that anybody uses."""
+
+    def __init__(self, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
+        self.clock = Clock()
+        self._current, self._host_waits = current, host_waits
+
+    def record(self, stream: Any = None) -> None:
+        (stream or self._current[-1]).record_event(self)
+
+    def wait(self, stream: Any = None) -> None:
+        (stream or self._current[-1]).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._host_waits(self.clock, "Event.synchronize")
