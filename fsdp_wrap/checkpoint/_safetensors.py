@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -56,6 +56,10 @@ _NAMES = {
     torch.complex64: "C64",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+Described = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shape and dtype of tensors by their names."""
+Named = tuple[str, torch.Tensor]
 
 # writing
 
@@ -108,13 +112,13 @@ def export_safetensors(
     error = first.object(error)
     if error is not None:
         raise RuntimeError(f"export_safetensors() failed on the first rank: {error}")
-    return [file.name for file in plan]
+    return [*plan]
 
 
 def write_safetensors(
     directory: str | os.PathLike[str],
-    described: Mapping[str, tuple[Sequence[int], torch.dtype]],
-    values: Iterable[tuple[str, torch.Tensor]],
+    described: Described,
+    values: Iterable[Named],
     *,
     max_shard_bytes: int | str = "5GB",
 ) -> list[str]:
@@ -132,30 +136,7 @@ def write_safetensors(
     """
     plan = _plan(described, max_shard_bytes)
     _write(Path(directory), plan, iter(values))
-    return [file.name for file in plan]
-
-
-@dataclass
-class _File:
-    """One file of an export: which tensors it is to hold."""
-
-    name: str = SINGLE
-    tensors: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def header(self) -> tuple[bytes, dict[str, int]]:
-        """Returns how the file begins, and where each tensor does: large dtypes first, for alignment."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        starts, stop = {}, 0
-        for name in sorted(self.tensors, key=lambda name: -self.tensors[name][1].itemsize):
-            shape, dtype = self.tensors[name]
-            starts[name], stop = stop, stop + shape.numel() * dtype.itemsize
-            span = [starts[name], stop]
-            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        begin = len(text).to_bytes(8, "little") + text
-        return begin, {name: len(begin) + start for name, start in starts.items()}
+    return [*plan]
 
 
 def _bytes_of(size: int | str) -> int:
@@ -173,41 +154,46 @@ def _bytes_of(size: int | str) -> int:
     return size
 
 
-def _plan(described: Mapping[str, tuple[Sequence[int], torch.dtype]], most: int | str) -> list[_File]:
-    """Distributes tensors over files in their order, each of so many bytes at most."""
-    most, files = _bytes_of(most), [_File()]
-    for name, (extents, dtype) in described.items():
+def _plan(described: Described, most: int | str) -> dict[str, Described]:
+    """Distributes tensors over files in their order, each of so many bytes at most; by the files' names."""
+    most, filled = _bytes_of(most), 0
+    parts: list[dict[str, Any]] = [{}]
+    for name, (shape, dtype) in described.items():
         if dtype not in _NAMES:
             raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}; choose another by dtype=")
-        shape = torch.Size(extents)
-        size = shape.numel() * dtype.itemsize
-        if files[-1].tensors and files[-1].nbytes + size > most:
-            files.append(_File())
-        files[-1].tensors[name] = shape, dtype
-        files[-1].nbytes += size
-    for number, file in enumerate(files, 1) if len(files) > 1 else ():
-        file.name = f"model-{number:05}-of-{len(files):05}.safetensors"
-    return files
+        size = _nbytes(shape, dtype)
+        if parts[-1] and filled + size > most:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = torch.Size(shape), dtype
+        filled += size
+    count = len(parts)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    return dict(zip(names if count > 1 else [SINGLE], parts))
 
 
-def _write(directory: Path, plan: Sequence[_File], values: Iterator[tuple[str, torch.Tensor]]) -> None:
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _write(directory: Path, plan: Mapping[str, Described], values: Iterator[Named]) -> None:
     """Writes all files under other names and then lets them take the place of an earlier export."""
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".", suffix=".tmp", dir=directory) as name:
         aside = Path(name)
-        for file in plan:
-            with durable(aside / file.name) as out:
-                _write_tensors(out, file, values)
+        for file, tensors in plan.items():
+            with durable(aside / file) as out:
+                _write_tensors(out, tensors, values)
         if len(plan) > 1:
             with durable(aside / INDEX) as out:
                 out.write(_index(plan))
         _install(aside, directory)
 
 
-def _write_tensors(out: BinaryIO, file: _File, values: Iterator[tuple[str, torch.Tensor]]) -> None:
-    header, starts = file.header()
+def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -> None:
+    header, starts = _header(tensors)
     out.write(header)
-    for expected, (shape, dtype) in file.tensors.items():
+    for expected, (shape, dtype) in tensors.items():
         name, value = next(values, ("nothing", torch.empty(0)))
         if (name, value.shape, value.dtype) != (expected, shape, dtype):
             raise ValueError(f"expected {expected} of {shape} and {dtype}, got {name} of {value.shape}")
@@ -217,11 +203,24 @@ def _write_tensors(out: BinaryIO, file: _File, values: Iterator[tuple[str, torch
         del value
 
 
-def _index(plan: Sequence[_File]) -> bytes:
-    content = {
-        "metadata": {"total_size": sum(file.nbytes for file in plan)},
-        "weight_map": {name: file.name for file in plan for name in file.tensors},
-    }
+def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
+    """Returns how a file begins, and where each tensor does: large dtypes first, for alignment."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, stop = {}, 0
+    for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
+        starts[name], stop = stop, stop + _nbytes(shape, dtype)
+        span = [starts[name], stop]
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: len(begin) + start for name, start in starts.items()}
+
+
+def _index(plan: Mapping[str, Described]) -> bytes:
+    total = sum(_nbytes(*described) for tensors in plan.values() for described in tensors.values())
+    weight_map = {name: file for file, tensors in plan.items() for name in tensors}
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 

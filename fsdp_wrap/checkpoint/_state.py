@@ -28,6 +28,7 @@ from fsdp_wrap._state import (
     saved_options,
     sharded_optim_state_dict,
 )
+from fsdp_wrap.checkpoint._manifest import listed
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -55,7 +56,7 @@ class Subject:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, not {type(model).__name__}")
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self.optimizers = _listed(optim)
+        self.optimizers = _optimizers_of(optim)
         refuse_shared(self.model, self.optimizers)
         if not isinstance(extra or {}, Mapping) or not all(isinstance(name, str) for name in extra or {}):
             raise TypeError("extra must be a mapping of names to values")
@@ -140,7 +141,7 @@ class Subject:
         return not wrapped and any(isinstance(p, DTensor) for p in self.model.parameters())
 
 
-def _listed(optim: Any) -> list[torch.optim.Optimizer]:
+def _optimizers_of(optim: Any) -> list[torch.optim.Optimizer]:
     if optim is None:
         return []
     found = list(optim) if isinstance(optim, (list, tuple)) else [optim]
@@ -154,9 +155,7 @@ def _refuse_fewer_ranks(model: nn.Module, ranks: Collection[int]) -> None:
     """Refuses to save by ranks, as the default group counts them, that do not hold all of the model."""
     for name, holders in _holders(model):
         if lacking := set(holders) - set(ranks):
-            saving, sharding, missing = (
-                ", ".join(map(str, sorted(each))) for each in (ranks, holders, lacking)
-            )
+            saving, sharding, missing = (listed(sorted(each)) for each in (ranks, holders, lacking))
             raise ValueError(
                 f"process_group has the ranks {saving}, but '{name}' is sharded over {sharding}: the parts "
                 f"of {missing} would be missing; save by all ranks that shard the model"

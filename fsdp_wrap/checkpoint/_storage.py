@@ -72,7 +72,7 @@ class CheckedWriter(FileSystemWriter):
             with _failures_of(sums.streams.values()):
                 results = super().write_data(plan, planner).value()
         checked: Future[list[WriteResult]] = Future()
-        checked.set_result([sums.checked(result) for result in results])
+        checked.set_result([_Checked(**vars(each), crc=sums.streams[each.index].crc) for each in results])
         return checked
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -108,11 +108,6 @@ class _Sums(StorageWriterTransforms):
         stream = _SummedStream(raw_stream, self._folder, self._count)
         self.streams[write_item.index] = stream
         return cast("IO[bytes]", stream), []
-
-    def checked(self, result: WriteResult) -> _Checked:
-        """Adds the checksum of what was written."""
-        crc = self.streams[result.index].crc
-        return _Checked(result.index, result.size_in_bytes, result.storage_data, crc)
 
 
 class _SummedStream(io.IOBase):

@@ -13,7 +13,6 @@ import sys
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import nn
 
 from fsdp_wrap._core import UNIT_ATTR
@@ -88,14 +87,8 @@ def _names_of(cls: type) -> set[str]:
 
 def _option(name: str, doc: str) -> Any:
     """Returns a property that is an option of the unit, under torch's name."""
-
-    def read(self: _Told) -> Any:
-        return getattr(self.unit.options, name)
-
-    def write(self: _Told, value: Any) -> None:
-        self.unit.set(**{name: value})
-
-    return property(read, write, doc=doc)
+    read = attrgetter(f"unit.options.{name}")
+    return property(read, lambda self, value: self.unit.set(**{name: value}), doc=doc)
 
 
 class UnitState(_Told):
@@ -109,11 +102,7 @@ class UnitState(_Told):
     _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
     _modules = property(lambda self: _modules_of(self.unit))
 
-    @property
-    def _device(self) -> torch.device:
-        handle = self.unit.handle
-        return self._refuse("_device") if handle is None else handle.communicator.device
-
+    _device = property(attrgetter("unit.handle.communicator.device"))  # refused where it has no parameters
     _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
     _state_ctx = property(lambda self: TreeState(schedule_of(self.unit).root))
 

@@ -46,7 +46,7 @@ _INSTEAD = {
         "_unshard_stream _pre_unshard_stream _post_backward_stream _all_reduce_stream _default_stream "
         "_streams _free_event_queue _unshard_event"
     ),
-    "see fsdp_wrap._events for the order in which units run": (
+    "see fsdp_wrap.record_events for the order in which units run": (
         "handles_pre_forward_order handles_post_forward_order"
     ),
 }

@@ -479,6 +479,36 @@ def test_the_command_tells_wrong_input_from_damage(tmp_path, capsys):
     assert names(tmp_path) == ["list.pt", "run", "text"]
 
 
+def test_the_command_lists_steps_before_it_refuses_one(tmp_path, capsys):
+    model = nn.Linear(3, 2)
+    for _ in range(2):
+        folder = checkpoint.save(tmp_path / "run", model)
+    data = bytearray((folder / ".metadata").read_bytes())
+    data[-1] ^= 1
+    (folder / ".metadata").write_bytes(data)
+    code, out, err = command(capsys, "inspect", tmp_path / "run")
+    assert code == 1
+    assert [line.split(",")[0] for line in out.splitlines()] == [
+        "step_00000001  complete",
+        "step_00000002  complete",
+    ]
+    assert f".metadata bytes 0 to {len(data)} are not as written" in err
+    assert f"the step before is complete: load {tmp_path / 'run' / 'step_00000001'}" in err
+    (folder / ".metadata").unlink()
+    with pytest.warns(UserWarning, match="passing over .*step_00000002: .metadata is missing"):
+        code, out, _ = command(capsys, "inspect", tmp_path / "run")
+    assert code == 0 and "step_00000002  incomplete: .metadata is missing" in out
+    assert f"{tmp_path / 'run' / 'step_00000001'} (written by torch " in out
+
+
+def test_of_many_steps_the_newest_are_told(tmp_path):
+    model = nn.Linear(3, 2)
+    for _ in range(12):
+        checkpoint.save(tmp_path, model)
+    with pytest.raises(ValueError, match=r"no step 40 in .*; it holds steps 12, 11, 10, .*, 3 and 2 more$"):
+        checkpoint.load(tmp_path, model, step=40)
+
+
 @ranks(2)
 def test_what_needs_numpy_says_so_and_nothing_else_needs_it(rank, world_size, tmp_path):
     missing = RuntimeError("Numpy is not available")

@@ -167,8 +167,12 @@ def test_what_the_state_cannot_tell_raises_by_its_name(rank, world_size):
         assert group.is_unsharded and group.fsdp_params[0].unsharded_param is model[0].weight
         group.reshard()
         assert group.is_sharded and not group.is_unsharded
-        bare = torch_fsdp.fully_shard(nn.Sequential(nn.ReLU()))._get_fsdp_state()
+        bare_model = torch_fsdp.fully_shard(nn.Sequential(nn.ReLU()))
+        bare = bare_model._get_fsdp_state()
         assert bare._fsdp_param_group is None and bare._fsdp_param_groups == []
+        assert state._device == torch.device("cpu")
+        with pytest.raises(RuntimeError, match="'_device' of torch's FSDPState"):  # nothing is on any
+            _ = bare._device
         parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
         torch_fsdp.fully_shard(parts)
         assert torch_fsdp.fully_shard.state(parts[1])._modules == tuple(parts)
