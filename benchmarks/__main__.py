@@ -25,6 +25,7 @@ SCRIPTS = (
     "checkpoint",
     "scaling",
     "collectives",
+    "latency",
     "compression",
     "gpu",
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.collectives import BARRIER, MESSAGES, SIZES, Start, starts
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks
 
-CASES = ["4 KB", "64 KB", "1 MB"]
+CASES = ["tiny", "4 KB", "64 KB", "1 MB"]
 ONE_AFTER_THE_OTHER = 20
 """Collectives of a turn, as those of a model's small units follow each other."""
 WALL, LEAST, CPU = "us", "us, least", "CPU us of a rank"
@@ -67,7 +67,7 @@ def _turn(start: Callable[[], object]) -> tuple[float, float]:
 def ask(settings: Settings) -> Figures:
     """For each operation a table by way and size."""
     figures: Figures = {}
-    for case in settings.cases_of(CASES):
+    for case in settings.cases_of(CASES, usual=CASES[1:]):
         for what, table in run_ranks(measure, settings.ranks, SIZES[case], settings.rounds or 50).items():
             if what == BARRIER and what in figures:  # of one size
                 continue
@@ -87,7 +87,7 @@ its own as torch.distributed calls them, `fsdp_wrap` the library over gloo, `fsd
 The processor's time is that of a rank with all of its threads. A barrier is the reduction of one number for
 the library, which has none of its own.""",
     ask,
-    chart=f"4 KB, {WALL}",
+    chart=WALL,
     cases=CASES,
 )
 

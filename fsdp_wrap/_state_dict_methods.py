@@ -370,12 +370,8 @@ class OptimStateDictMethods:
 
 def _warn_of_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
-        warnings.warn(
-            "the `optim_input` argument is deprecated: pass optim, which says what it was made from, or, for "
-            "model.parameters() in their order, neither",
-            FutureWarning,
-            stacklevel=3,
-        )
+        told = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
+        warnings.warn(told, FutureWarning, stacklevel=3)
 
 
 def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,14 @@ class Accelerator:
     """A device that computes beside the host: its streams, and memory of the host that it copies by itself.
 
     Nothing else in the package asks for them. So the test bed can put a simulation in its place.
+
+    Attributes:
+        lanes: What `lane_of` has made, by purpose.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.lanes: dict[str, Any] = {}
 
     def current_stream(self) -> torch.Stream:
         """Returns the stream on which the caller computes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +51,10 @@ class Lane:
         """
         works = start(True)
         return Then(works) if works else Finished()
+
+    def finish(self) -> None:
+        """Lets the host wait until nothing that was issued reads its memory any more."""
+        return None
 
 
 class _EventPending:
@@ -103,6 +106,9 @@ class StreamLane(Lane):
             raise
         return _EventPending(event, self._accelerator, start)
 
+    def finish(self) -> None:
+        self._stream.synchronize()
+
 
 _ON_CPU = Lane()
 
@@ -110,7 +116,9 @@ _ON_CPU = Lane()
 def lane_of(device: torch.device, purpose: str) -> Lane:
     """Returns the one lane of this process for a device and a purpose, such as "gather"."""
     accelerator = accelerator_of(device)
-    return _ON_CPU if accelerator is None else _stream_lane(accelerator, purpose)
-
-
-_stream_lane = lru_cache(StreamLane)
+    if accelerator is None:
+        return _ON_CPU
+    lane: Lane | None = accelerator.lanes.get(purpose)
+    if lane is None:
+        lane = accelerator.lanes[purpose] = StreamLane(accelerator, purpose)
+    return lane

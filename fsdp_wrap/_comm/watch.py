@@ -163,13 +163,15 @@ class InFlight(ABC):
     def _wait_for(self, seconds: float) -> bool:
         """Waits so long at most; returns whether it has ended. Called until it has, or has failed."""
 
-    def wait(self) -> None:
+    def wait(self, pause: float = _FIRST_LOOK) -> None:
         """Waits until it has ended.
+
+        Args:
+            pause: Seconds until the first look at the ranks.
 
         Raises:
             RuntimeError: If it has failed, or does not end, or a peer has issued something else.
         """
-        pause = _FIRST_LOOK
         while not self._ended:
             if self._error is not None:
                 raise self._error
@@ -179,7 +181,8 @@ class InFlight(ABC):
                 self._error = self._watch.failure(error)
                 raise self._error from error
             if not self._ended:
-                pause = max(min(2 * pause, _LATER_LOOKS, self._look()), _LAST_LOOK)
+                pause = min(max(2 * pause, 2 * _FIRST_LOOK), _LATER_LOOKS)
+                pause = max(min(pause, self._look()), _LAST_LOOK)
 
     def _look(self) -> float:
         """Looks at the ranks and warns once; returns the seconds left.
@@ -196,12 +199,12 @@ class InFlight(ABC):
 class Works(InFlight):
     """What the process group does."""
 
-    def wait(self) -> None:
+    def wait(self, pause: float = _LAST_LOOK) -> None:
         try:
             for work in self._works:
                 work.wait(_FIRST_LIMIT)
         except RuntimeError:  # one is late, or has failed
-            super().wait()
+            super().wait(pause)
 
     def _wait_for(self, seconds: float) -> bool:
         limit = timedelta(seconds=seconds)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 
 class EventKind(Enum):
@@ -65,22 +64,13 @@ class Event:
     way: str = ""
 
 
-class Travelling(Protocol):
-    """What data travel by."""
-
-    @property
-    def way(self) -> str:
-        """How, if not by the process group's own collectives."""
-        ...
-
-
 observers: list[Callable[[Event], None]] = []
 """Who listens; while it is empty, callers need not call `emit`."""
 
 
-def emit(kind: EventKind, unit: str, phase: Phase, nbytes: int = 0, by: Travelling | None = None) -> None:
+def emit(kind: EventKind, unit: str, phase: Phase, nbytes: int = 0, way: str = "") -> None:
     """Tells every observer, in the thread in which it happened."""
-    event = Event(kind, unit, phase, nbytes, "" if by is None else by.way)
+    event = Event(kind, unit, phase, nbytes, way)
     for observer in tuple(observers):
         observer(event)
 

@@ -122,17 +122,25 @@ class SegmentPolicy:
             return self.grad or master
         return self.param or master
 
-    def dtypes(self, master: torch.dtype, reduce: torch.dtype) -> SegmentDtypes:
-        """Returns all dtypes, given that to reduce in."""
-        param = self.param or master
+    def dtypes(self, master: torch.dtype, widest: torch.dtype | None) -> SegmentDtypes:
+        """Returns all dtypes.
+
+        Args:
+            master: The master dtype.
+            widest: To reduce in at least, where the sharded gradients' dtype decides; None for any.
+        """
+        if not is_castable(master):
+            return SegmentDtypes.full(master)
+        param, reduce = self.param or master, self.reduced_in(master)
+        if self.follows_grad and widest is not None:
+            reduce = torch.promote_types(reduce, widest)
         arriving: torch.dtype | None = param
         if self.follows_grad and self.keeps_reduced:
             arriving = None
         elif self.follows_grad and self.grad is not None and self.grad.itemsize < param.itemsize:
             arriving = self.grad
-        return SegmentDtypes(
-            master, param, reduce, reduce if self.keeps_reduced else self.grad or master, arriving
-        )
+        grad = reduce if self.keeps_reduced else self.grad or master
+        return SegmentDtypes(master, param, reduce, grad, arriving)
 
 
 def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) -> list[SegmentDtypes]:
@@ -149,16 +157,7 @@ def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) 
         if trains and policy.follows_grad:
             own = policy.reduced_in(master)
             widest[master] = torch.promote_types(widest.get(master, own), own)
-    found = []
-    for master, policy, _ in segments:
-        if not is_castable(master):
-            found.append(SegmentDtypes.full(master))
-            continue
-        reduce = policy.reduced_in(master)
-        if policy.follows_grad:
-            reduce = torch.promote_types(reduce, widest.get(master, reduce))
-        found.append(policy.dtypes(master, reduce))
-    return found
+    return [policy.dtypes(master, widest.get(master)) for master, policy, _ in segments]
 
 
 def _overridden(param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:

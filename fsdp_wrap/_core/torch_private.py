@@ -119,31 +119,23 @@ PURPOSES = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
     "torch.serialization._get_layout": "is admitted when metadata are unpickled",
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
-    "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": (
-        "lets torch's functions for state dicts find our wrapper, in `compat`"
-    ),
-    "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper, in `compat`",
+    "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": "finds ours",
+    "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper",
     "torch.distributed.fsdp._common_utils._FSDPDeviceHandle": "what a wrapper's `_device_handle` is",
-    "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers",
     "torch.distributed.fsdp._flat_param": "the named tuples and enums of flat parameters and handles",
     "torch.distributed.fsdp._flat_param._ShardParamInfo": "what of a parameter lies in this rank's shard",
-    "torch.distributed.fsdp._runtime_utils": "where programs find helpers of the wrapper, in `compat`",
-    "torch.distributed.fsdp._runtime_utils._lazy_init": "answers for our wrappers, in `compat`",
-    "torch.distributed.fsdp._runtime_utils._post_backward_final_callback": (
-        "answers for our wrappers, in `compat`"
-    ),
-    "torch.distributed.fsdp._runtime_utils._reshard": "answers for our wrappers, in `compat`",
-    "torch.distributed.fsdp._runtime_utils._root_pre_forward": "answers for our wrappers, in `compat`",
-    "torch.distributed.fsdp._traversal_utils": "where programs find helpers of the wrapper, in `compat`",
-    "torch.distributed.fsdp._traversal_utils._get_fsdp_handles": "answers for our wrappers, in `compat`",
+    "torch.distributed.fsdp._runtime_utils": "where programs find helpers of the wrapper",
+    "torch.distributed.fsdp._runtime_utils._lazy_init": "answers for our wrappers",
+    "torch.distributed.fsdp._runtime_utils._post_backward_final_callback": "answers for our wrappers",
+    "torch.distributed.fsdp._runtime_utils._reshard": "answers for our wrappers",
+    "torch.distributed.fsdp._runtime_utils._root_pre_forward": "answers for our wrappers",
+    "torch.distributed.fsdp._traversal_utils": "where programs find helpers of the wrapper",
+    "torch.distributed.fsdp._traversal_utils._get_fsdp_handles": "answers for our wrappers",
     "torch.distributed.fsdp._traversal_utils._get_fsdp_states": "finds the wrappers of both libraries",
-    "torch.distributed.fsdp._unshard_param_utils": (
-        "where programs find helpers of the wrapper, in `compat`"
-    ),
-    "torch.distributed.fsdp._unshard_param_utils._unshard_params": "answers for our wrappers, in `compat`",
-    "torch.distributed.fsdp._unshard_param_utils._unshard_params_for_summon": (
-        "answers for our wrappers, in `compat`"
-    ),
+    "torch.distributed.fsdp._unshard_param_utils": "where programs find helpers of the wrapper",
+    "torch.distributed.fsdp._unshard_param_utils._unshard_params": "answers for our wrappers",
+    "torch.distributed.fsdp._unshard_param_utils._unshard_params_for_summon": "answers for our wrappers",
     "torch.distributed.fsdp._fully_shard": "the names of FSDP2, which `compat` leaves alone or rebinds",
     "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": "tells programs of a unit's mesh",

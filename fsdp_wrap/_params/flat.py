@@ -133,7 +133,7 @@ class FlatLayout(Layout):
         with torch.inference_mode(False):
             firsts = [*chain.from_iterable(self._firsts)]
             self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
-        self._resides = not sharded and not (offload and self._accelerator is not None)
+        self._resides = not sharded and not self.offloaded
         self._take_over(slots)
 
     def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -132,5 +132,7 @@ class Reduction:
     def abandon(self) -> None:
         """Waits, and drops what was to be reduced."""
         self._pending.wait()
+        if self._over_replicas is not None:
+            self._over_replicas.wait()
         for segment in self._segments:
             segment.gradients.drop()

@@ -144,6 +144,7 @@ class Layout(ABC):
         full_numel: Elements of the unsharded buffer, padding included: a multiple of the ranks.
         in_place: Whether the buffer that travels is the unsharded one.
         shard_numel: Elements of this rank's part.
+        offloaded: Whether the shard is in host memory, and gathers copy it to an accelerator.
         noted_numel: How many at the end of each part hold what `note_used` notes.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         leaves: The leaves that were made last.
@@ -188,6 +189,7 @@ class Layout(ABC):
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
         self._accelerator = accelerator_of(communicator.device)
+        self.offloaded = offload and self._accelerator is not None
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
 

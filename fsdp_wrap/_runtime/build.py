@@ -131,6 +131,8 @@ def assemble_unit(module: nn.Module, contents: Contents, spec: UnitSpec) -> Unit
     communicator, replicas = spec.communicators()
     samples = sample([slot.param for slot in segment] for segment in segments)
     lenders = REGISTRY.borrow(contents)
+    for lender in lenders:
+        lender.lend()
     layouts = [
         spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
         for number, segment in enumerate(segments)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fsdp_wrap._comm import lane_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
     EventKind,
@@ -82,6 +83,8 @@ class Schedule:
         communicators = [each for unit in self._units for each in communicators_of(unit)]
         self._communicators = dict.fromkeys(communicators)
         self.device = communicators[0].device if communicators else torch.device("cpu")
+        handles = [unit.handle for unit in self._units if unit.handle is not None]
+        self._offloads = any(layout.offloaded for handle in handles for layout in handle.layouts)
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
@@ -193,6 +196,12 @@ class Schedule:
                 unit.restart()
                 if unit.options.reshard_after_forward:
                     unit.reshard(Phase.FORWARD)
+        if self._offloads:
+            self._await_copies()
+
+    def _await_copies(self) -> None:
+        """Waits until gathers have copied shards from host memory, which the user may write to now."""
+        lane_of(self.device, "gather").finish()
 
     def _prefetch_forward(self, unit: Unit) -> None:
         expected, options = self._order.next_in_forward(), unit.options
@@ -220,9 +229,7 @@ class Schedule:
         self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
             self._abandon_backward()
-        if self._event is not None:
-            self._event.wait()
-            self._event = None
+        self._await_event()
         for unit in self._units:
             handle = unit.handle
             if handle is None:
@@ -238,6 +245,12 @@ class Schedule:
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
+
+    def _await_event(self) -> None:
+        """Lets the computation wait for the event of `wait_for`, if there is one."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.wait()
 
     def _hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and were not hooked before."""
@@ -413,6 +426,8 @@ class Schedule:
         if self.ending.automatic:
             self._make_room()
             self.ending.finish()
+        if self._offloads:
+            self._await_copies()
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
@@ -454,6 +469,7 @@ class Schedule:
             if handle.state is HandleState.SHARDED:
                 handle.follow_replaced()
                 unit.follow_mode()
+        self._await_event()
         unit.gather(Phase.IDLE)
         unit.hold()
 
@@ -496,7 +512,7 @@ class Schedule:
         self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
-        """Lets the next iteration begin after an event on another stream."""
+        """Lets the next iteration, or gather by hand, begin after an event on another stream."""
         self._event = event
 
     def reset(self) -> None:

@@ -138,7 +138,7 @@ class Unit:
         initial: InitialValues | None = None,
     ) -> None:
         self._module = weakref.ref(module, self._dissolve)
-        self._keeps = module if parts else None  # what holds parts together is held by nobody else
+        self._keeps = module if parts else None  # for what holds parts together is held by nobody else
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
         self._held = False
@@ -175,6 +175,15 @@ class Unit:
     def moves_to(self, module: nn.Module) -> None:
         """Lets another module hold the unit: a wrapper."""
         self._module = weakref.ref(module, self._dissolve)
+
+    @property
+    def lends(self) -> bool:
+        """Whether it keeps its module."""
+        return self._keeps is not None
+
+    def lend(self) -> None:
+        """Lets other units, which may outlive its module, use its parameters."""
+        self._keeps = self.module
 
     def _dissolve(self, _: object) -> None:
         """Lets go of everything when the module has gone: the units of a tree know each other."""
@@ -267,7 +276,7 @@ class Unit:
         freed = self.options.reshards_after_backward and self.schedule.syncs
         handle.gather(lasting=phase is Phase.IDLE or not freed)
         if observers:
-            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator)
+            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator.way)
         return True
 
     def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
@@ -295,7 +304,7 @@ class Unit:
         reduction.issue(phase, self.schedule.iteration)
         nbytes = handle.start_reduction(sums, options.counts_unused)
         if observers:
-            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator)
+            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator.way)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and hands on its result."""

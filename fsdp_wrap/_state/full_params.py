@@ -87,17 +87,25 @@ def summon_full_params(
 def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
     """Shows the full parameters that units use; after an exception inside, nothing is written back."""
     summoned: list[Unit] = []
-    kept = False
-    try:
+    with _taken_back(summoned, writeback):
         for unit in units:
             summoned += summon(unit, how)
         with _all_or_none(summoned if how.rank0_only and writeback else ()):
             yield
             if writeback:
                 _take_edits(summoned)
+
+
+@contextmanager
+def _taken_back(units: Iterable[Unit], writeback: bool) -> Iterator[None]:
+    """Takes full parameters back at the end, with the edits that were noted if nothing was raised."""
+    kept = False
+    try:
+        yield
         kept = writeback
     finally:
-        _release(summoned, kept)
+        for handle in handles_of(units):
+            handle.dismiss(kept)
 
 
 @contextmanager
@@ -109,9 +117,7 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
         _agree(units, False)
         raise
     if not _agree(units, True):
-        raise RuntimeError(
-            "an exception ended summon_full_params(rank0_only=True) on another rank: no edit is kept"
-        )
+        raise RuntimeError("another rank left summon_full_params by an exception: no edit is written back")
 
 
 def _agree(units: Sequence[Unit], fine: bool) -> bool:
@@ -174,24 +180,15 @@ def dismiss(units: Sequence[Unit], writeback: bool) -> None:
     Raises:
         ValueError: If a parameter was replaced by one of another shape or dtype.
     """
-    kept = False
-    try:
+    with _taken_back(units, writeback):
         if writeback:
             _take_edits(units)
-        kept = writeback
-    finally:
-        _release(units, kept)
 
 
 def _take_edits(units: Iterable[Unit]) -> None:
     for unit in units:
         if unit.handle is not None:
             unit.handle.take_edits(f"{unit.fqn}." if unit.fqn else "")
-
-
-def _release(units: Iterable[Unit], writeback: bool) -> None:
-    for handle in handles_of(units):
-        handle.dismiss(writeback)
 
 
 def refuse_summoned(units: Iterable[Unit], doing: str) -> None:

@@ -354,10 +354,7 @@ def settled_units(module: nn.Module, doing: str) -> list[Unit]:
         hidden = isinstance(child.__dict__.get(name), torch.Tensor)
         foreign = hidden if param is None else is_owned(param) and not isinstance(param, FlatParameter)
         if foreign and (child, name) not in owned:
-            raise ValueError(
-                f"{doing} needs whole units, but '{fqn}' belongs to a unit around this module: pass the "
-                "wrapped module itself"
-            )
+            raise ValueError(f"'{fqn}' belongs to a unit around this module: pass that one to {doing}")
     return units
 
 
@@ -399,12 +396,8 @@ def unsharded(value: Any) -> Any:
 
     def write(full: torch.Tensor) -> None:
         for shard in value.local_shards():
-            part = full
-            for dim, (offset, size) in enumerate(
-                zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
-            ):
-                part = part.narrow(dim, offset, size)
-            part.copy_(shard.tensor)
+            bounds = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
+            full[tuple(slice(first, first + size) for first, size in bounds)].copy_(shard.tensor)
 
     return assemble(metadata.size, metadata.tensor_properties.dtype, [value._process_group], write)
 
@@ -419,7 +412,13 @@ def is_first_rank(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Announced:
-    """A tensor of the first rank, which travels by itself."""
+    """A tensor of the first rank, which travels by itself.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        own: The tensor, on the first rank.
+    """
 
     shape: torch.Size
     dtype: torch.dtype

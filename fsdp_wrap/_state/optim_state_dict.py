@@ -56,7 +56,7 @@ def sharded_optim_state_dict(
         ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
     """
     names = originals_of(model, optim, "optim_state_dict()")
-    held = _held(names, optim, state_dict, or_initial=True)
+    held = _held(names, optim, state_dict, initial=True)
     state = {
         fqn: {key: _kept(value, to_host) for key, value in entry.items()}
         for fqn, entry in held.pieces.items()
@@ -188,11 +188,11 @@ def _held(
     names: Originals,
     optim: torch.optim.Optimizer,
     state_dict: Mapping[str, Any] | None,
-    or_initial: bool = False,
+    initial: bool = False,
 ) -> _Held:
     saved = state_dict or optim.state_dict()
     groups = groups_of(names, optim, saved)
-    states = saved["state"] or (_initial_state(optim, groups) if or_initial else {})
+    states = saved["state"] or (_initial_state(optim, groups) if initial else {})
     params = {key: originals for group in groups for key, originals in group.params.items()}
     keys = {original.fqn: key for key, originals in params.items() for original in originals}
     pieces = {

@@ -586,7 +586,7 @@ class Nobody:
 def test_looks_during_a_wait(limit, warns_at, ends_at):
     clock, nobody = Clock(), Nobody(limit)
     with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
-        pending = _watch.InFlight([clock], _watch.Watch(nobody, torch.device("cpu"), nobody))
+        pending = _watch.Works(_watch.Watch(nobody, torch.device("cpu"), nobody), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:
             pending.wait()
     assert max(clock.limits) <= 1.0
@@ -798,7 +798,7 @@ class Late:
 @ranks(1)
 def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size, error):
     positions = _positions.positions_of(dist.group.WORLD)
-    pending = _watch.InFlight([Late(error)], _watch.Watch(dist.group.WORLD, torch.device("cpu"), positions))
+    pending = _watch.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [Late(error)])
     if error is None:
         pending.wait()
     else:

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_wrap
 from bed.paths import ROOT, TESTS
 from fsdp_wrap import FullyShardedDataParallel
+from fsdp_wrap._runtime import Unit
 
 FRONTS = {
     "original": partial(FullyShardedDataParallel, use_orig_params=True),
@@ -30,7 +31,9 @@ FRONTS = {
     "fully_shard": fsdp_wrap.fully_shard,
 }
 # Python functions that a step may call for one more unit of four parameters, and for one more parameter.
-MOST = {"original": (142, 2), "flat": (141, 2), "fully_shard": (146, 2)}
+MOST = {"original": (126, 2), "flat": (125, 2), "fully_shard": (128, 2)}
+# Those that make the parameters of a unit usable.
+MOST_TO_UNSHARD = {"original": 14, "flat": 14, "fully_shard": 16}
 
 
 class Sum(nn.Module):
@@ -48,16 +51,22 @@ class Sum(nn.Module):
         return x
 
 
-def calls_of_a_step(front: str, units: int, params: int) -> int:
-    """Counts the calls of Python functions in one step; on the CPU backward runs in this thread as well."""
+def calls_of_a_step(front: str, units: int, params: int) -> tuple[int, int]:
+    """Counts the calls of Python functions in one step; on the CPU backward runs in this thread as well.
+
+    Returns:
+        All of them, and those that the first unshard of a unit takes.
+    """
     model: Any = nn.Sequential(*(FRONTS[front](Sum(params)) for _ in range(units)))
     model = FRONTS[front](model)
     x = torch.randn(8, 8)
-    calls = 0
+    calls, first, last = 0, 0, 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
+        nonlocal calls, first, last
         calls += event == "call"
+        if frame.f_code is Unit.unshard.__code__ and not last:
+            first, last = (calls, 0) if event == "call" else (first, calls)
 
     for _ in range(6):  # by then positions have found whom they look for
         model(x).sum().backward()
@@ -68,7 +77,7 @@ def calls_of_a_step(front: str, units: int, params: int) -> int:
     model(x).sum().backward()
     sys.setprofile(None)
     gc.enable()
-    return calls
+    return calls, last - first + 1
 
 
 def main() -> None:
@@ -88,18 +97,18 @@ def main() -> None:
 
 
 @cache
-def counted() -> dict[str, int]:
+def counted() -> dict[str, tuple[int, int]]:
     command = [sys.executable, __file__]
     environment = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
+    found: dict[str, tuple[int, int]] = json.loads(done.stdout)
     return found
 
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_calls_per_unit_and_parameter_are_few(front):
-    small, more, wider = (counted()[f"8 {front} {size}"] for size in ("2 4", "6 4", "6 16"))
+    small, more, wider = (counted()[f"8 {front} {size}"][0] for size in ("2 4", "6 4", "6 16"))
     per_unit, per_param = (more - small) / 4, (wider - more) / 6 / 12
     most_per_unit, most_per_param = MOST[front]
     assert per_unit <= most_per_unit
@@ -108,10 +117,17 @@ def test_calls_per_unit_and_parameter_are_few(front):
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_calls_per_unit_do_not_grow_with_units_or_ranks(front):
-    few = (counted()[f"8 {front} 6 4"] - counted()[f"8 {front} 2 4"]) / 4
-    many = (counted()[f"8 {front} 24 4"] - counted()[f"8 {front} 6 4"]) / 18
+    calls = {size: calls for size, (calls, _) in counted().items()}
+    few = (calls[f"8 {front} 6 4"] - calls[f"8 {front} 2 4"]) / 4
+    many = (calls[f"8 {front} 24 4"] - calls[f"8 {front} 6 4"]) / 18
     assert many == pytest.approx(few, rel=0.02)
-    assert counted()[f"1024 {front} 24 4"] == pytest.approx(counted()[f"8 {front} 24 4"], rel=0.02)
+    assert calls[f"1024 {front} 24 4"] == pytest.approx(calls[f"8 {front} 24 4"], rel=0.02)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_an_unshard_takes_few_calls(front):
+    taken = [unshard for size, (_, unshard) in counted().items() if f" {front} " in size]
+    assert max(taken) <= MOST_TO_UNSHARD[front]
 
 
 if __name__ == "__main__":

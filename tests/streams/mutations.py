@@ -1,9 +1,10 @@
 """Removes every wait, event and stream switch of the package, one at a time, and shows that it is missed.
 
-    python tests/streams/mutations.py [--table FILE]
+    python tests/streams/mutations.py [--only PART_OF_A_PATH]
 
-Each removal runs the programs of `programs.py`, in a process of its own over a copy of the package, until the
-simulation objects. What nobody misses is superfluous, or no program needs it: the script fails.
+Each removal runs the programs of `tests/stream_programs.py`, in a process of its own over a copy of the
+package, until the simulation objects. What nobody misses is superfluous, or no program needs it: the script
+fails.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def objection(place: Place) -> str:
         os.close(read)
         try:
             told = _first_objection(folder, place.scope == _NET)
-        except BaseException:  # noqa: BLE001  # a child that must not go on
+        except BaseException:  # a child that must not go on
             told = traceback.format_exc(limit=1)
         os.write(write, told.encode()[:2000])
         os._exit(0)
@@ -123,7 +124,7 @@ def objection(place: Place) -> str:
 def _first_objection(folder: Path, drops: bool) -> str:
     sys.path[:0] = [str(folder), str(ROOT / "tests"), str(ROOT / "tests" / "streams")]
     from bed.accelerator import run_simulated
-    from programs import PROGRAMS
+    from stream_programs import PROGRAMS
 
     for records in (False, True):
         for name, (size, program) in PROGRAMS.items():

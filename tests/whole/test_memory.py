@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -217,6 +218,22 @@ def test_a_part_outlives_its_model(rank, world_size, front):
         part.train(training)
         part(torch.ones(1, 512)).sum().backward()
     assert any(param.grad is not None for param in part.parameters())
+
+
+@each_front
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+@ranks(2)
+def test_a_borrower_outlives_the_lender(rank, world_size, front, copied):
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"table": nn.Embedding(4, 6), "head": nn.Linear(6, 4, bias=False)})
+    net["head"].weight = net["table"].weight
+    expected = net["head"](torch.ones(1, 6)).detach()
+    for name in ("table", "head"):
+        net[name] = shard(front, net[name])
+    head = (copy.deepcopy(net) if copied else net)["head"]
+    del net
+    gc.collect()
+    torch.testing.assert_close(head(torch.ones(1, 6)), expected)
 
 
 @pytest.mark.parametrize("front", ["orig", "composable"])

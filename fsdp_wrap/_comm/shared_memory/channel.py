@@ -263,8 +263,7 @@ class Channel:
         Raises:
             RuntimeError: In a fork.
         """
-        if os.getpid() != self._process:
-            self.check_process()
+        self.check_process()
         number = self.next_number
         self.next_number = number + 1
         self.board.post(number, kind, nbytes, begin)
@@ -278,7 +277,12 @@ class Channel:
             )
 
     def show(self, tensor: torch.Tensor, in_place: bool) -> int:
-        """Returns where others may read a tensor, or a copy of it, once that is posted, as the next."""
+        """Returns where others may read a tensor, or a copy of it, once that is posted, as the next.
+
+        Raises:
+            RuntimeError: In a fork.
+        """
+        self.check_process()  # whose writes would reach its parent
         number, nbytes = self.next_number, tensor.nbytes
         slot = number % _SLOTS
         if nbytes <= _SLOT and self.board.is_over(self._shown[slot]):

@@ -149,8 +149,7 @@ class SharedMemory(Memory):
         self._free = [(mmap.PAGESIZE, _LEAST)]  # sorted; those that are adjacent lie in several maps
         self._taken: dict[int, int] = {}  # from where to where
         self._posted: dict[int, list[IsRead]] = {}
-        self._unread: list[int] = []  # given back, but somebody may read still
-        self._ended: deque[int] = deque()  # leases that ended, whenever that was
+        self._given_back: deque[int] = deque()  # which somebody may read still
 
     @property
     def door(self) -> int:
@@ -163,7 +162,7 @@ class SharedMemory(Memory):
         Raises:
             RuntimeError: If there is none, and the host does not allow more.
         """
-        if self._unread or self._ended:
+        if self._given_back:
             self._collect()
         nbytes += -nbytes % mmap.PAGESIZE
         for index, (begin, end) in enumerate(self._free):
@@ -200,22 +199,17 @@ class SharedMemory(Memory):
 
     def give_back(self, begin: int) -> None:
         """Ends this process's use of a piece."""
-        if begin in self._posted:
-            self._unread.append(begin)
-        else:
-            self._release(begin, self._taken.pop(begin))
+        self._given_back.append(begin)
 
     def _collect(self) -> None:
         """Frees what was given back and has been read since."""
-        while self._ended:
-            self.give_back(self._ended.popleft())
-        waiting, self._unread = self._unread, []
-        for begin in waiting:
-            if all(is_read() for is_read in self._posted[begin]):
-                del self._posted[begin]
+        for _ in range(len(self._given_back)):
+            begin = self._given_back.popleft()
+            if all(is_read() for is_read in self._posted.get(begin, ())):
+                self._posted.pop(begin, None)
                 self._release(begin, self._taken.pop(begin))
             else:
-                self._unread.append(begin)
+                self._given_back.append(begin)
 
     def _release(self, begin: int, end: int) -> None:
         if end > _KEPT:
@@ -237,7 +231,7 @@ class SharedMemory(Memory):
 
     def lease(self, nbytes: int) -> Lease:
         """Returns the right to use a piece, with its header, which is given back when that ends."""
-        return Lease(self.take(HEADER + nbytes), self._ended.append)
+        return Lease(self.take(HEADER + nbytes), self._given_back.append)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Returns the offset of the piece in use that a buffer's tensor lies in; None if in none."""

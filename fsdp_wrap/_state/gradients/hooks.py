@@ -205,8 +205,8 @@ def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
     needed = sorted((handle.communicator if _is_sharded(handle) else handle.replicas).members)
     if named != needed:
         raise ValueError(
-            f"the hook has to average the gradients of {unit.name} over ranks {needed}, but its state has "
-            f"{named}: make the state with their group, or where units differ write a hook that chooses"
+            f"the hook has to average the gradients of {unit.name} over ranks {needed}, but its state "
+            f"has ranks {named}: make it with their group, or where units differ write a hook that chooses"
         )
 
 

@@ -74,9 +74,7 @@ class ShardedGradScaler(GradScaler):
         if isinstance(outputs, torch.Tensor):
             return super().scale(outputs).to(outputs.dtype)
         if not isinstance(outputs, Iterable):
-            raise ValueError(
-                f"scale() takes a tensor or an iterable of tensors, not {type(outputs).__name__}"
-            )
+            raise ValueError(f"scale takes a tensor or an iterable of tensors, not {type(outputs).__name__}")
         scaled = map(self.scale, outputs)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 

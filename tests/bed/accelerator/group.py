@@ -59,11 +59,12 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
         self._issued += 1
         if simulation is not None:
             part = Part((self.pg_name, self._issued), self._rank, self._world_size, work, data)
-            simulation.collective(what, part, tree_leaves(reads), tree_leaves(writes))
+            over = simulation.collective(what, part, tree_leaves(reads), tree_leaves(writes))
         with self._lock:
             meeting = self._meetings.setdefault(self.pg_name, _Meeting(self._world_size))
         meeting.come(self._rank, data, work)
-        return threaded.ret_work(None)
+        # An event has the one method of a work that is called: `wait`, an order to the current stream.
+        return over if simulation is not None and simulation.group_has_stream else threaded.ret_work(None)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._run("all_gather", threaded.AllGather(), (outputs, inputs), inputs, outputs)
@@ -106,7 +107,11 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
         nothing = torch.zeros(0)
         return self._run("barrier", threaded.Broadcast(0), [nothing], [], [])
 
-    def getBackendName(self) -> str:  # noqa: N802
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def getBackendName(self) -> str:
         return BACKEND
 
 

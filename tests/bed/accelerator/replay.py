@@ -1,8 +1,8 @@
 """What was done once in the order of the program, done again in orders that an accelerator might choose.
 
-The device's memory is apart from the program's, and poisoned whenever it is allocated or freed. Each queue does
-its actions in turn, as soon or as late as the events allow. What the host reads, and what is there in the end,
-must have the bits that the program has seen.
+The device's memory is apart from the program's, and poisoned whenever it is allocated or freed. Each queue
+does its actions in turn, as soon or as late as the events allow. What the host reads, and what is there in
+the end, must have the bits that the program has seen.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ class Simulation(Accelerator):
         faults: What it objects to.
         host_waits: What the host waited for: by what, and where.
         actions: All that was done, in the order of the program.
+        group_has_stream: Whether process groups run collectives on a stream of their own.
         recording: What can be done again in another order, if that was asked for.
 
     Args:
@@ -54,6 +55,8 @@ class Simulation(Accelerator):
     def __init__(self, records: bool = False) -> None:
         self.faults: list[str] = []
         self.host_waits: list[str] = []
+        super().__init__(torch.device("cpu"))
+        self.group_has_stream = False
         self.actions: list[Action] = []
         self.recording = Recording(self._block) if records else None
         self._host_clock: Clock = {}
@@ -158,14 +161,16 @@ class Simulation(Accelerator):
         self.host_waits.append(f"{what} ({self._where()})")
 
     def act(
-        self, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], queue: str | None = None
+        self,
+        what: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        queue: str | None = None,
     ) -> Action:
         """Notes one action, on the current stream if no other queue is given."""
         return self._act(what, [*map(self._region, reads)], [*map(self._region, writes)], queue)
 
-    def _act(
-        self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None
-    ) -> Action:
+    def _act(self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None) -> Action:
         stream = self._current[-1]
         clock = self._host_clock if queue == HOST else stream.clock
         queue = queue or stream.name
@@ -213,15 +218,22 @@ class Simulation(Accelerator):
             self.faults.append(f"{call.name} ({self._where()}) mixes memory of the host and of the device")
         later = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         if not later or not all(block.pinned for block in of_host):
-            self.host_waits_for(stream.clock, f"{call.name} {'from' if call.read else 'to'} the host")
+            way = "to" if any(self._block(each).on_host for each in call.written) else "from"
+            self.host_waits_for(stream.clock, f"{call.name} {way} the host")
 
-    def collective(self, what: str, part: Part, reads: Any, writes: Any) -> None:
-        """Notes this rank's part in a collective, which runs on the current stream."""
+    def collective(self, what: str, part: Part, reads: Any, writes: Any) -> Event:
+        """Notes this rank's part in a collective; returns what tells that it is over."""
         if self.recording is not None:
             part.data = self.recording.describe(part.data)
-        action = self.act(what, reads, writes)
+        stream = self.current_stream()
+        if self.group_has_stream:
+            before, stream = stream, self.stream("group")
+            stream.wait_stream(before)
+        with stream:
+            action = self.act(what, reads, writes)
         if self.recording is not None:
             self.recording.parts[action] = part
+        return stream.record_event()
 
     def read_by_host(self, tensor: torch.Tensor, what: str) -> None:
         """Notes that the host looks at a tensor's numbers."""
@@ -230,7 +242,8 @@ class Simulation(Accelerator):
         if not on_host:
             self.host_waits_for(self._current[-1].clock, what)
         if self.recording is not None:
-            self.recording.add_read(action, tensor)
+            with self.aside():
+                self.recording.add_read(action, tensor)
 
     # memory
 
@@ -317,9 +330,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._simulation = simulation
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._simulation.is_aside or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **kwargs)

@@ -28,9 +28,7 @@ class Stream:
         host_waits: Called with a clock that the host waits for, and by what.
     """
 
-    def __init__(
-        self, name: str, current: list[Stream], host_waits: Callable[[Clock, str], None]
-    ) -> None:
+    def __init__(self, name: str, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
         self.name, self.clock = name, Clock()
         self._current, self._host_waits = current, host_waits
 

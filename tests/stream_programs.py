@@ -17,8 +17,9 @@ from bed.accelerator import Simulation
 from fronts import FRONTS, inner, no_sync, shard
 from fsdp_wrap import CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap.comm_hooks import bf16_compress_hook, compress
+from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
 from fsdp_wrap.in_place_gradients import set_gradients_in_place
+from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 Program = Callable[[int, Simulation], None]
@@ -37,7 +38,9 @@ class Layer(nn.Module):
         self.checkpoints = checkpoints
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (checkpoint(self._compute, x, use_reentrant=False) if self.checkpoints else self._compute(x))
+        if self.checkpoints:
+            return x + checkpoint(self._compute, x, use_reentrant=False)
+        return x + self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).tanh())
@@ -139,7 +142,7 @@ def _by_hand(rank: int, device: Simulation) -> None:
         with side:
             optimizer.step()
             model.set_post_optim_event(side.record_event())
-    model(batch(rank, 0))  # waits for the last step
+    model(batch(rank, 0))  # waits for the last step, as an unshard by hand does
 
 
 def _kept_within_a_host(rank: int, device: Simulation) -> None:
@@ -160,7 +163,9 @@ class _Gather:
 
 
 class _Reduce(_Gather):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
@@ -181,7 +186,7 @@ def _hooked_on_a_stream(rank: int, device: Simulation) -> None:
 
 def _comm_hook(rank: int, device: Simulation, **options: Any) -> None:
     model = wrapped("orig", **options)
-    model.register_comm_hook(None, bf16_compress_hook)
+    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
     train(model, rank, device)
 
 
@@ -233,6 +238,40 @@ def _in_place(rank: int, device: Simulation) -> None:
     train(model, rank, device)
 
 
+def _clips(rank: int, device: Simulation, norm_type: float) -> None:
+    model = wrapped("orig")
+    for step in range(2):
+        model(batch(rank, step)).square().sum().backward()
+        model.clip_grad_norm_(0.1, norm_type)
+
+
+def _scales(rank: int, device: Simulation) -> None:
+    model, scaler = wrapped("orig"), ShardedGradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(rank, step)).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _summons(rank: int, device: Simulation, offload: bool, rank0_only: bool) -> None:
+    """The full parameters and gradients, which are edited."""
+    model = wrapped("orig", cpu_offload=CPUOffload(offload))
+    model(batch(rank, 0)).square().sum().backward()
+    with FSDP.summon_full_params(model, True, True, rank0_only, with_grads=True):
+        for param in model.parameters() if rank == 0 or not rank0_only else ():
+            param.data.mul_(0.5)
+            param.grad.mul_(2)
+    train(model, rank, device, steps=1)
+
+
+def _group_with_a_stream(rank: int, device: Simulation) -> None:
+    """As where a process group runs collectives on a stream of its own, and its works order them."""
+    device.group_has_stream = True
+    _states(rank, device, "orig", offload=False)
+
+
 OFFLOAD, BF16 = CPUOffload(offload_params=True), MixedPrecision(torch.bfloat16, torch.float32)
 NO_SHARD = ShardingStrategy.NO_SHARD
 
@@ -264,5 +303,12 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "comm_hook-no_shard": (2, partial(_comm_hook, sharding_strategy=NO_SHARD)),
     "compressed": (2, _compressed),
     "in_place": (2, _in_place),
+    "clips": (2, partial(_clips, norm_type=2.0)),
+    "clips-inf": (2, partial(_clips, norm_type=float("inf"))),
+    "scales": (2, _scales),
+    "summons": (2, partial(_summons, offload=False, rank0_only=False)),
+    "summons-first": (2, partial(_summons, offload=False, rank0_only=True)),
+    "summons-offload": (2, partial(_summons, offload=True, rank0_only=False)),
+    "group_with_a_stream": (2, _group_with_a_stream),
 }
 """By name: on how many ranks, and what each does."""

@@ -1,4 +1,4 @@
-"""The simulation itself: what it objects to, in programs of a few lines, among them the known faults of others."""
+"""What the simulation objects to, in programs of a few lines; among them the known faults of others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""Options crossed on a simulated accelerator, as `test_options.py` crosses them on the CPU."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+from bed.accelerator import run_simulated
+from scenario import COMPOSABLE_SPACE, HYBRID_COMPOSABLE_SPACE, HYBRID_SPACE, SPACE, check, draw, name_of
+
+_SPACES = {"wrapper": SPACE, "composable": COMPOSABLE_SPACE}
+_HYBRID = {"wrapper": HYBRID_SPACE, "composable": HYBRID_COMPOSABLE_SPACE}
+
+
+def _draws(space, number, seed):
+    generator = random.Random(seed)
+    return [draw(space, generator) for _ in range(number)]
+
+
+def _check(scenario, size, records):
+    """Trains with nothing but the training on the device, and compares with a plain model beside it."""
+
+    def program(rank, device):
+        check(scenario, rank, size, partial(device.aside))
+
+    run_simulated(size, program, records, seeds=1)
+
+
+FAST = [each for number, space in enumerate(_SPACES.values()) for each in _draws(space, 8, number)]
+
+
+@pytest.mark.parametrize("scenario", FAST, ids=name_of)
+def test_options_drawn(scenario):
+    _check(scenario, 2, records=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front", _SPACES)
+@pytest.mark.parametrize("part", range(20))
+def test_many_options_drawn(front, part):
+    for scenario in _draws(_SPACES[front], 10, 1000 + part):
+        _check(scenario, 2, records=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front", _HYBRID)
+@pytest.mark.parametrize("part", range(10))
+def test_many_hybrid_options_drawn(front, part):
+    for scenario in _draws(_HYBRID[front], 5, 2000 + part):
+        _check(scenario, 4, records=True)
