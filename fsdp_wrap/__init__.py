@@ -4,12 +4,15 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
-from fsdp_wrap._core import (
+from fsdp_wrap._core import Event, EventKind, Phase, observe_events, record_events
+from fsdp_wrap._core import __version__ as __version__
+from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._state import iter_full_optim_state, iter_full_params, param_aliases, set_gradients_in_place
+from fsdp_wrap.api import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
-    Event,
-    EventKind,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -19,20 +22,14 @@ from fsdp_wrap._core import (
     OffloadPolicy,
     OptimStateDictConfig,
     OptimStateKeyType,
-    Phase,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    observe_events,
-    record_events,
 )
-from fsdp_wrap._core import __version__ as __version__
-from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp_wrap._params import FlatParameter, IntervalTensor
-from fsdp_wrap._state import iter_full_optim_state, iter_full_params, param_aliases, set_gradients_in_place
+from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel

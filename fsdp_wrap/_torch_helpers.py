@@ -24,11 +24,12 @@ __all__: list[str] = []
 
 
 def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
-    return ours.model_state(model, _prefixes(info), info) if info.handle_model else {}
+    return ours.model_state(model, info.submodule_prefixes or None, info) if info.handle_model else {}
 
 
 def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]:
-    return ours.optim_state(model, optimizers, _prefixes(info), info) if info.handle_optim else {}
+    prefixes = info.submodule_prefixes or None
+    return ours.optim_state(model, optimizers, prefixes, info) if info.handle_optim else {}
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
@@ -39,10 +40,6 @@ def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -
 def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
     if info.handle_optim:
         ours.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
-
-
-def _prefixes(info: Any) -> set[str] | None:
-    return info.submodule_prefixes or None
 
 
 _OURS: dict[str, Callable[..., Any]] = {

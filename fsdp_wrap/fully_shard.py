@@ -121,10 +121,11 @@ def fully_shard(
     check_tensors(contents, "apply it to model.parameters() after fully_shard")
     dims = {slot.param: _dim_of(slot, shard_placement_fn, ranks.shard.size) for slot in slots}
     policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, mp_policy) for slot in slots}
+    inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     options = UnitOptions(
         reshard_after_forward=reshard_after_forward is not False,
         keeps_as_root=not reshard_after_forward,
-        casts=_casts_of(mp_policy),
+        casts=InputCasts(inputs, inputs, outputs=mp_policy.output_dtype),
         reshards_within=_kept_within(reshard_after_forward, ranks.shard, device, shared_memory is not False),
     )
     move([named for named in contents.tensors() if not named[1].is_meta], device)
@@ -246,8 +247,3 @@ def _kept_within(
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None
     return make_communicator(neighbours(shard, reshard_after_forward), device, shared_memory)
-
-
-def _casts_of(policy: MixedPrecisionPolicy) -> InputCasts:
-    inputs = policy.param_dtype if policy.cast_forward_inputs else None
-    return InputCasts(inputs, inputs, outputs=policy.output_dtype)
