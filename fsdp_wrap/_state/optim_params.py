@@ -181,9 +181,12 @@ def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[
 
     Raises:
         Exception: As optimizers raise, if they would not take it.
-        ValueError: If a parameter is given twice or is not the model's.
+        ValueError: If a parameter is given twice or is not the model's, or a group has none.
     """
-    optim = torch.optim.Optimizer(module.parameters() if optim_input is None else optim_input, {})
+    try:
+        optim = torch.optim.Optimizer(module.parameters() if optim_input is None else optim_input, {})
+    except KeyError as error:
+        raise ValueError(f"a parameter group of optim_input has no {error}") from error
     refuse_shared(module, [optim])
     return [replace(group, options=None) for group in groups_of(names, optim, optim.state_dict())]
 

@@ -280,7 +280,8 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
 
 
 def _make_local(unit: Unit, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
-    for name, _ in owned_names(_wrapped(unit), [unit]):
+    into = None if unit.lends else _not_a_unit  # a unit below may use what this one owns
+    for name, _ in owned_names(_wrapped(unit), [unit], into):
         state_dict.pop(prefix + name, None)
     for handle in handles_of([unit]):
         for layout in handle.layouts:
@@ -292,6 +293,10 @@ def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> Int
     start = handle.communicator.rank * layout.shard_numel
     spread = Spread(handle.held_by, 0, layout.shard_numel)
     return IntervalTensor(torch.Size([layout.numel]), start, shard, spread=spread)
+
+
+def _not_a_unit(module: nn.Module) -> bool:
+    return UNIT_ATTR not in module.__dict__
 
 
 def _wrapped(unit: Unit) -> nn.Module:
@@ -325,7 +330,7 @@ def begin_load(
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
-    for name, _ in owned_names(_wrapped(unit), [unit], into=lambda child: UNIT_ATTR not in child.__dict__):
+    for name, _ in owned_names(_wrapped(unit), [unit], _not_a_unit):
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
     wrapped = f"{prefix}{WRAPPED_ATTR}."

@@ -184,7 +184,7 @@ def test_what_is_no_input_of_an_optimizer(rank, world_size):
         (TypeError, "param_group must be a dict", [*groups(model), shift]),
         (TypeError, "one of the params is str", ["shift"]),
         (ValueError, "empty parameter list", []),
-        (KeyError, "params", [{"lr": 3}]),
+        (ValueError, "a parameter group of optim_input has no .params.", [{"lr": 3}]),
         (ValueError, "not one of the model's", Net().parameters()),
         (ValueError, r"'shift'.* occurs twice .*\(rank \d\)", twice),
     ):
