@@ -26,8 +26,6 @@ from fsdp_wrap._runtime import (
 from fsdp_wrap._state import deepcopy_wrapper
 from fsdp_wrap.forward_methods import register_forward_method
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "run_as_unit", "share_comm_ctx"]
-
 _Self = TypeVar("_Self", bound="FSDPModule")
 
 

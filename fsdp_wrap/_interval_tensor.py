@@ -1,7 +1,5 @@
 """The path of `IntervalTensor` that older pickles name."""
 
-from fsdp_wrap._params import IntervalTensor, rebuild_interval_tensor
-
-__all__ = ["IntervalTensor"]
+from fsdp_wrap._params import rebuild_interval_tensor
 
 _rebuild = rebuild_interval_tensor

@@ -32,12 +32,6 @@ from fsdp_wrap._core import (
 from fsdp_wrap._params import FlatParameterLayout, Layout, SliceLayout
 from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions
 
-__all__ = [
-    "Settings",
-    "ShowsSettings",
-    "resolve_ignored",
-]
-
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 

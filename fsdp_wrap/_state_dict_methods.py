@@ -40,9 +40,6 @@ from fsdp_wrap._state import (
     wants_result,
 )
 
-__all__ = ["OptimStateDictMethods", "StateDictMethods", "drop_stale_loads"]
-
-
 _deferred: ContextVar[bool] = ContextVar("fsdp_wrap_deferred", default=False)
 """Whether the running load is written back only at its end."""
 

@@ -20,8 +20,6 @@ from fsdp_wrap._core.torch_private import torch_gathers
 from fsdp_wrap._core.torch_private import torch_state_dict as theirs
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
 
-__all__: list[str] = []
-
 
 def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
     return ours.model_state(model, info.submodule_prefixes or None, info) if info.handle_model else {}

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from fsdp_wrap._core.torch_private import default_store
 
-__all__ = ["Agreement"]
-
 
 class Agreement:
     """What the ranks of one group must have alike.

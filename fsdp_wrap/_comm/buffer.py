@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Buffer", "ResidentBuffer"]
-
 
 class Buffer:
     """A 1-D tensor whose memory comes and goes while views of it stay valid objects.

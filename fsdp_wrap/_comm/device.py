@@ -11,16 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Accelerator",
-    "accelerator_of",
-    "check_present",
-    "device_of",
-    "device_type_for",
-    "resolve_device",
-    "simulating",
-]
-
 
 class Accelerator:
     """A device that computes beside the host: its streams, and memory of the host that it copies by itself.

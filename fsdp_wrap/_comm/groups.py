@@ -18,19 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_wrap._comm.device import device_type_for
 from fsdp_wrap._core.torch_private import all_groups
 
-__all__ = [
-    "Ranks",
-    "default_group",
-    "default_mesh",
-    "group_of",
-    "groups_by_host",
-    "is_destroyed",
-    "mesh_over",
-    "neighbours",
-    "ranks_in",
-    "time_limit",
-]
-
 _Made = TypeVar("_Made")
 
 

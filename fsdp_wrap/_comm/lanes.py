@@ -9,8 +9,6 @@ import torch
 
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 
-__all__ = ["Finished", "Lane", "Pending", "Then", "lane_of"]
-
 
 class Pending(Protocol):
     """Something issued that may still be running."""

@@ -14,8 +14,6 @@ from fsdp_wrap._comm.device import check_present
 from fsdp_wrap._comm.groups import Ranks, default_group, groups_by_host, ranks_in
 from fsdp_wrap._core import ShardingStrategy
 
-__all__ = ["HYBRID_STRATEGIES", "Ranks", "ShardMesh", "ranks_of", "resolve_mesh"]
-
 HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard over some ranks and replicate over others."""
 

@@ -25,8 +25,6 @@ from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.objects import as_transport
 from fsdp_wrap._comm.process_group import Fill, GroupCommunicator, Tensors
 
-__all__ = ["ExchangeCommunicator", "Messages", "exchange_gather", "exchange_reduce"]
-
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
 _IN_VAIN = "a rank died before all of its messages had come"
 

@@ -12,17 +12,6 @@ import torch.distributed as dist
 
 from fsdp_wrap._core.torch_private import AllgatherOptions, ReduceScatterOptions, default_device_of
 
-__all__ = [
-    "GATHER",
-    "TO_GATHER",
-    "TRANSPORTED",
-    "all_gather_object",
-    "all_gather_single",
-    "as_transport",
-    "broadcast_object",
-    "reduce_scatter_single",
-]
-
 # Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
 GATHER, _REDUCE = (
     ("all_gather_single", "reduce_scatter_single")

@@ -39,8 +39,6 @@ from fsdp_wrap._comm.agreement import Agreement
 from fsdp_wrap._core import Phase
 from fsdp_wrap._core.torch_private import default_store
 
-__all__ = ["GroupPositions", "Note", "Tree", "UnitPositions", "positions_of"]
-
 _ENTRY = struct.Struct("<Q235pIB")  # as `_Entry`
 _write = _ENTRY.pack_into
 _RING = 32  # the latest collectives of a group

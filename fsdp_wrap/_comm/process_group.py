@@ -31,17 +31,6 @@ from fsdp_wrap._comm.objects import (
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 from fsdp_wrap._comm.watch import InFlight, Watch, Works, WorksWithoutLimit
 
-__all__ = [
-    "SUM",
-    "Fill",
-    "FillPart",
-    "Op",
-    "Tensors",
-    "Communicator",
-    "GroupCommunicator",
-    "SoloCommunicator",
-]
-
 Tensors = list[torch.Tensor]
 Fill = Callable[[], object]
 FillPart = Callable[[torch.Tensor], object]

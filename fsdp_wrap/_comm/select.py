@@ -22,8 +22,6 @@ from fsdp_wrap._comm.positions import positions_of
 from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, SoloCommunicator
 from fsdp_wrap._core import Seam, __version__
 
-__all__ = ["SAME_SETTINGS", "between_any", "make_communicator", "shared_memory_between"]
-
 _LEAST_EXCHANGED = 1 << 20
 """Bytes. By `benchmarks/collectives.py` messages win from here on, at 2 to 8 ranks. Two ranks gain below as
 well if they come at the same time, but lose by looking out for each other if not (see `Watch`)."""

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from fsdp_wrap._comm.groups import time_limit
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 
-__all__ = ["InFlight", "Watch", "Works", "WorksWithoutLimit", "deaths_told"]
-
 _FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
 _FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
 _LATER_LOOKS = 1.0

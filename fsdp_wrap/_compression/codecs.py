@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
-__all__ = ["BLOCK", "CODECS", "Codec", "ExactTail"]
-
 BLOCK = 128
 """So many consecutive numbers share a scale."""
 

@@ -18,8 +18,6 @@ from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import require_idle, units_in
 from fsdp_wrap._state import compression, handles_of
 
-__all__ = ["CompressedTransport", "compress"]
-
 _FEWEST = 1024
 """Of shards with fewer elements, the saved bytes would not pay for the kernels."""
 

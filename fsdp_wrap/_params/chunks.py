@@ -11,8 +11,6 @@ import torch
 from fsdp_wrap._core import ParamSlot
 from fsdp_wrap._params.layout import Extent, alignment_of, round_up
 
-__all__ = ["Cut", "cut_all", "only_rows"]
-
 
 @dataclass(frozen=True)
 class Cut(Extent):

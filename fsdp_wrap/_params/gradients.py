@@ -24,8 +24,6 @@ from fsdp_wrap._core import SegmentDtypes
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import Layout
 
-__all__ = ["Gradients"]
-
 _GRAD, _LAYOUT, _STRIDED = attrgetter("grad"), attrgetter("layout"), {torch.strided}
 
 _NOTHING = -0.0

@@ -21,8 +21,6 @@ from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
-__all__ = ["WRITTEN", "HandleState", "ParamHandle"]
-
 _NOTHING = Finished()
 WRITTEN = methodcaller("written")
 """What changes when the sharded parameters of a layout are written to, as that tells it."""

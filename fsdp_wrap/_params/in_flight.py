@@ -13,9 +13,6 @@ import torch
 from fsdp_wrap._comm import Buffer, Communicator, Finished, Pending
 from fsdp_wrap._params.segment import Segment
 
-__all__ = ["KeptParameters", "NotedReduction", "ReduceScatter", "Reduction", "Transport"]
-
-
 ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 """Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
 

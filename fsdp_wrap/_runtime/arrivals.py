@@ -7,8 +7,6 @@ from enum import Enum
 
 from torch import nn
 
-__all__ = ["Arrivals", "Progress"]
-
 
 class Progress(Enum):
     """How far a unit's part of the running backward of its tree is."""

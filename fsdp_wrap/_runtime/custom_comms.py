@@ -13,8 +13,6 @@ from fsdp_wrap._comm import Buffer, Communicator, Pending, Then, accelerator_of,
 from fsdp_wrap._core import OtherCommsError
 from fsdp_wrap._params import ParamHandle
 
-__all__ = ["CustomTransport", "hook_on_stream", "refuse_custom_comms", "use_comms"]
-
 
 def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
     """Lets a unit gather or reduce by an object of the user's.

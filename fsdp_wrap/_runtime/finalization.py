@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime.unit import Unit
 
-__all__ = ["BackwardEnd"]
-
 
 class BackwardEnd:
     """Who ends the backwards of a tree: each its own final callback, a later one's, or the user.

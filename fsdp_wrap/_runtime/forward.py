@@ -24,8 +24,6 @@ from fsdp_wrap._runtime.refusals import refuse_edits
 from fsdp_wrap._runtime.schedule import Schedule, schedule_of
 from fsdp_wrap._runtime.unit import Copies, Unit, Use
 
-__all__ = ["prepared_inputs", "run_forward"]
-
 
 def run_forward(
     unit: Unit,

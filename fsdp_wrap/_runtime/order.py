@@ -11,8 +11,6 @@ from fsdp_wrap._core import Phase
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
-__all__ = ["ExecOrder", "OrderCheck"]
-
 
 class ExecOrder:
     """Order of the last outermost forward.

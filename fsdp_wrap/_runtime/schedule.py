@@ -40,8 +40,6 @@ from fsdp_wrap._runtime.refusals import ParametrizationGuard, refuse_changes, re
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
 from fsdp_wrap._runtime.unit import Unit, Use, units_in
 
-__all__ = ["Schedule", "require_idle", "schedule_of"]
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 

@@ -28,23 +28,13 @@ from fsdp_wrap._core import (
     observers,
     walk,
 )
-from fsdp_wrap._core.torch_private import graph_task, will_execute
+from fsdp_wrap._core.torch_private import will_execute
 from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 if TYPE_CHECKING:
     from fsdp_wrap._runtime.same_model import InitialValues
     from fsdp_wrap._runtime.schedule import Schedule
-
-__all__ = [
-    "FULL_PRECISION_IN_EVAL",
-    "Copies",
-    "Unit",
-    "UnitOptions",
-    "Use",
-    "graph_task",
-    "units_in",
-]
 
 Copies = Sequence[Sequence[torch.Tensor]]
 """Of the leaves, by segment."""

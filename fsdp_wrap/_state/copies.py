@@ -13,8 +13,6 @@ from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import REGISTRY, Unit, refuse_pieces, schedule_of, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 
-__all__ = ["deepcopy_wrapper"]
-
 Wrapper = TypeVar("Wrapper", bound=nn.Module)
 
 

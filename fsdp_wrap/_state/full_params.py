@@ -14,19 +14,6 @@ from fsdp_wrap._params import HandleState, ParamHandle, Summoning
 from fsdp_wrap._runtime import Unit, refuse_replaced, require_idle, units_in
 from fsdp_wrap._state.originals import handles_of, used_by
 
-__all__ = [
-    "dismiss",
-    "full_units",
-    "is_summoned",
-    "original_buffers",
-    "refuse_hidden",
-    "refuse_summoned",
-    "settle",
-    "sharded_handles",
-    "summon",
-    "summon_full_params",
-]
-
 _EVERYWHERE = Summoning()
 
 

@@ -24,24 +24,6 @@ from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
 from fsdp_wrap._state.originals import Originals, handles_of, owned_places
 
-__all__ = [
-    "FirstRank",
-    "FullParams",
-    "FullValue",
-    "check_budget",
-    "copier",
-    "full_values",
-    "is_first_rank",
-    "is_sharded",
-    "iter_full_params",
-    "offloaded",
-    "param_aliases",
-    "settled_units",
-    "stream",
-    "unsharded",
-]
-
-
 _SMALL, _BATCH = 2**16, 2**20
 """Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
 

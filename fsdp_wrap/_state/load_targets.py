@@ -32,8 +32,6 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
 
-__all__ = ["ReadsOnAccess", "Targets", "copies_values"]
-
 _PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
     NormBase._load_from_state_dict,  # adds a count that old versions lack

@@ -16,8 +16,6 @@ from fsdp_wrap._state.optim_params import given_groups, groups_of, originals_of,
 from fsdp_wrap._state.optim_pieces import State
 from fsdp_wrap._state.originals import Original, Originals
 
-__all__ = ["load_optim_state_dict"]
-
 _NEVER_ELEMENTWISE = frozenset({"step"})
 """Names of state that torch's optimizers count with, for parameters without dimensions."""
 

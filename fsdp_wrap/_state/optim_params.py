@@ -17,17 +17,6 @@ from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._runtime import require_idle, units_in
 from fsdp_wrap._state.originals import Original, Originals
 
-__all__ = [
-    "Group",
-    "given_groups",
-    "groups_of",
-    "options_of",
-    "originals_of",
-    "refuse_shared",
-    "same_values",
-    "saved_options",
-]
-
 
 @dataclass(frozen=True)
 class Group:

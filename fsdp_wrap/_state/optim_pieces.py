@@ -16,8 +16,6 @@ from fsdp_wrap._state.full_values import FullValue, copier, stream
 from fsdp_wrap._state.optim_params import rank
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 
-__all__ = ["State", "agreed", "refitted"]
-
 State = dict[str, Any]
 
 

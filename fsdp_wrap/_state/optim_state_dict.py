@@ -25,13 +25,6 @@ from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, option
 from fsdp_wrap._state.optim_pieces import State, agreed
 from fsdp_wrap._state.originals import Original, Originals
 
-__all__ = [
-    "full_optim_state_dict",
-    "iter_full_optim_state",
-    "rekey_optim_state_dict",
-    "sharded_optim_state_dict",
-]
-
 # saving
 
 

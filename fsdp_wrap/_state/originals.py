@@ -15,8 +15,6 @@ from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Spread
 from fsdp_wrap._runtime import Unit, units_in
 
-__all__ = ["Original", "Originals", "handles_of", "originals_in", "owned_names", "owned_places", "used_by"]
-
 
 def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
     """Returns the handles of the units that have one."""

@@ -51,8 +51,6 @@ from fsdp_wrap._state.full_values import full_values, is_first_rank, offloaded, 
 from fsdp_wrap._state.load_targets import copies_values
 from fsdp_wrap._state.originals import Original, handles_of, originals_in, owned_names, owned_places, used_by
 
-__all__ = ["begin_load", "resolve_settings", "take_state_dict", "taking", "to_load", "wants_result"]
-
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),

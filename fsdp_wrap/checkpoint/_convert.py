@@ -19,8 +19,6 @@ from fsdp_wrap.checkpoint._saving import Save
 from fsdp_wrap.checkpoint._storage import allocated, read, write_file
 from fsdp_wrap.checkpoint._team import ALONE
 
-__all__ = ["export", "from_torch_file", "to_torch_file"]
-
 
 def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
     """Writes model and optimizer state, full, as one file that `torch.load(weights_only=True)` reads.

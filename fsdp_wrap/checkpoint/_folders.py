@@ -31,22 +31,6 @@ from fsdp_wrap.checkpoint._manifest import (
     sync,
 )
 
-__all__ = [
-    "begun",
-    "clean_up",
-    "complete_before",
-    "find",
-    "lack_of",
-    "latest",
-    "place_of",
-    "publish",
-    "shows",
-    "step_folder",
-    "steps_in",
-    "sum_of_manifest",
-    "unseen_in",
-]
-
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})(?:\.[0-9a-f]+)?\.(partial|replaced|deleted)")
 _LOOKS, _PAUSE = 3, 0.1  # what another host has made is there, unless the file system is slow to show it

@@ -32,8 +32,6 @@ from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
 from fsdp_wrap.checkpoint._storage import allocated, read, unpacked
 from fsdp_wrap.checkpoint._team import Team
 
-__all__ = ["Loaded", "load", "refuse", "verified"]
-
 
 class Loaded(dict[str, Any]):
     """The extras of a checkpoint by name, and where they come from.

@@ -24,21 +24,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_wrap._core.torch_private import StorageInfo, get_layout
 
-__all__ = [
-    "MANIFEST",
-    "METADATA",
-    "DamagedCheckpoint",
-    "Fault",
-    "Manifest",
-    "durable",
-    "entries_of",
-    "listed",
-    "read_metadata",
-    "sync",
-    "told",
-    "verify",
-]
-
 MANIFEST, METADATA = "manifest.json", ".metadata"
 _CHUNK = 2**22
 

@@ -32,8 +32,6 @@ from fsdp_wrap._state import (
 )
 from fsdp_wrap.checkpoint._manifest import durable, sync
 
-__all__ = ["export_safetensors", "import_safetensors", "read_safetensors", "write_safetensors"]
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 

@@ -26,8 +26,6 @@ from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
 from fsdp_wrap.checkpoint._storage import CheckedWriter, rank_of
 from fsdp_wrap.checkpoint._team import Team
 
-__all__ = ["PendingSave", "Save", "async_save", "save", "wait_for_pending"]
-
 _log = logging.getLogger(__name__)
 
 

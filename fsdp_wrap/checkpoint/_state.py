@@ -34,8 +34,6 @@ from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
-__all__ = ["Optimizers", "Subject", "may_refuse", "set_random_state", "staged"]
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 

@@ -31,8 +31,6 @@ from fsdp_wrap._core.torch_private import StorageWriterTransforms, load_state_di
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 from fsdp_wrap.checkpoint._team import Team
 
-__all__ = ["CheckedWriter", "allocated", "packed", "rank_of", "read", "unpacked", "write_file"]
-
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 

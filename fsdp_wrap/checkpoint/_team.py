@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fsdp_wrap._comm import Watch, positions_of
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, listed
 
-__all__ = ["ALONE", "Team"]
-
 T = TypeVar("T")
 
 

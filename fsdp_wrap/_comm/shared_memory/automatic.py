@@ -24,8 +24,6 @@ from fsdp_wrap._comm.shared_memory.rendezvous import (
 )
 from fsdp_wrap._comm.shared_memory.two_level import TwoLevelCommunicator
 
-__all__ = ["AutomaticCommunicator"]
-
 _LEAST_POOLED = 1 << 16
 """Bytes: less comes from the C library as fast, and is copied as fast as it is noted where it lies."""
 

@@ -21,8 +21,6 @@ import torch
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, SharedMemory
 from fsdp_wrap._comm.shared_memory.signals import Life, wait_until, wake
 
-__all__ = ["LENDER", "Board", "Channel", "Kind", "Peer", "Readers"]
-
 LENDER = 0
 """The rank whose memory is lent (`_comm/shared_memory/lending.py`)."""
 

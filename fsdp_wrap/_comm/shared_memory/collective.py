@@ -8,8 +8,6 @@ from collections.abc import Callable
 from fsdp_wrap._comm.shared_memory.channel import Channel
 from fsdp_wrap._comm.watch import InFlight, Watch
 
-__all__ = ["Collective", "Room"]
-
 _PAUSE = 0.001  # seconds between looks for room
 
 

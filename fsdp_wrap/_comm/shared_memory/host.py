@@ -24,8 +24,6 @@ from fsdp_wrap._comm.shared_memory.lending import Lending
 from fsdp_wrap._comm.shared_memory.memory import Lease, SharedBuffer
 from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, number_of_dispatch_modes
 
-__all__ = ["HostCommunicator"]
-
 _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.PRODUCT: torch.mul,

@@ -13,8 +13,6 @@ import torch
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Channel, Kind, Readers
 from fsdp_wrap._comm.shared_memory.memory import HEADER, Lease, SharedBuffer
 
-__all__ = ["Lending", "Lent"]
-
 _NOT_TAKEN, _TAKEN, _RETURNED = range(3)
 
 

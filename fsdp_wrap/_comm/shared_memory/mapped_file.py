@@ -14,8 +14,6 @@ import os
 import weakref
 from bisect import bisect_right
 
-__all__ = ["Descriptor", "MappedFile"]
-
 _FIXED = 0x10  # MAP_FIXED: in the place of what is mapped there
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: else the kernel may count all of the map as used
 _FAILED = ctypes.c_void_p(-1).value

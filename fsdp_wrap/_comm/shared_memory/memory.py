@@ -25,17 +25,6 @@ import torch
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor, MappedFile
 
-__all__ = [
-    "HEADER",
-    "Lease",
-    "Memory",
-    "PeerMemory",
-    "PrivateMap",
-    "SharedBuffer",
-    "SharedMemory",
-    "own_memory",
-]
-
 HEADER = mmap.PAGESIZE
 """Bytes before those of a buffer's piece, where its users leave word."""
 

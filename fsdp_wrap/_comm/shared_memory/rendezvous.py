@@ -24,8 +24,6 @@ from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
 from fsdp_wrap._comm.watch import InFlight, Watch
 from fsdp_wrap._core.torch_private import default_store
 
-__all__ = ["Exchange", "can_share", "find_hosts", "open_channel", "ranks_on_each"]
-
 
 @dataclass(frozen=True)
 class _Address:

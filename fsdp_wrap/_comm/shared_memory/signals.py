@@ -14,8 +14,6 @@ import time
 
 from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor
 
-__all__ = ["Life", "require_futex", "wait_until", "wake"]
-
 _FUTEX = 202  # of x86-64: others do not promise to show writes in their order
 _WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
 _LOOKING = 100e-6  # seconds: about what it takes to wake up

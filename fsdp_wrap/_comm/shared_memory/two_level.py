@@ -19,8 +19,6 @@ from fsdp_wrap._comm.objects import as_transport
 from fsdp_wrap._comm.process_group import Fill, Tensors
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 
-__all__ = ["TwoLevelCommunicator"]
-
 
 class TwoLevelCommunicator(ExchangeCommunicator):
     """Gathers and reduces in two steps, of which the second is issued when a result is waited for.

@@ -26,8 +26,6 @@ from fsdp_wrap._state.gradients.norms import (
     scale,
 )
 
-__all__ = ["GradientNorms"]
-
 
 class GradientNorms:
     """The norms of a wrapper's gradients.

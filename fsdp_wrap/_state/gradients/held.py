@@ -19,8 +19,6 @@ from fsdp_wrap._params import ParamHandle, Segment, held_by_this_rank
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 
-__all__ = ["HeldGradients", "Share"]
-
 _TRAINS, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
 _BASE = operator.attrgetter("grad._base")
 _GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")

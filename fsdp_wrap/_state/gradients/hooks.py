@@ -21,19 +21,6 @@ from fsdp_wrap._core import OtherCommsError, Seam
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 
-__all__ = [
-    "DefaultState",
-    "LowPrecisionState",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "compress",
-    "compression",
-    "fp16_compress_hook",
-    "reduce_scatter_hook",
-    "register_comm_hook",
-    "set_gradients_in_place",
-]
-
 _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 # ready-made

@@ -19,17 +19,6 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm
 from fsdp_wrap._state.gradients.held import Share
 
-__all__ = [
-    "accumulation_dtype",
-    "by_kind",
-    "merged",
-    "over_ranks",
-    "power",
-    "powers_and_presence",
-    "root",
-    "scale",
-]
-
 _GROUP = attrgetter("group")
 
 _ROW = 2**16

@@ -11,8 +11,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from fsdp_wrap._comm import Ranks, check_present, make_communicator
 
-__all__ = ["ShardedGradScaler"]
-
 
 class ShardedGradScaler(GradScaler):
     """A `torch.amp.GradScaler` for gradients of which each rank holds a part.
