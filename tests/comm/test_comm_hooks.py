@@ -351,7 +351,7 @@ def test_ready_made_hooks_need_the_ranks_of_every_unit(rank, world_size, library
     names = str(dist.get_process_group_ranks(near)).replace("[", r"\[").replace("]", r"\]")
     with pytest.raises(ValueError, match=rf"root unit .* over ranks {names}, .* has ranks \[0, 1, 2, 3\]"):
         model.register_comm_hook(hooks.LowPrecisionState(dist.group.WORLD), hook)
-    with pytest.raises(ValueError, match=rf"unit '0' over ranks \[0, 1, 2, 3\], .* has {names}"):
+    with pytest.raises(ValueError, match=rf"unit '0' over ranks \[0, 1, 2, 3\], .* has ranks {names}"):
         model.register_comm_hook(hooks.LowPrecisionState(near), hook)
     with pytest.raises(ValueError, match="needs a DefaultState or LowPrecisionState, not None"):
         model.register_comm_hook(None, hook)
