@@ -217,8 +217,9 @@ class ParamHandle:
     def is_current(self) -> bool:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
-        lasting = self._lasting_since == steps_taken()
-        return unsharded and lasting and self.written == [*map(WRITTEN, self.layouts)]
+        if not unsharded or self._lasting_since != steps_taken() or not self.shown.untouched:
+            return False
+        return self.written == [*map(WRITTEN, self.layouts)]
 
     def _write_shards(self) -> None:
         for segment in self.segments:
