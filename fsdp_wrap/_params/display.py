@@ -41,6 +41,14 @@ class UnitDisplay:
         self.changed: list[str] = []
         self.show_sharded()
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody is known to have changed the leaves, or replaced what is shown."""
+        if self.changed:
+            return False
+        shown = self._segments if self.state is Showing.SHARDED else ()
+        return all(segment.layout.shown_sharded.is_untouched() for segment in shown)
+
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""
         if self.state is not Showing.LEAVES:

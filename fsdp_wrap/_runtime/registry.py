@@ -76,7 +76,8 @@ class Registry:
     def borrow(self, contents: Contents) -> list[Unit]:
         """Lets the owners of tied parameters show them in a unit's modules as well; returns the owners."""
         users = (self._users.get(module, ()) for _, module in contents.modules)
-        lenders = dict.fromkeys(chain.from_iterable(users))
+        # Of a unit whose module has gone nothing is left to use.
+        lenders = {unit: None for unit in chain.from_iterable(users) if unit.handle is not None}
         for fqn, place, param in contents.borrowed:
             if not self._shows(place):
                 unit, layout, index = self.owner(fqn, param)

@@ -234,8 +234,6 @@ class Schedule:
                 continue
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
                 if unit.survives:
-                    if handle.shown.state is Showing.SHARDED:
-                        refuse_changes(unit, handle)
                     continue
                 unit.reshard(Phase.FORWARD)  # kept for a backward that has not come: may be stale by now
             if handle.state is HandleState.SHARDED:

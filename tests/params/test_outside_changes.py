@@ -11,7 +11,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fronts import each_front, full_state, inner, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, StateDictType, iter_full_optim_state, iter_full_params
+from fsdp_wrap import ShardingStrategy, StateDictType, fully_shard, iter_full_optim_state, iter_full_params
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 WIDTH = 4
@@ -217,3 +217,15 @@ def test_tied_parameters_that_are_assigned_stay_tied(rank, world_size):
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     model(torch.ones(2, WIDTH)).sum().backward()
     assert model[0].weight is model[1].weight and model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["sharded", "kept"])
+@ranks(2)
+def test_what_a_module_inside_of_a_unit_gets_by_assignment_is_taken_over(rank, world_size, kept):
+    model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    model.set_reshard_after_backward(not kept)
+    x = torch.ones(2, WIDTH)
+    before = model(x)
+    before.sum().backward()
+    model[0].load_state_dict({name: 2 * value for name, value in model[0].state_dict().items()}, assign=True)
+    torch.testing.assert_close(model(x), 2 * before)

@@ -155,3 +155,16 @@ def test_what_is_tied_to_a_dtensor_is_refused(rank, world_size):
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match=r"'1\.weight' is the sharded parameter of another unit; tie"):
         shard("composable", model)
+
+
+@ranks(2)
+def test_nothing_is_borrowed_of_a_unit_whose_module_has_gone(rank, world_size):
+    shared = nn.Linear(6, 6)
+    net = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), shared)
+    whole = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    whole(torch.ones(2, 6))
+    part = net[0]  # which keeps what schedules it, and so the unit
+    del whole, net
+    other = FSDP(nn.Sequential(shared, nn.Linear(6, 6)))
+    assert not other._unit.lenders
+    part(torch.ones(2, 6)).sum().backward()
