@@ -483,9 +483,7 @@ def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
     for content in ({"not": "metadata"}, b"", b"none", b"ctorch.distributed.checkpoint.metadata\n"):
         forged(folder, content)
         for read in readers(folder, tmp_path).values():
-            with pytest.raises(
-                RuntimeError, match=r"\.metadata holds no metadata of a checkpoint"
-            ):
+            with pytest.raises(RuntimeError, match=r"\.metadata holds no metadata of a checkpoint"):
                 read()
     assert names(tmp_path) == ["run"]
 
