@@ -241,14 +241,18 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
+class _WrittenAt(pathlib.PurePosixPath):
+    """Where it was written. A class of its own: a pickle may set attributes of classes that it names."""
+
+
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): get_layout,
     ("collections", "OrderedDict"): collections.OrderedDict,
     (StorageInfo.__module__, StorageInfo.__name__): StorageInfo,
-    # Where it was written; of another system too, and from newer versions of Python.
-    **{(module, name): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    # Of another system too, and from newer versions of Python.
+    **{(module, name): _WrittenAt for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -480,6 +480,11 @@ def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
         forged(folder, f"ctorch.distributed.checkpoint.metadata\n{name}\n.".encode())
         with pytest.raises(RuntimeError, match=rf"\.metadata asks for .*\.metadata\.{name}, which"):
             read_metadata(folder)
+    # One that sets an attribute of a class that it may name.
+    forged(folder, b"cpathlib\nPurePosixPath\nN(S'name'\nS'another'\nd\x86b.")
+    with pytest.raises(RuntimeError, match="holds no metadata of a checkpoint"):
+        read_metadata(folder)
+    assert PurePosixPath("there/file").name == "file"
     for content in ({"not": "metadata"}, b"", b"none", b"ctorch.distributed.checkpoint.metadata\n"):
         forged(folder, content)
         for read in readers(folder, tmp_path).values():
