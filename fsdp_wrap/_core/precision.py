@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -210,27 +212,44 @@ NO_CASTS = InputCasts()
 """Leaves all as it is."""
 
 
+class _Holder:
+    """A module, held weakly, in copies too: one of a unit's modules holds the unit."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Holder:
+        module = self._module()
+        return self if module is None else _Holder(copy.deepcopy(module, memo))
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor | None]:
+        """The module's buffers by name; none where nobody uses the module any more."""
+        module = self._module()
+        return {} if module is None else module._buffers
+
+
 class _BufferCast:
     """One buffer in two dtypes, of which the module shows one."""
 
-    def __init__(self, buffers: dict[str, torch.Tensor | None], name: str) -> None:
-        self._buffers, self._name = buffers, name
+    def __init__(self, holder: _Holder, name: str) -> None:
+        self._holder, self._name = holder, name
         self._original: torch.Tensor | None = None
         self._cast: torch.Tensor | None = None
 
     def show_cast(self, dtype: torch.dtype) -> None:
-        shown = self._buffers.get(self._name)
+        shown = self._holder.buffers.get(self._name)
         if shown is not None and shown is not self._cast:
             self._original, self._cast = shown, shown.to(dtype)
-            self._buffers[self._name] = self._cast
+            self._holder.buffers[self._name] = self._cast
 
     def show_original(self) -> None:
         original, cast = self._original, self._cast
-        if original is None or cast is None or self._buffers.get(self._name) is not cast:
+        if original is None or cast is None or self._holder.buffers.get(self._name) is not cast:
             return
         # Compared by value: batch norm updates its statistics behind the version counters.
         original.copy_(torch.where(cast == original.to(cast.dtype), original, cast.to(original.dtype)))
-        self._buffers[self._name] = original
+        self._holder.buffers[self._name] = original
 
 
 class BufferCasts:
@@ -243,19 +262,19 @@ class BufferCasts:
         dtype: The buffer dtype; None leaves them as they are.
 
     Attributes:
-        held: What each of the modules holds, by name.
+        holders: Those modules.
         casts: Those buffers; nobody needs to call any method where there is none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._holders = 0
+        self._holds = 0
         self._computes = False
-        self.held = [module._buffers for module in modules]  # not the modules: one of them holds the unit
+        self.holders = [*map(_Holder, modules)]
         self.casts = [
-            _BufferCast(buffers, name)
-            for buffers in (self.held if dtype is not None else ())
-            for name, buffer in buffers.items()
+            _BufferCast(holder, name)
+            for holder in (self.holders if dtype is not None else ())
+            for name, buffer in holder.buffers.items()
             if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
         ]
 
@@ -277,12 +296,12 @@ class BufferCasts:
     @torch.no_grad()
     def hold_original(self) -> None:
         """Shows the buffers in their own dtype, with the values that they have now, until `release`."""
-        self._holders += 1
+        self._holds += 1
         for cast in self.casts:
             cast.show_original()
 
     def release(self) -> None:
         """Ends one `hold_original`."""
-        self._holders -= 1
-        if self._computes and not self._holders:
+        self._holds -= 1
+        if self._computes and not self._holds:
             self.show_cast()

@@ -175,8 +175,8 @@ def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
         shown = module._parameters.get(name, module.__dict__.get(name))
         if shown is not None:
             yield shown
-    for held in (held for each in units for held in each.buffers.held):
-        yield from (buffer for buffer in held.values() if buffer is not None)
+    for holder in (holder for each in units for holder in each.buffers.holders):
+        yield from (buffer for buffer in holder.buffers.values() if buffer is not None)
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:

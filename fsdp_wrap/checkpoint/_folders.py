@@ -263,7 +263,8 @@ def _claimed(parent: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # without its lock it keeps nobody from saving
+                path.unlink()
             _held.discard(path)
 
 

@@ -219,18 +219,30 @@ def read_metadata(folder: Path) -> Metadata:
     """Reads what `torch.distributed.checkpoint` knows of the folder's content.
 
     Raises:
-        RuntimeError: If it holds anything that DCP does not write there, which is not run; or if it names
-            files outside of the folder.
+        RuntimeError: If it holds anything that DCP does not write there, which is not run; if this version
+            of torch does not read it; or if it names files outside of the folder.
     """
-    with open(folder / METADATA, "rb") as file:
-        found = _Unpickler(file, folder / METADATA).load()
-    if not isinstance(found, Metadata):
-        raise RuntimeError(f"{folder / METADATA} holds no metadata of a checkpoint")
+    try:
+        with open(folder / METADATA, "rb") as file:
+            found = _Unpickler(file, folder / METADATA).load()
+        if not isinstance(found, Metadata):
+            raise TypeError(type(found).__name__)
+    except (RuntimeError, OSError):
+        raise
+    except Exception as error:  # whatever unpickling meets
+        raise RuntimeError(
+            f"{folder / METADATA} holds no metadata of a checkpoint that torch {torch.__version__} reads: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     for place in (found.storage_data or {}).values():
         name = place.relative_path
         if not isinstance(name, str) or Path(name).name != name:
             raise RuntimeError(f"{folder / METADATA} names a file outside of the folder: {name!r}")
     return found
+
+
+class _WrittenAt(pathlib.PurePosixPath):
+    """Where it was written. A class of its own: a pickle may set attributes of classes that it names."""
 
 
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
@@ -239,8 +251,8 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): get_layout,
     ("collections", "OrderedDict"): collections.OrderedDict,
     (StorageInfo.__module__, StorageInfo.__name__): StorageInfo,
-    # Where it was written; of another system too, and from newer versions of Python.
-    **{(module, name): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    # Of another system too, and from newer versions of Python.
+    **{(module, name): _WrittenAt for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
 
 

@@ -177,7 +177,7 @@ def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 def _write(directory: Path, plan: Mapping[str, Described], values: Iterator[Named]) -> None:
     """Writes all files under other names and then lets them take the place of an earlier export."""
     directory.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".", suffix=".tmp", dir=directory) as name:
+    with TemporaryDirectory(prefix=".export_safetensors.", dir=directory) as name:
         aside = Path(name)
         for file, tensors in plan.items():
             with durable(aside / file) as out:

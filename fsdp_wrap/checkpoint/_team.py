@@ -79,7 +79,7 @@ class Team:
     def on_first(self, decide: Callable[[], T]) -> T:
         """Lets the first rank decide; all get its result or raise its error."""
         value, cause = _outcome(decide) if self.is_first else (None, None)
-        answer: list[Any] = [value, cause and _portable(cause)]
+        answer: list[Any] = [value, None if cause is None else _portable(cause)]
         if self.group is not None:
             with self._collectives():
                 dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group)
@@ -90,7 +90,7 @@ class Team:
     def together(self, do: Callable[[], T]) -> T:
         """Does something on every rank and returns this rank's result; if any rank fails, all raise."""
         value, cause = _outcome(do)
-        errors = self.gather(cause and _portable(cause))
+        errors = self.gather(None if cause is None else _portable(cause))
         failures = {rank: error for rank, error in enumerate(errors) if error is not None}
         if failures:
             raise _combined(failures, self.size) from cause

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from fronts import each_front, full_state, shard
 from fsdp_wrap import ShardingStrategy, checkpoint
 from fsdp_wrap.checkpoint import __main__ as command
 from fsdp_wrap.checkpoint import _convert
+from fsdp_wrap.checkpoint._manifest import read_metadata
 from fsdp_wrap.checkpoint._state import may_refuse
 from fsdp_wrap.checkpoint._storage import CheckedWriter
 
@@ -295,6 +296,23 @@ def test_threads_of_one_process_are_told_apart(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step_00000001"]
 
 
+def test_a_claim_that_cannot_be_removed_keeps_nobody_from_saving(tmp_path, monkeypatch):
+    unlink = Path.unlink
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.name == ".saving":
+            raise PermissionError(f"{self} stays")
+        unlink(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for step in (1, 2):
+        assert checkpoint.save(tmp_path, layers()).name == f"step_{step:08}"
+    assert (tmp_path / ".saving").exists()
+    monkeypatch.undo()
+    checkpoint.save(tmp_path, layers())
+    assert not (tmp_path / ".saving").exists()
+
+
 def save_and_die(rank: int, world_size: int, path: Path, how: str, victim: int) -> str:
     """One rank is killed while it writes; returns what another one is told."""
     model = shard("orig", layers())
@@ -418,8 +436,8 @@ class Payload:
 
 
 def forged(folder: Path, metadata: object) -> None:
-    """Puts other metadata into a step folder, whose manifest knows of it."""
-    data = pickle.dumps(metadata)
+    """Puts other metadata, or other bytes, into a step folder, whose manifest knows of it."""
+    data = metadata if isinstance(metadata, bytes) else pickle.dumps(metadata)
     (folder / ".metadata").write_bytes(data)
     content = json.loads((folder / "manifest.json").read_text())
     content["files"][".metadata"] = [[0, len(data), zlib.crc32(data)]]
@@ -457,9 +475,21 @@ def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
     for read in readers(folder, tmp_path).values():
         with pytest.raises(RuntimeError, match="names a file outside of the folder: '../other/file'"):
             read()
-    forged(folder, {"not": "metadata"})
+    # What a module of torch holds beside its own classes: modules, functions, classes of others, parts.
+    for name in ("torch", "dataclass", "Sequence", "os.system", "Metadata.__init__", "TensorProperties.x"):
+        forged(folder, f"ctorch.distributed.checkpoint.metadata\n{name}\n.".encode())
+        with pytest.raises(RuntimeError, match=rf"\.metadata asks for .*\.metadata\.{name}, which"):
+            read_metadata(folder)
+    # One that sets an attribute of a class that it may name.
+    forged(folder, b"cpathlib\nPurePosixPath\nN(S'name'\nS'another'\nd\x86b.")
     with pytest.raises(RuntimeError, match="holds no metadata of a checkpoint"):
-        checkpoint.load(folder, layers())
+        read_metadata(folder)
+    assert PurePosixPath("there/file").name == "file"
+    for content in ({"not": "metadata"}, b"", b"none", b"ctorch.distributed.checkpoint.metadata\n"):
+        forged(folder, content)
+        for read in readers(folder, tmp_path).values():
+            with pytest.raises(RuntimeError, match=r"\.metadata holds no metadata of a checkpoint"):
+                read()
     assert names(tmp_path) == ["run"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations, parametrize
@@ -18,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from bed import ranks
 from bed.references import count_collectives
 from fronts import each_front, full_state, inner, shard
-from fsdp_wrap import CPUOffload, ShardingStrategy
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -286,6 +287,29 @@ def test_copy_keeps_what_users_set(rank, world_size, front):
     assert second.blocks[0]._unit.options == model.blocks[0]._unit.options != model.blocks[1]._unit.options
     assert not second.training and repr(second) == repr(model)
     assert [name for name, _ in second.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+class Shift(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("third", torch.full((WIDTH,), 1 / 3))
+
+    def forward(self, x):
+        return super().forward(x) + self.third
+
+
+@each_form
+@ranks(1)
+def test_buffers_of_a_copy_are_cast_where_modules_copy_themselves(rank, world_size, front):
+    # A GraphModule's copy gets its buffers one by one, in a dict of its own.
+    half = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = FSDP(torch.fx.symbolic_trace(Shift()), mixed_precision=half, use_orig_params=front == "orig")
+    for _ in range(2):  # before a forward and after
+        second = copy.deepcopy(model)
+        for each in (second, model):
+            each(torch.ones(2, WIDTH))
+            assert each.module.third.dtype == torch.bfloat16
+            assert torch.equal(each.state_dict()["third"], torch.full((WIDTH,), 1 / 3))
 
 
 @each_front
