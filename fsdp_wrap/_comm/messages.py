@@ -142,7 +142,7 @@ class Messages:
             if not self._thread.is_alive():
                 self._ended = True
                 if self._failure is None:
-                    self._finish()
+                    self._try_to_finish()
             elif self._is_awaited_in_vain():
                 self._ended, self._failure = True, RuntimeError(_IN_VAIN)
             elif limit is not None:
@@ -155,6 +155,12 @@ class Messages:
             for peer, work in self._works:
                 self._awaited = peer
                 work.wait()
+        except RuntimeError as error:
+            self._failure = error
+
+    def _try_to_finish(self) -> None:
+        try:
+            self._finish()
         except RuntimeError as error:
             self._failure = error
 
