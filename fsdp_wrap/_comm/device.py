@@ -1,4 +1,4 @@
-"""Chooses the device on which a unit computes, and asks it for streams, events and memory of the host."""
+"""Chooses the device on which a unit computes, and asks it for streams and for memory of the host."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -74,9 +75,10 @@ class _EventPending:
         self._accelerator.current_stream().wait_event(self._event)
         self._start = None
 
-    def __del__(self) -> None:
-        # Nobody has waited: the memory of the buffers must not be reused before.
-        if self._start is not None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Nobody has waited: the memory of the buffers must not be reused before. When the interpreter ends,
+        # it is not reused, and names of modules may be gone.
+        if self._start is not None and not ends():
             self.wait()
 
 

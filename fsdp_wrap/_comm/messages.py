@@ -118,7 +118,7 @@ class Messages:
         self._awaited = works[0][0]
         self._suspect: int | None = None
         self._ended = False
-        self._failure: RuntimeError | None = None
+        self._failure: str | None = None
         self._thread: threading.Thread | None = None
 
     def is_completed(self) -> bool:
@@ -142,13 +142,13 @@ class Messages:
             if not self._thread.is_alive():
                 self._ended = True
                 if self._failure is None:
-                    self._finish()
+                    self._try_to_finish()
             elif self._is_awaited_in_vain():
-                self._ended, self._failure = True, RuntimeError(_IN_VAIN)
+                self._ended, self._failure = True, _IN_VAIN
             elif limit is not None:
                 raise RuntimeError("the bytes are on their way still")
         if self._failure is not None:
-            raise self._failure
+            raise RuntimeError(self._failure)
 
     def _wait_for_all(self) -> None:
         try:
@@ -156,7 +156,13 @@ class Messages:
                 self._awaited = peer
                 work.wait()
         except RuntimeError as error:
-            self._failure = error
+            self._failure = str(error)
+
+    def _try_to_finish(self) -> None:
+        try:
+            self._finish()
+        except RuntimeError as error:
+            self._failure = str(error)
 
     def _is_awaited_in_vain(self) -> bool:
         """Whether a peer is dead and was so the last time: what it had sent would have come."""

@@ -269,7 +269,8 @@ class GroupCommunicator(Communicator):
             self._compare()
         try:
             if not self._on_host:
-                return lane.issue(partial(start, group))
+                # What is never waited for is held, but not the group; see __init__.
+                return lane.issue(lambda later: start(self._group, later))
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error

@@ -155,7 +155,7 @@ class InFlight(ABC):
         self._number = watch.positions.issued
         self._begin = time.monotonic()
         self._ended, self._warned = False, False
-        self._error: RuntimeError | None = None
+        self._failure: str | None = None  # not the error, which would hold the frames of who waited
 
     @abstractmethod
     def _wait_for(self, seconds: float) -> bool:
@@ -171,13 +171,15 @@ class InFlight(ABC):
             RuntimeError: If it has failed, or does not end, or a peer has issued something else.
         """
         while not self._ended:
-            if self._error is not None:
-                raise self._error
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
             try:
                 self._ended = self._wait_for(pause)
             except RuntimeError as error:
-                self._error = self._watch.failure(error)
-                raise self._error from error
+                self._failure = str(error)
+                failure = self._watch.failure(error)  # or raises what peers did
+                self._failure = str(failure)
+                raise failure from error
             if not self._ended:
                 pause = min(max(2 * pause, 2 * _FIRST_LOOK), _LATER_LOOKS)
                 pause = max(min(pause, self._look()), _LAST_LOOK)

@@ -106,11 +106,10 @@ class CustomTransport:
             buffer.allocate()
         full = [as_transport(buffer.data) for buffer in buffers]
         staged = [comm.allocate(each.size(), dtype=each.dtype, device=each.device) for each in full]
-        group = self._group
 
         def start(async_op: bool) -> list[Any]:
             fill()
-            works = []
+            works, group = [], self._group
             for source, target in zip(full, staged):
                 own = communicator.own_part(target)
                 own.copy_(communicator.own_part(source))
@@ -128,7 +127,6 @@ class CustomTransport:
         comm = self.comms.get("reduce_scatter")
         if comm is None:
             return self._communicator.reduce_scatter(shards, full)
-        group = self._group
 
         def start(_: bool) -> None:
             for shard, source in zip(shards, full):
@@ -137,7 +135,7 @@ class CustomTransport:
                     for each in (source, shard)
                 )
                 sent.copy_(source)
-                comm(output_tensor=got, input_tensor=sent, group=group, op=dist.ReduceOp.SUM)
+                comm(output_tensor=got, input_tensor=sent, group=self._group, op=dist.ReduceOp.SUM)
                 shard.copy_(got)
 
         return lane_of(self._communicator.device, "reduce").issue(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import multiprocessing
 import multiprocessing.util
@@ -14,6 +15,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +36,7 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events
 from fsdp_wrap._comm import positions as _positions
 from fsdp_wrap._comm import watch as _watch
+from fsdp_wrap._comm.messages import Messages
 from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -802,6 +805,49 @@ def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size, error):
     if error is None:
         pending.wait()
     else:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            pending.wait()
+
+
+class Broken:
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+@ranks(1)
+def test_what_has_failed_does_not_hold_the_frames_of_those_who_waited(rank, world_size):
+    """A unit keeps what has failed, and there may be much in the frames: activations, process groups."""
+    positions = _positions.positions_of(dist.group.WORLD)
+    watch = _watch.Watch(dist.group.WORLD, torch.device("cpu"), positions)
+    pending = _watch.Works(watch, [Messages([(1, Broken())], lambda rank: True)])
+
+    def forward(activations: torch.Tensor) -> str:
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    told = []
+    for _ in range(2):
+        activations = torch.ones(3)
+        told.append(forward(activations))
+        reference = weakref.ref(activations)
+        del activations
+        gc.collect()
+        assert reference() is None
+    assert "closed by peer" in told[0] and told[0] == told[1]
+
+
+@ranks(1)
+def test_what_has_failed_is_not_waited_for_again_where_peers_did_something_else(rank, world_size):
+    positions = _positions.positions_of(dist.group.WORLD)
+    watch = _watch.Watch(dist.group.WORLD, torch.device("cpu"), positions)
+    pending = _watch.Works(watch, [Late(RuntimeError("connection closed by peer"))])
+    with mock.patch.object(watch.positions, "compare_all", side_effect=RuntimeError("different units")):
+        with pytest.raises(RuntimeError, match="different units"):
+            pending.wait()
+    with mock.patch.object(pending, "_wait_for", side_effect=AssertionError):
         with pytest.raises(RuntimeError, match="closed by peer"):
             pending.wait()
 

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +22,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks, run_isolated
+from bed.accelerator import Simulation, simulations
 from fronts import FRONTS, each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._comm import select as _communicators
+from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -123,6 +127,21 @@ def on_group(front: str, group: dist.ProcessGroup) -> nn.Module:
     if front != "composable":
         return FSDP(net(), process_group=group, use_orig_params=front == "orig")
     return fully_shard(net(), mesh=dist.DeviceMesh.from_group(group, "cpu"))
+
+
+@ranks(2)
+def test_what_nobody_waits_for_does_not_hold_the_group(rank, world_size):
+    """On an accelerator it holds its buffers; a group that outlives its end can abort the process."""
+    with simulations(), Simulation().use():
+        group = dist.new_group()
+        communicator = GroupCommunicator(Ranks(group, rank, world_size), torch.device("cpu"))
+        pending = communicator.all_gather([torch.zeros(4)], lambda: None)
+        reference = weakref.ref(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert reference() is None
+        del pending
 
 
 @pytest.mark.parametrize("mesh", ["own", "default"])

@@ -252,6 +252,16 @@ def test_a_failed_exchange_stays_failed():
                 messages.wait()
 
 
+def test_an_exchange_whose_parts_cannot_be_summed_stays_failed():
+    def add():
+        raise RuntimeError("no memory for it")
+
+    messages = Messages([(1, Once())], lambda rank: True, add)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory for it"):
+            messages.wait()
+
+
 class Stuck:
     def wait(self):
         threading.Event().wait(10)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from bed.accelerator import Different, Simulation, replay, simulations
+from bed.paths import ROOT
 
 
 def _run(program, records=False):
@@ -197,3 +201,21 @@ def test_peaks_by_stream():
         assert device.end_step()[1] == {"compute": 4096 + 512, "side": 0}
 
     _run(program)
+
+
+_LEFT_AT_EXIT = """
+from unittest import mock
+import torch
+from fsdp_wrap._comm.device import Accelerator
+from fsdp_wrap._comm.lanes import StreamLane
+
+torch.accelerator.current_stream = torch.Stream = mock.MagicMock()
+torch.kept = StreamLane(Accelerator(torch.device("cuda", 0)), "gather").issue(lambda later: None)
+"""
+
+
+def test_what_is_never_waited_for_is_silent_at_exit():
+    found = subprocess.run(
+        [sys.executable, "-c", _LEFT_AT_EXIT], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not found.stderr

@@ -26,6 +26,8 @@ class Collective(InFlight):
         self._channel, self._posted, self._take = channel, number, take
 
     def _wait_for(self, seconds: float) -> bool:
+        if not self._posted:
+            raise RuntimeError("an earlier wait was interrupted while this rank took what the others posted")
         if not self._channel.arrived(self._posted, seconds):
             return False
         try:

@@ -123,9 +123,6 @@ class Simulation(Accelerator):
             self._streams[name] = Stream(name, self._current, self.host_waits_for)
         return self._streams[name]
 
-    def event(self) -> Event:
-        return Event(self._current, self.host_waits_for)
-
     def current_stream(self) -> Any:
         return self._current[-1]
 

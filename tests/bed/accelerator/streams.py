@@ -6,7 +6,6 @@ A clock tells of each queue how many of its actions come before. The queues are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 Clock = dict[str, int]
 HOST = "host"
@@ -45,10 +44,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         join(self.clock, event.clock)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._current, self._host_waits)
-        event.clock = dict(self.clock)
-        return event
+    def record_event(self) -> Event:
+        return Event(dict(self.clock), self._current, self._host_waits)
 
     def synchronize(self) -> None:
         self._host_waits(self.clock, "Stream.synchronize")
@@ -57,15 +54,11 @@ class Stream:
 class Event:
     """A point in a stream, with the methods of `torch.Event` that anybody uses."""
 
-    def __init__(self, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
-        self.clock = Clock()
-        self._current, self._host_waits = current, host_waits
+    def __init__(self, clock: Clock, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
+        self.clock, self._current, self._host_waits = clock, current, host_waits
 
-    def record(self, stream: Any = None) -> None:
-        (stream or self._current[-1]).record_event(self)
-
-    def wait(self, stream: Any = None) -> None:
-        (stream or self._current[-1]).wait_event(self)
+    def wait(self) -> None:
+        self._current[-1].wait_event(self)
 
     def synchronize(self) -> None:
         self._host_waits(self.clock, "Event.synchronize")

@@ -463,6 +463,20 @@ def test_different_collectives_are_refused(rank, world_size):
         assert all(what in str(caught.value) for what in ("ALL_GATHER of", "ALL_REDUCE of"))
 
 
+@ranks(2)
+def test_a_wait_that_was_interrupted_does_not_take_something_else(rank, world_size):
+    communicator = sharing()
+    while communicator._channel.next_number <= _channel._POSTS:  # until the board has something everywhere
+        communicator.all_gather([torch.zeros(2)], lambda: None).wait()
+    pending = communicator.all_gather([torch.ones(2)], lambda: None)
+    with mock.patch.object(communicator._channel, "read", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+    with pytest.raises(RuntimeError, match="was interrupted"):
+        pending.wait()
+    assert communicator.all_gather_object(rank) == [0, 1]
+
+
 @lends
 @ranks(2)
 def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
