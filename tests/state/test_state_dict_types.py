@@ -252,6 +252,8 @@ def test_tied_parameters_travel_by_pieces(rank, world_size, kind, name, wrap, us
     if kind is SHARDED:
         assert_equal(full(take(model, kind)), plain.state_dict())
     state = copy.deepcopy(take(model, kind))
+    if kind is LOCAL:
+        assert all(name.endswith("_flat_param") for name in state)
     model.load_state_dict(changed(plain.state_dict()))
     assert str(load(model, kind, state)) == "<All keys matched successfully>"
     assert_equal(model.state_dict(), plain.state_dict())
