@@ -431,16 +431,21 @@ def _expand_local(
             continue
         own = _flat_shard(handle, layout, torch.empty(layout.shard_numel, device="meta"))
         given = state_dict[key]
-        saved = given if isinstance(given, IntervalTensor) else own.with_piece(torch.as_tensor(given))
-        if (saved.shape, saved.start, saved.stop) == (own.shape, own.start, own.stop):
+        plain = isinstance(given, torch.Tensor) and not isinstance(given, IntervalTensor) and given.dim() == 1
+        saved = own.with_piece(given) if plain else given
+        if not isinstance(saved, IntervalTensor):
+            found = f"a {type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}"
+        elif (saved.shape, saved.start, saved.stop) == (own.shape, own.start, own.stop):
             pieces[layout] = layout.pieces(saved.piece)
             del state_dict[key]
+            continue
         else:
-            problems.append(
-                f"size mismatch for {key}: the checkpoint has elements {saved.start} to {saved.stop} of "
-                f"{saved.numel()}, this rank {own.start} to {own.stop} of {own.numel()}. A local state dict "
-                "fits only the ranks and wrapping that it was saved with; save a sharded one"
-            )
+            found = f"elements {saved.start} to {saved.stop} of {saved.numel()}"
+        problems.append(
+            f"size mismatch for {key}: the checkpoint has {found}, this rank elements {own.start} to "
+            f"{own.stop} of {own.numel()}. A local state dict fits only the ranks and wrapping that it was "
+            "saved with; save a sharded one"
+        )
     for name, original in owned_names(module, units.values()) if pieces else ():
         if original.layout in pieces:
             state_dict[prefix + name] = original.piece(pieces[original.layout][original.index])

@@ -404,6 +404,9 @@ def test_pieces_of_another_wrapping_are_refused(rank, world_size, use_orig_param
         model.load_state_dict(take(model, SHARDED))
     with pytest.raises(RuntimeError, match=r"_flat_param: .*fits only the ranks and wrapping"):
         load(model, LOCAL, take(other, LOCAL))
+    for unlike in (take(model, LOCAL)["_flat_param"].piece.view(-1, 1), None):
+        with pytest.raises(RuntimeError, match=r"_flat_param: .*fits only the ranks and wrapping"):
+            load(model, LOCAL, {"_flat_param": unlike})
     with pytest.raises(RuntimeError, match="Missing key.*stem.weight"):
         load(model, SHARDED, {})
     state = take(model, SHARDED)
