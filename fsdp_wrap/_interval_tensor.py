@@ -1,4 +1,4 @@
-"""The path of `IntervalTensor` that older pickles name."""
+"""The path that older pickles of `IntervalTensor`s name."""
 
 from fsdp_wrap._params import rebuild_interval_tensor
 

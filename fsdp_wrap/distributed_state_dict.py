@@ -6,7 +6,7 @@ instances go to torch's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -270,10 +270,11 @@ def _frozen_names(model: nn.Module) -> set[str]:
     return {name for name, source in sources if source is not None and not source.requires_grad}
 
 
-def _prefixes(model: nn.Module, submodules: Collection[nn.Module] | None) -> list[str] | None:
+def _prefixes(model: nn.Module, submodules: Iterable[nn.Module] | None) -> list[str] | None:
     if submodules is None:
         return None
-    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in submodules]
+    wanted = set(submodules)
+    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in wanted]
 
 
 def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
@@ -292,8 +293,9 @@ def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     result: dict[str, Any] = {}
     for name, announced in first.announced(dict(state_dict or {})).items():
         value = first.fetched(announced)
-        fits = name in owned and getattr(value, "shape", None) == owned[name].shape
-        result[name] = owned[name].piece_of(value) if fits else value
+        if name in owned and isinstance(value, torch.Tensor) and value.shape == owned[name].shape:
+            value = owned[name].piece_of(value)
+        result[name] = value
     return result
 
 
@@ -315,7 +317,7 @@ def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in flat.items():
         part, _, rest = path.partition(".")
         name = next((each for each in accumulate(rest.split("."), joined) if each in names), None)
-        if part not in found or name is None:
+        if part not in found or name in (None, rest):
             raise ValueError(f"'{path}' names no parameter of the model")
         found[part].setdefault(name, {})[rest[len(name) + 1 :]] = value
     groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]

@@ -57,6 +57,8 @@ def load_optim_state_dict(
     if first is not None:
         state_dict = first.announced(state_dict)
     states, saved = _read(names, state_dict)
+    if first is not None:
+        saved = first.fetched(saved)  # a learning rate may be a tensor
     pieces, others = _pieces(names, states, first)
     if optim is None:
         groups = given_groups(model, names, optim_input)

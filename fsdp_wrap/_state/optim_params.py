@@ -172,8 +172,11 @@ def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[
         Exception: As optimizers raise, if they would not take it.
         ValueError: If a parameter is given twice or is not the model's, or a group has none.
     """
+    given = module.parameters() if optim_input is None else optim_input
+    if not isinstance(given, torch.Tensor):  # optimizers change the groups that they get
+        given = [dict(each) if isinstance(each, dict) else each for each in given]
     try:
-        optim = torch.optim.Optimizer(module.parameters() if optim_input is None else optim_input, {})
+        optim = torch.optim.Optimizer(given, {})
     except KeyError as error:
         raise ValueError(f"a parameter group of optim_input has no {error}") from error
     refuse_shared(module, [optim])

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -24,6 +25,7 @@ from fsdp_wrap._core import (
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     OptimStateDictConfig,
+    Place,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
@@ -33,7 +35,9 @@ from fsdp_wrap._core import (
     check_kind,
     clean_fqn,
     joined,
+    named,
     own_modules,
+    params,
     walk,
 )
 from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread
@@ -114,6 +118,14 @@ class Taking:
         self._module, self._prefix = module, prefix
         self._last = next(reversed(destination), None)
         self._aliased: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    @cached_property
+    def names(self) -> dict[Place, list[str]]:
+        """The names in the result of what every place shows."""
+        found: dict[Place, list[str]] = {}
+        for fqn, place, _ in named(self._module, params, all_names=True):
+            found.setdefault(place, []).append(self._prefix + fqn)
+        return found
 
     def note_aliased(self, unit: Unit, to_host: bool) -> None:
         """Notes a unit's tensors, with which what was added must not share memory in the end.
@@ -213,7 +225,7 @@ def take_state_dict(
         with _replaced(unit, settings, wanted, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        _make_local(unit, destination, prefix, offload)
+        _make_local(unit, call, destination, prefix, offload)
     return destination
 
 
@@ -277,10 +289,10 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     return shard
 
 
-def _make_local(unit: Unit, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
-    into = None if unit.lends else _not_a_unit  # a unit below may use what this one owns
-    for name, _ in owned_names(_wrapped(unit), [unit], into):
-        state_dict.pop(prefix + name, None)
+def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:
+    for place in owned_places([unit]):  # some of them may be of units below
+        for name in call.names.get(place, ()):
+            state_dict.pop(name, None)
     for handle in handles_of([unit]):
         for layout in handle.layouts:
             state_dict[prefix + layout.name] = _flat_shard(handle, layout, _shard_copy(layout, offload))
@@ -419,16 +431,21 @@ def _expand_local(
             continue
         own = _flat_shard(handle, layout, torch.empty(layout.shard_numel, device="meta"))
         given = state_dict[key]
-        saved = given if isinstance(given, IntervalTensor) else own.with_piece(torch.as_tensor(given))
-        if (saved.shape, saved.start, saved.stop) == (own.shape, own.start, own.stop):
+        plain = isinstance(given, torch.Tensor) and not isinstance(given, IntervalTensor) and given.dim() == 1
+        saved = own.with_piece(given) if plain else given
+        if not isinstance(saved, IntervalTensor):
+            found = f"a {type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}"
+        elif (saved.shape, saved.start, saved.stop) == (own.shape, own.start, own.stop):
             pieces[layout] = layout.pieces(saved.piece)
             del state_dict[key]
+            continue
         else:
-            problems.append(
-                f"size mismatch for {key}: the checkpoint has elements {saved.start} to {saved.stop} of "
-                f"{saved.numel()}, this rank {own.start} to {own.stop} of {own.numel()}. A local state dict "
-                "fits only the ranks and wrapping that it was saved with; save a sharded one"
-            )
+            found = f"elements {saved.start} to {saved.stop} of {saved.numel()}"
+        problems.append(
+            f"size mismatch for {key}: the checkpoint has {found}, this rank elements {own.start} to "
+            f"{own.stop} of {own.numel()}. A local state dict fits only the ranks and wrapping that it was "
+            "saved with; save a sharded one"
+        )
     for name, original in owned_names(module, units.values()) if pieces else ():
         if original.layout in pieces:
             state_dict[prefix + name] = original.piece(pieces[original.layout][original.index])

@@ -168,7 +168,7 @@ def test_frozen_parameters_left_out_and_submodules(rank, world_size, use_orig_pa
     for functions in (ours, theirs):
         state = functions.get_model_state_dict(model, submodules={block}, options=options)
         assert_equal(state, net.blocks[1].state_dict())
-    state = ours.get_model_state_dict(model, submodules={block})
+    state = ours.get_model_state_dict(model, submodules=iter([block]))
     assert set(state) == {f"blocks.1.{name}" for name in net.blocks[1].state_dict()}
 
 
@@ -181,6 +181,13 @@ def test_what_does_not_fit(rank, world_size):
         ours.set_model_state_dict(model, {}, options=StateDictOptions(broadcast_from_rank0=True))
     with pytest.raises(ValueError, match=r"'state\.nowhere\.step' names no parameter"):
         ours.set_optimizer_state_dict(model, optimizer, {"state.nowhere.step": 1})
+    with pytest.raises(ValueError, match=r"'state\.head\.weight' names no"):
+        ours.set_optimizer_state_dict(model, optimizer, {"state.head.weight": 1})
+    first = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match=r"head\.weight.*expected a tensor"):
+        ours.set_model_state_dict(
+            model, before | {"head.weight": before["head.weight"].numpy()}, options=first
+        )
     with pytest.raises(RuntimeError, match="Missing key"):
         ours.set_model_state_dict(model, {"head.weight": before["head.weight"]})
     options = StateDictOptions(strict=False)

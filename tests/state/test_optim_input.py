@@ -223,3 +223,15 @@ def test_a_parameter_twice_in_one_optimizer(rank, world_size, use_orig_params):
     ):
         with pytest.raises(ValueError, match=r"parameter 'shift'.* occurs twice .*pass it once"):
             refused()
+
+
+@ranks(1)
+def test_groups_that_are_given_stay_as_they_are(rank, world_size):
+    model = whole(Net())
+    params = list(model.parameters())
+    optim = made_from([{"params": params}], model)
+    given, held = [{"params": tuple(params)}], optim.param_groups[0]["params"]
+    state = FSDP.full_optim_state_dict(model, optim)
+    FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, given)
+    FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, optim=optim)
+    assert given == [{"params": tuple(params)}] and optim.param_groups[0]["params"] is held

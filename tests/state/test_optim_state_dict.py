@@ -475,6 +475,15 @@ def test_whole_parameters_take_state_of_any_shape(rank, world_size):
     assert_close(model.state_dict(), plain.state_dict())
 
 
+@ranks(2)
+def test_options_that_are_tensors_come_from_the_first_rank(rank, world_size):
+    model = per_block(Net())
+    optim = torch.optim.AdamW(model.parameters(), lr=torch.tensor([0.5]), foreach=False)
+    given = FSDP.full_optim_state_dict(model, optim)
+    found = FSDP.scatter_full_optim_state_dict(given if rank == 0 else None, model, optim=optim)
+    assert torch.equal(found["param_groups"][0]["lr"], torch.tensor([0.5]))
+
+
 @each_form
 @ranks(2)
 def test_state_dicts_that_do_not_fit(rank, world_size, use_orig_params):

@@ -252,6 +252,8 @@ def test_tied_parameters_travel_by_pieces(rank, world_size, kind, name, wrap, us
     if kind is SHARDED:
         assert_equal(full(take(model, kind)), plain.state_dict())
     state = copy.deepcopy(take(model, kind))
+    if kind is LOCAL:
+        assert all(name.endswith("_flat_param") for name in state)
     model.load_state_dict(changed(plain.state_dict()))
     assert str(load(model, kind, state)) == "<All keys matched successfully>"
     assert_equal(model.state_dict(), plain.state_dict())
@@ -402,6 +404,9 @@ def test_pieces_of_another_wrapping_are_refused(rank, world_size, use_orig_param
         model.load_state_dict(take(model, SHARDED))
     with pytest.raises(RuntimeError, match=r"_flat_param: .*fits only the ranks and wrapping"):
         load(model, LOCAL, take(other, LOCAL))
+    for unlike in (take(model, LOCAL)["_flat_param"].piece.view(-1, 1), None):
+        with pytest.raises(RuntimeError, match=r"_flat_param: .*fits only the ranks and wrapping"):
+            load(model, LOCAL, {"_flat_param": unlike})
     with pytest.raises(RuntimeError, match="Missing key.*stem.weight"):
         load(model, SHARDED, {})
     state = take(model, SHARDED)
