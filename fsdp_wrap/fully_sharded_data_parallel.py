@@ -297,7 +297,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         The accumulated gradients join those of the next backward outside of it. Until then they are held
         unsharded, in memory of the size of the full model. So are the parameters of units that do not
         reshard after forward (SHARD_GRAD_OP): the next forward computes with them and gathers nothing,
-        unless they have changed. Backward outside of the context frees them.
+        unless they have changed, on all ranks alike. Backward outside of the context frees them.
 
         Raises:
             RuntimeError: If called on an instance that another one encloses.

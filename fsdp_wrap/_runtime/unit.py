@@ -167,8 +167,8 @@ class Unit:
         self._module = weakref.ref(module, self._dissolve)
 
     @property
-    def lends(self) -> bool:
-        """Whether it keeps its module."""
+    def keeps_module(self) -> bool:
+        """Whether it keeps its module, since other units use its parameters."""
         return self._keeps is not None
 
     def lend(self) -> None:

@@ -87,7 +87,7 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         buffers=copy.deepcopy(old.buffers, memo),
         parts=[copy.deepcopy(part, memo) for part in old.parts],
     )
-    if old.lends:
+    if old.keeps_module:
         new.lend()
     REGISTRY.take(memo[id(each)] for each in REGISTRY.taken_in(old.module) if id(each) in memo)
     REGISTRY.note(new, [layout.sources for layout in layouts])
