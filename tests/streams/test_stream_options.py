@@ -40,7 +40,7 @@ def test_options_drawn(scenario):
 @pytest.mark.parametrize("front", _SPACES)
 @pytest.mark.parametrize("part", range(20))
 def test_many_options_drawn(front, part):
-    for scenario in _draws(_SPACES[front], 10, 1000 + part):
+    for scenario in _draws(_SPACES[front], 4, 1000 + part):
         _check(scenario, 2, records=True)
 
 
@@ -48,5 +48,5 @@ def test_many_options_drawn(front, part):
 @pytest.mark.parametrize("front", _HYBRID)
 @pytest.mark.parametrize("part", range(10))
 def test_many_hybrid_options_drawn(front, part):
-    for scenario in _draws(_HYBRID[front], 5, 2000 + part):
+    for scenario in _draws(_HYBRID[front], 2, 2000 + part):
         _check(scenario, 4, records=True)
