@@ -19,13 +19,13 @@ def _draws(space, number, seed):
     return [draw(space, generator) for _ in range(number)]
 
 
-def _check(scenario, size, records):
+def _check(scenario, size):
     """Trains with nothing but the training on the device, and compares with a plain model beside it."""
 
     def program(rank, device):
         check(scenario, rank, size, partial(device.aside))
 
-    run_simulated(size, program, records, seeds=1)
+    run_simulated(size, program, records=True, seeds=1)
 
 
 FAST = [each for number, space in enumerate(_SPACES.values()) for each in _draws(space, 3, number)]
@@ -33,20 +33,18 @@ FAST = [each for number, space in enumerate(_SPACES.values()) for each in _draws
 
 @pytest.mark.parametrize("scenario", FAST, ids=name_of)
 def test_options_drawn(scenario):
-    _check(scenario, 2, records=True)
+    _check(scenario, 2)
+
+
+_MANY = [
+    *((_SPACES[front], 4, 1000 + part, 2) for part in range(20) for front in _SPACES),
+    *((_HYBRID[front], 2, 2000 + part, 4) for part in range(10) for front in _HYBRID),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front", _SPACES)
-@pytest.mark.parametrize("part", range(20))
-def test_many_options_drawn(front, part):
-    for scenario in _draws(_SPACES[front], 4, 1000 + part):
-        _check(scenario, 2, records=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("front", _HYBRID)
-@pytest.mark.parametrize("part", range(10))
-def test_many_hybrid_options_drawn(front, part):
-    for scenario in _draws(_HYBRID[front], 2, 2000 + part):
-        _check(scenario, 4, records=True)
+@pytest.mark.parametrize("many", range(len(_MANY)))
+def test_many_options_drawn(many):
+    space, number, seed, size = _MANY[many]
+    for scenario in _draws(space, number, seed):
+        _check(scenario, size)
