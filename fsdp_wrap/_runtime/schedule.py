@@ -87,6 +87,11 @@ class Schedule:
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
 
+    @property
+    def units(self) -> list[Unit]:
+        """Those that run in it. The root may have gone before a part that a user keeps."""
+        return [unit for unit in self._units if unit.schedule is self and not unit.gone]
+
     # forward
 
     def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> Use:

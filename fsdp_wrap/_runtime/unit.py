@@ -157,6 +157,11 @@ class Unit:
         return module
 
     @property
+    def gone(self) -> bool:
+        """Whether its module has gone."""
+        return self._module() is None
+
+    @property
     def trains(self) -> bool:
         """Whether its module is there, and in training mode."""
         module = self._module()

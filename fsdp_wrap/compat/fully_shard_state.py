@@ -19,7 +19,7 @@ from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import HandleState, Segment
-from fsdp_wrap._runtime import Unit, schedule_of, units_in
+from fsdp_wrap._runtime import Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.fully_shard import fully_shard
 
@@ -120,9 +120,7 @@ class TreeState(_Told):
 
     torchs = torchs.FSDPStateContext
 
-    all_states = property(
-        lambda self: [UnitState(unit) for unit in dict.fromkeys(units_in(self.unit.module).values())]
-    )
+    all_states = property(lambda self: [UnitState(unit) for unit in schedule_of(self.unit).units])
 
 
 class UnitGroup(_Told):

@@ -21,7 +21,7 @@ from torch import nn
 from fsdp_wrap._core import Place, ShardingStrategy, clean_fqn
 from fsdp_wrap._core.torch_private import graph_task, torch_common_utils, torch_flat_param
 from fsdp_wrap._params import FlatLayout, FlatParameter, HandleState, HiddenFlatParameter
-from fsdp_wrap._runtime import Schedule, Unit, schedule_of, units_in
+from fsdp_wrap._runtime import Schedule, Unit, schedule_of
 from fsdp_wrap._state import is_summoned
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
@@ -414,10 +414,9 @@ def _dissolve(schedule: Schedule) -> None:
     """Lets the units of an idle schedule join another, or a new one, when they are used next."""
     schedule.require_idle("a change of _is_root")
     schedule.end_failed_backward()
-    for unit in units_in(schedule.root.module).values():
-        if unit.schedule is schedule:
-            schedule.reshard(unit)
-            unit.leave()
+    for unit in schedule.units:
+        schedule.reshard(unit)
+        unit.leave()
 
 
 class _Order:

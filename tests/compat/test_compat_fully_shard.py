@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -112,6 +113,19 @@ def _sharded(**options):
     for block in model.blocks:
         torch_fsdp.fully_shard(block, **options)
     return torch_fsdp.fully_shard(model)
+
+
+@ranks(2)
+def test_a_part_answers_for_its_tree_when_the_root_has_gone(rank, world_size):
+    with compat.install(fully_shard=True):
+        model = _sharded()
+        model._get_fsdp_state()._lazy_init()
+        block = model.blocks[0]
+        state = block._get_fsdp_state()
+        assert len(state._state_ctx.all_states) == 4
+        del model
+        gc.collect()
+        assert [each._modules for each in state._state_ctx.all_states] == [(block,)]
 
 
 @ranks(2)
