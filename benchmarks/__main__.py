@@ -26,6 +26,7 @@ SCRIPTS = (
     "scaling",
     "collectives",
     "latency",
+    "travel",
     "compression",
     "gpu",
 )

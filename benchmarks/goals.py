@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import Figures
@@ -174,16 +174,74 @@ GOALS += [
         for ranks in (8, 64)
         for base in ("fsdp1", "fsdp2")
     ),
-    Goal(
-        "G1", "reserved in vain", 0.03, ("gpu", "memory, fake group of 8", "reserved in vain"), rows=WRAPPED
+    *(
+        Goal(
+            "G1",
+            f"reserved in vain, {ranks} fake ranks",
+            0.03,
+            ("gpu", f"memory, fake group of {ranks}", "reserved in vain"),
+            rows=WRAPPED,
+        )
+        for ranks in (8, 64)
     ),
-    Goal("G2", "step of 48 small units, to FSDP2", 0.50, ("gpu", "48 small units", "/ fsdp2"), rows=WRAPPED),
-    Goal("G2", "step in bf16, to plain", 1 / 0.97, ("gpu", "width 4096 in bf16", "/ plain"), rows=WRAPPED),
-    Goal("G3", "offloaded step, to FSDP2", 1 / 1.8, ("gpu", "offload", "s"), FSDP2, ("fsdp_wrap",)),
-    Goal(
-        "G3", "offloaded step, to roofline", 1 / 0.85, ("gpu", "offload", "/ roofline"), rows=("fsdp_wrap",)
+    *(
+        Goal("G2", about, limit, ("gpu", title, f"medians / {base}"), rows=WRAPPED)
+        for about, limit, title, base in (
+            ("step of 48 small units, to FSDP2", 0.50, "48 small units", "fsdp2"),
+            ("step in bf16, to plain", 1 / 0.97, "width 4096 in bf16", "plain"),
+        )
     ),
+    Goal("G3", "offloaded step, to FSDP2", 1 / 1.8, ("gpu", "offload", "s"), FSDP2, WRAPPED),
+    Goal("G3", "offloaded step, to roofline", 1 / 0.85, ("gpu", "offload", "/ roofline"), rows=WRAPPED),
+    *(
+        Goal(
+            "order",
+            f"{purpose}s beside which nothing is computed, {title}",
+            0.50,
+            ("gpu", title, f"{purpose} exposed"),
+            rows=WRAPPED,
+        )
+        for title in ("overlap", "overlap, offload")
+        for purpose in ("gather", "reduce")
+    ),
+    Goal("order", "waits of the host in a step", 0.0, ("gpu", "overlap", "waits of the host"), rows=WRAPPED),
 ]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a goal.
+
+    Attributes:
+        goal: It.
+        found: The figure of each implementation that took part.
+    """
+
+    goal: Goal
+    found: Mapping[str, float]
+
+    @property
+    def met(self) -> bool:
+        """Whether all that the goal names were measured and meet it."""
+        return set(self.found) == set(self.goal.rows) and max(self.found.values()) <= self.goal.limit
+
+    def __str__(self) -> str:
+        measured = ", ".join(f"{row} {value:.3f}" for row, value in self.found.items()) or "not measured"
+        missing = [row for row in self.goal.rows if row not in self.found] if self.found else []
+        without = f" (without {', '.join(missing)})" if missing else ""
+        over = any(value > self.goal.limit for value in self.found.values())
+        told = "met" if self.met else "missed" if over else "open"
+        about, limit = self.goal.about, self.goal.limit
+        return f"{told:6} {self.goal.name}: {about}: at most {limit:.3f}, {measured}{without}"
+
+
+def verdicts(results: Mapping[str, Figures], goals: Sequence[Goal]) -> list[Verdict]:
+    """Judges goals one by one."""
+    judged = []
+    for goal in goals:
+        found = {row: goal.figure(results, row) for row in goal.rows}
+        judged.append(Verdict(goal, {row: value for row, value in found.items() if value is not None}))
+    return judged
 
 
 # Where rows are shown that have no column of their own.

@@ -1,14 +1,21 @@
-"""Memory, speed and offload on one CUDA device; without one there is nothing to measure.
+"""Memory, speed, offload and overlap on one CUDA device, with a verdict on each goal.
 
-python -m benchmarks.gpu --impl fsdp2,fsdp_wrap,fully_shard
+python -m benchmarks.gpu [--cases memory,small] [--impl fsdp2,fsdp_wrap,fully_shard] [--dry-run]
+
+It ends with 0 if all goals that were asked for are met, with 1 if one is missed or was not measured, with 2
+if there is no CUDA device. `--dry-run` takes every way through the program on the CPU, at sizes that measure
+nothing: its figures mean nothing either.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,28 +24,91 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 import fsdp_wrap
+from benchmarks.goals import GOALS, verdicts
 from benchmarks.harness import (
     Figures,
     Question,
     Settings,
     Table,
-    ask_alone,
+    ask_parsed,
     compare,
     interleave,
+    parser_of,
     run_fake,
     run_group,
 )
-from benchmarks.implementations import IMPLEMENTATIONS, PLAIN, Trained
+from benchmarks.implementations import IMPLEMENTATIONS, PLAIN, Trained, over_the_group
 from benchmarks.memory import sharded_state
 from benchmarks.meters import tensors
-from benchmarks.models import Block, Case, transformer
+from benchmarks.models import TINY, Block, Case, largest_block, sizes, transformer
+from benchmarks.timeline import COMPUTE, record
+from fsdp_wrap._comm.device import accelerator_of
 
 USUAL = ["fsdp1", "fsdp2", "fsdp_wrap", "fully_shard"]
+OURS = ["fsdp_wrap", "fully_shard"]
+CASES = ["memory", "small", "wide", "offload", "overlap"]
 FAKE_RANKS = (8, 64)
-MEMORY = transformer(8, 1024, 16, 16, 4096, batch=1)
-SMALL = replace(transformer(48, 256, 4, 64, 256, batch=2), rounds=20)
-WIDE = transformer(4, 4096, 32, 2048, 256, batch=2)
-HUGE = replace(transformer(16, 4096, 32, 2048, 256, batch=4), rounds=3)
+GB = 10**9
+
+
+# --- sizes --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where to measure, and how large the models are: in numbers, which travel to other processes.
+
+    Attributes:
+        device: Where they are trained.
+        memory: Arguments of `transformer`, as are the others; for memory.
+        small: Of many small units.
+        wide: Of few wide ones.
+        huge: Of what lies in host memory.
+        traced: Of what is profiled.
+        probe: Width of the matrices by which the speed of the machine is measured.
+        rounds: Of the wide and the small one.
+    """
+
+    device: str
+    memory: tuple[int, ...]
+    small: tuple[int, ...]
+    wide: tuple[int, ...]
+    huge: tuple[int, ...]
+    traced: tuple[int, ...]
+    probe: int
+    rounds: int
+
+    def at(self, name: str) -> Case:
+        """The case of a name."""
+        blocks, width, heads, length, vocabulary, batch = getattr(self, name)
+        return replace(transformer(blocks, width, heads, length, vocabulary, batch), rounds=self.rounds)
+
+
+_TINY = (2, 16, 2, 4, 16, 2)
+DRY = Scale("cpu", _TINY, _TINY, _TINY, _TINY, _TINY, probe=64, rounds=2)
+
+
+def scale_for(device_bytes: int, host_bytes: int) -> Scale:
+    """The sizes that fit into what is free on a GPU and on its host."""
+    # A block of width 4096 has 201 million parameters. In bf16 with gradients and AdamW it takes 1.6 GB, in
+    # each of five competitors; in host memory 16 bytes a parameter, more where pinned memory is rounded up.
+    wide = max(1, min(4, int(0.7 * device_bytes / (5 * 1.9 * GB))))
+    huge = max(1, min(16, int(0.8 * host_bytes / (24 * 0.202 * GB))))
+    return Scale(
+        "cuda",
+        memory=(8, 2048, 16, 16, 4096, 1),
+        small=(48, 256, 4, 64, 256, 2),
+        wide=(wide, 4096, 32, 2048, 256, 2),
+        huge=(huge, 4096, 32, 2048, 256, 4),
+        traced=(4, 2048, 16, 2048, 256, 8),  # its products take as long as copies from the host
+        probe=1 << 13,
+        rounds=20,
+    )
+
+
+def host_memory() -> int:
+    """Bytes that are free in host memory."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def placed(case: Case, device: torch.device, dtype: torch.dtype = torch.float32) -> Case:
@@ -50,27 +120,50 @@ def placed(case: Case, device: torch.device, dtype: torch.dtype = torch.float32)
     )
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 # --- memory -------------------------------------------------------------------------------------------
 
 
-def measure_memory(case: Case, names: list[str], device: str) -> Table:
-    """Called on a fake group: most megabytes above the sharded state, and the share reserved in vain."""
-    return {name: _peaks(Trained(name, placed(case, torch.device(device)))) for name in names}
+def measure_memory(case: Case, name: str, device: str) -> dict[str, float]:
+    """Called on a fake group, in a process of its own: most bytes above the sharded state, and in blocks.
 
-
-def _peaks(each: Trained) -> dict[str, float]:
+    `reserved in vain` is what the allocator reserves beyond the most that it has given, as a share of that.
+    """
+    place = torch.device(device)
+    _load_kernels(place)
+    before = torch.cuda.memory_allocated() if place.type == "cuda" else 0
+    each = Trained(name, placed(case, place))
     each.step()
     each.step()
     each.optimizer.zero_grad()
-    state = sharded_state(each)
-    if not torch.cuda.is_available():
-        return {"peak MB": tensors(each.pass_through).peak / 1e6}
+    gc.collect()
+    if place.type != "cuda":
+        peak = tensors(each.pass_through).peak
+        return {"peak MB": peak / 1e6, "blocks": peak / largest_block(case)}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     each.pass_through()
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {"peak MB": (allocated - state) / 1e6, "reserved in vain": reserved / allocated - 1}
+    peak = allocated - before - sharded_state(each)
+    return {
+        "peak MB": peak / 1e6,
+        "blocks": peak / largest_block(case),
+        "reserved in vain": reserved / allocated - 1,
+    }
+
+
+def _load_kernels(place: torch.device) -> None:
+    """Lets kernels take what memory they keep, in the threads of forward and of backward."""
+    model = TINY.model().to(place)
+    model(TINY.batch().to(place)).backward()
+    del model
+    gc.collect()
+    _synchronize()
 
 
 # --- speed --------------------------------------------------------------------------------------------
@@ -96,6 +189,14 @@ def _offloaded_fsdp2(model: nn.Module) -> nn.Module:
     return model
 
 
+def _offloaded_fully_shard(model: nn.Module) -> nn.Module:
+    policy = fsdp_wrap.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    precision = fsdp_wrap.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for unit in [*(child for child in model.modules() if isinstance(child, Block)), model]:
+        fsdp_wrap.fully_shard(unit, mp_policy=precision, offload_policy=policy)
+    return model
+
+
 def _offloaded_fsdp_wrap(model: nn.Module) -> nn.Module:
     return fsdp_wrap.FullyShardedDataParallel(
         model,
@@ -110,15 +211,16 @@ def _offloaded_fsdp_wrap(model: nn.Module) -> nn.Module:
 OFFLOADED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": _offloaded_fsdp2,
     "fsdp_wrap": _offloaded_fsdp_wrap,
+    "fully_shard": _offloaded_fully_shard,
 }
 
 
 def measure_offload(
     name: str, case: Case, device: str, rounds: int | None, probe: int = 1 << 13
-) -> dict[str, float]:
-    """Called on the only rank: seconds of a step with all parameters in host memory; tokens a second."""
+) -> dict[str, Any]:
+    """Called on the only rank: seconds of each step with all parameters in host memory, and the least."""
     torch.set_num_threads(os.cpu_count() or 1)
-    model = OFFLOADED[name](case.model())
+    model = OFFLOADED[name](filled(case))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = case.batch().to(device)
 
@@ -129,12 +231,46 @@ def measure_offload(
         optimizer.step()
         loss.item()
 
-    times = sorted(interleave({name: step}, rounds or case.rounds, 1)[name])
-    median = times[len(times) // 2]
-    tokens = batch[:, 1:].numel()
-    params = sum(param.numel() for param in case.model().parameters())
-    least = roofline(params, tokens, torch.device(device), probe)
-    return {"s": median, "tokens/s": tokens / median, "/ roofline": median / least}
+    times = interleave({name: step}, rounds or 3, 2)[name]
+    tokens, params = batch[:, 1:].numel(), parameters(case)
+    return {"s": times, "least": roofline(params, tokens, torch.device(device), probe), "tokens": tokens}
+
+
+def filled(case: Case) -> nn.Module:
+    """A case's model in host memory, with values that took little time to draw."""
+    model = sizes(case).to_empty(device="cpu")
+    pattern = 0.02 * torch.randn(1 << 16)
+    for param in model.parameters():
+        flat = param.data.view(-1)
+        for part in flat.split(len(pattern)):
+            part.copy_(pattern[: len(part)])
+    return model
+
+
+def parameters(case: Case) -> int:
+    """How many parameters the model of a case has."""
+    return sum(param.numel() for param in sizes(case).parameters())
+
+
+def in_turn(visits: list[tuple[str, dict[str, Any]]], params: int) -> Table:
+    """Medians over all visits to each competitor, and what they are of the least of all visits.
+
+    Competitors of this size do not fit beside each other. So each is visited twice, in an order that a
+    machine which gets faster or slower favours nobody by.
+    """
+    least = statistics.median(found["least"] for _, found in visits)
+    table: Table = {}
+    for name in dict.fromkeys(name for name, _ in visits):
+        times = [seconds for visited, found in visits if visited == name for seconds in found["s"]]
+        tokens = next(found["tokens"] for visited, found in visits if visited == name)
+        median = statistics.median(times)
+        table[name] = {
+            "s": median,
+            "tokens/s": tokens / median,
+            "/ roofline": median / least,
+            "parameters, 1e9": params / 1e9,
+        }
+    return table
 
 
 def roofline(params: int, tokens: int, device: torch.device, size: int) -> float:
@@ -142,7 +278,7 @@ def roofline(params: int, tokens: int, device: torch.device, size: int) -> float
 
     Speeds are those of square matrices of a size.
     """
-    left = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
     host = torch.ones(size, size, pin_memory=device.type == "cuda")
     there = host.to(device)
     flops = 2 * size**3 / _seconds(lambda: left @ left)
@@ -153,69 +289,238 @@ def roofline(params: int, tokens: int, device: torch.device, size: int) -> float
 
 
 def _seconds(action: Callable[[], Any], repeats: int = 5) -> float:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    action(), wait()
+    action(), _synchronize()
     started = time.perf_counter()
     for _ in range(repeats):
         action()
-    wait()
+    _synchronize()
     return (time.perf_counter() - started) / repeats
+
+
+# --- overlap ------------------------------------------------------------------------------------------
+
+
+def measure_overlap(name: str, case: Case, device: str, offload: bool) -> dict[str, float]:
+    """Called on the only rank: what share of gathers and reductions lies beside computation, of a step.
+
+    What is offloaded is copied from the host and to it; otherwise parameters travel in bf16 by the process
+    group, as between several ranks.
+    """
+    place = torch.device(device)
+    where = placed(case, place)
+    with over_the_group(not offload):
+        model = OFFLOADED[name](case.model()) if offload else _mixed(name, where.model())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        batch = where.batch()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        _synchronize()
+        found = record(step, 3, _streams(place))
+    row = {"waits of the host": statistics.median(found.waits)}
+    if place.type == "cuda":
+        row["compute ms"] = found.busy(COMPUTE) / 3e3
+        for purpose in ("gather", "reduce"):
+            row[f"{purpose} ms"] = found.busy(purpose) / 3e3
+            row[f"{purpose} exposed"] = 1 - found.beside(purpose)
+    return row
+
+
+def _mixed(name: str, model: nn.Module) -> nn.Module:
+    if name == "fully_shard":
+        precision = fsdp_wrap.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for unit in [*(child for child in model.modules() if isinstance(child, Block)), model]:
+            fsdp_wrap.fully_shard(unit, mp_policy=precision)
+        return model
+    return fsdp_wrap.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=fsdp_wrap.wrap.ModuleWrapPolicy({Block}),
+        mixed_precision=fsdp_wrap.MixedPrecision(param_dtype=torch.bfloat16),
+        use_orig_params=True,
+    )
+
+
+def _streams(place: torch.device) -> dict[str, Any]:
+    """The streams of a device by purpose: on which the caller computes, and those of our own."""
+    if place.type != "cuda":
+        return {COMPUTE: None}
+    accelerator = accelerator_of(torch.device("cuda", torch.cuda.current_device()))
+    assert accelerator is not None
+    return {COMPUTE: None} | {purpose: lane._stream for purpose, lane in accelerator.lanes.items()}
 
 
 # --- asking -------------------------------------------------------------------------------------------
 
 
+class _Asking:
+    """Asks at one scale. What fails is told, and does not keep the others from being measured.
+
+    Args:
+        scale: The sizes.
+        settings: What to measure.
+    """
+
+    def __init__(self, scale: Scale, settings: Settings) -> None:
+        self.scale, self.settings = scale, settings
+        self.failed: list[str] = []
+        self._alone = partial(run_group, processes=1, backend="nccl", ranks=1)
+        if scale.device == "cpu":
+            self._alone = partial(run_group, processes=1, backend="gloo", ranks=1)
+
+    def _attempt(self, what: str, ask: Callable[[], Any]) -> Any:
+        print(f"{what} ...", flush=True)
+        try:
+            return ask()
+        except Exception as error:  # of a process that is gone
+            self.failed.append(what)
+            print(f"{what} failed: {error}", file=sys.stderr, flush=True)
+            return None
+
+    def _rows(self, what: str, names: list[str], ask: Callable[[str], Any]) -> Table:
+        found = {name: self._attempt(f"{what}: {name}", partial(ask, name)) for name in names}
+        return {name: row for name, row in found.items() if row is not None}
+
+    def memory(self) -> Figures:
+        """A table for each number of ranks; every implementation in a process of its own."""
+        names = self.settings.implementations([name for name in USUAL if name in IMPLEMENTATIONS])
+        return {
+            title: self._rows(title, names, partial(self._memory_of, ranks))
+            for ranks in FAKE_RANKS
+            for title in [f"memory, fake group of {ranks}"]
+        }
+
+    def _memory_of(self, ranks: int, name: str) -> Any:
+        return run_fake(_memory, ranks, self.scale, name)
+
+    def speed(self, title: str, case: str, dtype: str) -> Figures:
+        """One table; all implementations in one process, which take turns."""
+        names = self.settings.implementations([name for name in USUAL if name in IMPLEMENTATIONS])
+        arguments = (self.scale, case, names, dtype, self.settings.rounds)
+        times = self._attempt(title, lambda: self._alone(_speed, arguments=arguments))
+        return {title: compare(times, {PLAIN: (PLAIN,), "fsdp2": ("fsdp2",)})} if times else {}
+
+    def offload(self) -> Figures:
+        """One table of competitors that were visited in turn."""
+        names = self.settings.implementations([*OFFLOADED])
+        visits = []
+        for name in (*names, *reversed(names)):
+            arguments = (self.scale, name, self.settings.rounds)
+            found = self._attempt(f"offload: {name}", partial(self._alone, _offload, arguments=arguments))
+            visits += [] if found is None else [(name, found)]
+        return {"offload": in_turn(visits, parameters(self.scale.at("huge")))} if visits else {}
+
+    def overlap(self) -> Figures:
+        """A table of our own by the process group, and one with all in host memory."""
+        names = self.settings.implementations(OURS)
+        return {
+            title: self._rows(title, names, partial(self._overlap_of, offload))
+            for title, offload in (("overlap", False), ("overlap, offload", True))
+        }
+
+    def _overlap_of(self, offload: bool, name: str) -> Any:
+        return self._alone(_overlap, arguments=(self.scale, name, offload))
+
+    def all(self) -> Figures:
+        """All that is asked for."""
+        ways: dict[str, Callable[[], Figures]] = {
+            "memory": self.memory,
+            "small": lambda: self.speed("48 small units", "small", "float32"),
+            "wide": lambda: self.speed("width 4096 in bf16", "wide", "bfloat16"),
+            "offload": self.offload,
+            "overlap": self.overlap,
+        }
+        figures: Figures = {}
+        for case in self.settings.cases_of(CASES):
+            figures |= ways[case]()
+        return {title: table for title, table in figures.items() if table}
+
+
 def ask(settings: Settings) -> Figures:
-    """Memory on fake groups, speed and offload on one rank; nothing where there is no CUDA device."""
+    """Asks at the scale of the machine; nothing where there is no CUDA device."""
     if not torch.cuda.is_available():
         print("skipped: there is no CUDA device")
         return {}
-    names = settings.implementations([name for name in USUAL if name in IMPLEMENTATIONS])
-    figures: Figures = {
-        f"memory, fake group of {ranks}": run_fake(_memory, ranks, names) for ranks in FAKE_RANKS
-    }
-    alone = partial(run_group, processes=1, backend="nccl", ranks=1)
-    for title in SPEEDS:
-        times = alone(_speed, arguments=(title, names, settings.rounds))
-        figures[title] = compare(times, {PLAIN: (PLAIN,), "fsdp2": ("fsdp2",)})
-    figures["offload"] = {
-        name: alone(_offload, arguments=(name, settings.rounds))
-        for name in settings.implementations([*OFFLOADED])
-    }
+    free, total = torch.cuda.mem_get_info()
+    scale = scale_for(free, host_memory())
+    print(f"{torch.cuda.get_device_name()}, {free / GB:.0f} of {total / GB:.0f} GB free; {scale}", flush=True)
+    return _Asking(scale, settings).all()
+
+
+def ask_dry(settings: Settings) -> Figures:
+    """Takes every way through the program on the CPU.
+
+    Raises:
+        RuntimeError: If one fails.
+    """
+    asking = _Asking(DRY, settings)
+    figures = asking.all()
+    if asking.failed:
+        raise RuntimeError(f"failed: {', '.join(asking.failed)}")
     return figures
 
 
-# A case is made of functions, which do not travel to other processes; these find it there.
-SPEEDS = {"48 small units": (SMALL, "float32"), "width 4096 in bf16": (WIDE, "bfloat16")}
+# Functions that other processes find by name.
 
 
-def _memory(names: list[str]) -> Table:
-    return measure_memory(MEMORY, names, "cuda")
+def _memory(scale: Scale, name: str) -> dict[str, float]:
+    return measure_memory(scale.at("memory"), name, scale.device)
 
 
-def _speed(title: str, names: list[str], rounds: int | None) -> dict[str, list[float]]:
-    case, dtype = SPEEDS[title]
-    return measure_speed(case, names, "cuda", dtype, rounds)
+def _speed(
+    scale: Scale, case: str, names: list[str], dtype: str, rounds: int | None
+) -> dict[str, list[float]]:
+    return measure_speed(scale.at(case), names, scale.device, dtype, rounds)
 
 
-def _offload(name: str, rounds: int | None) -> dict[str, float]:
-    return measure_offload(name, HUGE, "cuda", rounds)
+def _offload(scale: Scale, name: str, rounds: int | None) -> dict[str, Any]:
+    return measure_offload(name, scale.at("huge"), scale.device, rounds, scale.probe)
+
+
+def _overlap(scale: Scale, name: str, offload: bool) -> dict[str, float]:
+    return measure_overlap(name, scale.at("traced"), scale.device, offload)
 
 
 QUESTION = Question(
     "gpu",
     "On a GPU",
     """\
-One CUDA device. Megabytes above the sharded state in a step of a transformer on groups that send nothing,
-and what the allocator reserves beyond that; milliseconds of a step at world size 1, of 48 small units and
-of wide ones in bf16, relative to the model without wrapping; seconds of a step of a transformer of 3.2
-billion parameters that lie in host memory, relative to the slowest of computing, copying either way and
-AdamW on the host at measured speeds.""",
+One CUDA device. Memory: bytes above the sharded state in a step of a transformer on groups that send nothing,
+in megabytes and in blocks of the model, and what the allocator reserves beyond that. Milliseconds of a step
+at world size 1, of 48 small units and of wide ones in bf16, relative to the model without wrapping. Offload:
+seconds of a step of a transformer whose parameters lie in host memory, as large as that allows (up to 3.2
+billion), relative to the slowest of computing, copying either way and AdamW on the host at measured speeds.
+Overlap: milliseconds a step of gathers and reductions on their streams, and the share of them during which
+nothing is computed, from a trace; and how often the host waits for the GPU in a step. What a simulated GPU
+tells of memory and of order is in `docs/architecture/streams.md`.""",
     ask,
     chart="/ fsdp2",
+    cases=CASES,
     implementations=[*dict.fromkeys([*USUAL, *OFFLOADED])],
 )
 
 
+def main() -> int:
+    """Asks as the command line says, prints tables and verdicts; returns the exit code."""
+    parser = parser_of(QUESTION)
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, at sizes that measure nothing")
+    options = vars(parser.parse_args())
+    if options.pop("dry_run"):
+        ask_parsed(replace(QUESTION, ask=ask_dry), parser, options)
+        print("\ndry run on the CPU at tiny sizes: these figures mean nothing, and no goal was judged")
+        return 0
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu needs a CUDA device and finds none (try --dry-run)", file=sys.stderr)
+        return 2
+    found = ask_parsed(QUESTION, parser, options)
+    judged = verdicts({QUESTION.name: found["figures"]}, [goal for goal in GOALS if goal.place[0] == "gpu"])
+    print("\n" + "\n".join(map(str, judged)))
+    return 0 if all(verdict.met for verdict in judged) else 1
+
+
 if __name__ == "__main__":
-    ask_alone(QUESTION)
+    sys.exit(main())

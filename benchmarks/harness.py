@@ -92,14 +92,26 @@ class Question:
 
 def ask_alone(question: Question) -> None:
     """What a script does: asks one question as the command line says, and prints the tables."""
+    parser = parser_of(question)
+    ask_parsed(question, parser, vars(parser.parse_args()))
+
+
+def parser_of(question: Question) -> argparse.ArgumentParser:
+    """A parser of what every script takes."""
     parser = argparse.ArgumentParser(description=f"{question.title}. {question.about}")
     names: Callable[[str], tuple[str, ...]] = lambda text: tuple(text.split(","))  # noqa: E731
     parser.add_argument("--impl", type=names, default=(), metavar="A,B", help="implementations")
-    parser.add_argument("--cases", type=names, default=(), metavar="A,B")
+    parser.add_argument("--cases", type=names, default=(), metavar="A,B", help=", ".join(question.cases))
     parser.add_argument("--ranks", type=partial(_at_least, 1), default=2, metavar="N")
     parser.add_argument("--rounds", type=partial(_at_least, 1), metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    options = vars(parser.parse_args())
+    return parser
+
+
+def ask_parsed(
+    question: Question, parser: argparse.ArgumentParser, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Asks one question with parsed options, and prints the tables; returns what `answer` does."""
     path, settings = options.pop("json"), Settings(**options)
     try:
         question.check(settings)
@@ -110,6 +122,7 @@ def ask_alone(question: Question) -> None:
     found = answer(question, settings)
     if path:
         path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def answer(question: Question, settings: Settings) -> dict[str, Any]:
@@ -189,6 +202,9 @@ def _rank(
 ) -> None:
     warnings.filterwarnings("ignore", module=r"torch\.")  # of what its own functions will no longer do
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are here
+        torch.cuda.set_device(rank)
     store = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     gc.freeze()  # what is imported need not be looked at by every collection

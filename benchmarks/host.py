@@ -1,18 +1,22 @@
-"""Host time per unit and step: what sharding costs besides computing and sending.
+"""Host time per unit and step: what sharding costs besides computing and sending, and by what cause.
 
 python -m benchmarks.host --impl fsdp1_flat,fsdp2,fsdp_wrap,fully_shard
+python -m benchmarks.host --cases "by cause"
 """
 
 from __future__ import annotations
 
 import statistics
 
+from benchmarks.causes import by_cause
 from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, interleave, run_fake
-from benchmarks.implementations import DEFAULTS, PLAIN, SHARDING, Trained
+from benchmarks.implementations import DEFAULTS, KEEPING, PLAIN, SHARDING, Trained
 from benchmarks.models import stacked
 
 RANKS, BLOCKS = 8, 16
 PARAMETERS = {f"{count} parameters": count for count in (4, 12, 24)}
+BY_CAUSE = "by cause"
+CAUSED_BY = ("fsdp_wrap", "fully_shard")
 BASELINES = {"fsdp1_flat": ("fsdp1_flat",), "fsdp1": ("fsdp1",), "fsdp2": ("fsdp2",)}
 
 
@@ -42,6 +46,17 @@ def ask(settings: Settings) -> Figures:
         figures["each further parameter"] = {
             name: {"us": (high[name]["us"] - low[name]["us"]) / further} for name in names
         }
+    if settings.cases_of([*PARAMETERS, BY_CAUSE])[-1:] == [BY_CAUSE]:
+        figures |= _by_cause()
+    return figures
+
+
+def _by_cause() -> Figures:
+    """A table for each way to wrap, with all that a step does, and where nothing is due."""
+    figures = {}
+    for name in CAUSED_BY:
+        figures[f"{BY_CAUSE}: {name}"] = run_fake(by_cause, RANKS, name, True)
+        figures[f"{BY_CAUSE}: {KEEPING[name]}, nothing due"] = run_fake(by_cause, RANKS, KEEPING[name], False)
     return figures
 
 
@@ -52,10 +67,13 @@ QUESTION = Question(
 Microseconds per unit of 4, 12 and 24 tiny parameters and step (zero_grad, forward, backward), on a process
 group of {RANKS} ranks that sends nothing, beyond those of the model without wrapping; {BLOCKS} units and
 the root. `each further parameter` is the difference of two such medians, by which their noise grows; a
-negative one is nothing but that. `/ fsdp1` is to original parameters.""",
+negative one is nothing but that. `/ fsdp1` is to original parameters. `{BY_CAUSE}` are calls of Python
+functions and microseconds of one more unit of four parameters, and of one more parameter: of a step, and of
+one in which nothing is due, since parameters are kept and gradients accumulate. Calls that the library makes
+of torch's functions are counted, but their time is not told from the model's.""",
     ask,
     chart="us",
-    cases=[*PARAMETERS],
+    cases=[*PARAMETERS, BY_CAUSE],
     implementations=SHARDING,
 )
 

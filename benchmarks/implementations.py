@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_wrap
 from benchmarks.models import Block, Case
+from fsdp_wrap._comm import Ranks, select
+from fsdp_wrap._comm.process_group import GroupCommunicator
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -57,6 +60,26 @@ def over(memory: bool, make: Callable[[nn.Module], nn.Module], module: nn.Module
         return make(module)
 
 
+@contextmanager
+def over_the_group(asked: bool = True) -> Iterator[None]:
+    """Lets our library communicate by its process group where one rank alone would copy.
+
+    So a single GPU runs the collectives on the streams on which several would run them.
+
+    Args:
+        asked: Whether to do so, if the rank is alone; otherwise all stays as it is.
+    """
+    if not asked or dist.get_world_size() > 1:
+        yield
+        return
+
+    def communicator(device: torch.device) -> GroupCommunicator:
+        return GroupCommunicator(Ranks(dist.distributed_c10d._get_default_group(), 0, 1), device)
+
+    with patch.object(select, "SoloCommunicator", communicator):
+        yield
+
+
 def _sharded_by(
     fully_shard: Callable[..., object], module: nn.Module, reshard_after_forward: bool = True
 ) -> nn.Module:
@@ -64,6 +87,12 @@ def _sharded_by(
     for unit in [*(child for child in module.modules() if isinstance(child, Block)), module]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return module
+
+
+def _staying(make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
+    model: Any = make(module)
+    model.set_keep_unsharded_bytes(1 << 40)
+    return model  # type: ignore[no-any-return]
 
 
 _OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -76,6 +105,7 @@ _OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 # By the name of the same over gloo.
 SHARED = {name: f"{name}_shared" for name in ("fsdp_wrap", "fully_shard")}
+STAYING = {name: f"{name}_stays_shared" for name in SHARED}  # with a budget for all of the model
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": DistributedDataParallel,
     "fsdp1": _fsdp1,
@@ -85,6 +115,7 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2_keep": partial(_sharded_by, torch_fsdp.fully_shard, reshard_after_forward=False),
     **{name: partial(over, False, make) for name, make in _OURS.items()},
     **{shared: partial(over, True, _OURS[name]) for name, shared in SHARED.items()},
+    **{staying: partial(over, True, partial(_staying, _OURS[name])) for name, staying in STAYING.items()},
 }
 PLAIN = "plain"  # the model as it is, without communication
 DEEPSPEED = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()
@@ -100,7 +131,7 @@ MAX_NORM = 1e-2  # so little that every call scales the gradients
 OURS = ("fsdp_wrap", "fsdp_wrap_flat", "fully_shard")
 DEFAULTS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp2", *OURS]  # as users have them
 IN_PLACE = "fsdp_wrap_in_place"  # with `set_gradients_in_place`
-OVER_GLOO = [name for name in IMPLEMENTATIONS if name not in SHARED.values()]
+OVER_GLOO = [name for name in IMPLEMENTATIONS if not name.endswith("_shared")]
 SHARDING = [name for name in OVER_GLOO if name != "ddp"]  # at home on a fake group, where DDP fails
 
 

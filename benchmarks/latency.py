@@ -1,6 +1,6 @@
-"""Latency of small collectives, and the processor's time that they take; the ways take turns.
+"""Latency of small collectives at 2, 4 and 8 ranks, and the processor's time they take; the ways take turns.
 
-python -m benchmarks.latency --ranks 4 --cases "4 KB,64 KB"
+python -m benchmarks.latency --cases "4 KB,4 KB on 8 ranks"
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import torch.distributed as dist
 from benchmarks.collectives import BARRIER, MESSAGES, SIZES, Start, starts
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks
 
-CASES = ["tiny", "4 KB", "64 KB", "1 MB"]
-ONE_AFTER_THE_OTHER = 20
+SMALL = ["tiny", "4 KB", "64 KB", "1 MB"]
+ROUNDS = {2: 30, 4: 10, 8: 5}  # by ranks: on few cores a collective of gloo's takes tens of milliseconds at 8
+ON_MORE = {f"{size} on {ranks} ranks": (size, ranks) for ranks in (4, 8) for size in SMALL}
+CASES = [*SMALL, *ON_MORE]
+ONE_AFTER_THE_OTHER = 10
 """Collectives of a turn, as those of a model's small units follow each other."""
-WALL, LEAST, CPU = "us", "us, least", "CPU us of a rank"
+WALL, CPU = "us", "CPU us"
 
 
 def measure(size: int, rounds: int) -> dict[str, Table]:
@@ -40,14 +43,7 @@ def _figures(ways: Mapping[str, Start], rounds: int) -> Table:
             if turn >= 2:  # by then all have met
                 wall[name].append(1e6 * seconds[0])
                 cpu[name].append(1e6 * seconds[1])
-    return {
-        name: {
-            WALL: statistics.median(wall[name]),
-            LEAST: min(wall[name]),
-            CPU: statistics.median(cpu[name]),
-        }
-        for name in names
-    }
+    return {name: {WALL: statistics.median(wall[name]), CPU: statistics.median(cpu[name])} for name in names}
 
 
 def _turn(start: Callable[[], object]) -> tuple[float, float]:
@@ -65,16 +61,19 @@ def _turn(start: Callable[[], object]) -> tuple[float, float]:
 
 
 def ask(settings: Settings) -> Figures:
-    """For each operation a table by way and size."""
+    """For each operation and number of ranks a table by way and size."""
     figures: Figures = {}
-    for case in settings.cases_of(CASES, usual=CASES[1:]):
-        for what, table in run_ranks(measure, settings.ranks, SIZES[case], settings.rounds or 50).items():
-            if what == BARRIER and what in figures:  # of one size
+    for case in settings.cases_of(CASES, usual=[case for case in CASES if "tiny" not in case]):
+        size, ranks = ON_MORE.get(case, (case, settings.ranks))
+        rounds = settings.rounds or ROUNDS.get(ranks, min(ROUNDS.values()))
+        for what, table in run_ranks(measure, ranks, SIZES[size], rounds).items():
+            title = f"{what}, {ranks} ranks"
+            if what == BARRIER and title in figures:  # of one size
                 continue
             for way, row in table.items():
                 for figure, value in row.items():
-                    column = figure if what == BARRIER else f"{case}, {figure}"
-                    figures.setdefault(what, {}).setdefault(way, {})[column] = value
+                    column = figure if what == BARRIER else f"{size}, {figure}"
+                    figures.setdefault(title, {}).setdefault(way, {})[column] = value
     return figures
 
 
@@ -82,10 +81,11 @@ QUESTION = Question(
     "latency",
     "Latency of small collectives",
     f"""\
-Ranks of one host, {ONE_AFTER_THE_OTHER} collectives one after the other, each waited for at once. `gloo` are
+Ranks of one host, {ONE_AFTER_THE_OTHER} collectives one after the other, each waited for at once; medians of
+{", ".join(f"{rounds} turns at {ranks} ranks" for ranks, rounds in ROUNDS.items())}. `gloo` are
 its own as torch.distributed calls them, `fsdp_wrap` the library over gloo, `fsdp_wrap_shared` through memory.
-The processor's time is that of a rank with all of its threads. A barrier is the reduction of one number for
-the library, which has none of its own.""",
+`{CPU}` is the processor's time of a rank with all of its threads, waiting included. A barrier is the
+reduction of one number for the library, which has none of its own.""",
     ask,
     chart=WALL,
     cases=CASES,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks
 from benchmarks.implementations import DEFAULTS, IMPLEMENTATIONS, KEEPING, SHARED, Trained
 from benchmarks.meters import received
-from benchmarks.models import SHORT_CASES, Case, sizes
+from benchmarks.models import SHORT_CASES, Block, Case, sizes
 
 
 def travelled(action: Callable[[], object]) -> float:
@@ -52,11 +52,14 @@ def _phases(name: str, case: Case) -> dict[str, float]:
 
 
 def _needed(case: Case) -> float:
-    """Two gathers of all parameters and one reduction of those that train."""
-    params = list(sizes(case).parameters())
+    """Two gathers of the blocks, one of what stays with the root, and one reduction of what trains."""
+    model = sizes(case)
+    blocks = (module for module in model.modules() if isinstance(module, Block))
+    again = sum(param.nbytes for block in blocks for param in block.parameters())
+    params = list(model.parameters())
     reduced = sum(param.nbytes for param in params if param.requires_grad)
     others = 1 - 1 / dist.get_world_size()
-    return others * (2 * sum(param.nbytes for param in params) + reduced) / 1e6
+    return others * (sum(param.nbytes for param in params) + again + reduced) / 1e6
 
 
 def ask(settings: Settings) -> Figures:
@@ -77,7 +80,8 @@ QUESTION = Question(
     """\
 Megabytes that a rank receives in a step of fp32 training, 2 ranks over gloo: the kernel's counters of the
 ranks' own TCP connections, so protocol and control messages count, other processes do not. `/ needed`:
-relative to two gathers of all parameters and one reduction of those that train. `reduced MB`: of gradients
+relative to two gathers of the blocks' parameters, one of the root's, which stay until its backward, and one
+reduction of those that train. `reduced MB`: of gradients
 alone, which is what travels in the backward of the form that keeps parameters after the forward
 (`_grad_op`, `_keep`). The models are those of the memory benchmark, since activations do not travel. What
 travels through memory that ranks share (`_shared`) is not on the wire, as gpt shows.""",

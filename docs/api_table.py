@@ -29,14 +29,9 @@ FACTS = Path(__file__).with_name("torch_api")
 MODULES = ["", "fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scaler"]
 """The public modules of `torch.distributed.fsdp`; "" is the package itself."""
 
-ALLOCATES = "accepted; the way of communicating that was chosen allocates what travels"
-ONE_IN_FLIGHT = "accepted; one reduction is in flight at most, on a queue of its own beside the gathers'"
 PUBLIC_HERE = "public here only"
-NESTED_DTENSORS = "parameters that are `DTensor`s already (tensor parallelism) are refused by name"
 
 REASONS = {
-    "DataParallelMeshDims": NESTED_DTENSORS,
-    "fully_shard(dp_mesh_dims)": NESTED_DTENSORS,
     "UnshardHandle": "`unshard` alone makes one",
 }
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed for some version."""
@@ -46,11 +41,12 @@ NOTES: dict[str, str] = {
     "2.15 `param_dtype`, from then on each parameter's `grad_dtype`, its own dtype if that was not set",
     "FSDPModule.finalize_backward": "units reduce at the end of a backward what torch leaves to this call",
     "FSDPModule.set_all_reduce_hook": "called once for each dtype in the unit, with what is averaged",
-    "FSDPModule.set_allocate_memory_from_process_group_for_comm": ALLOCATES,
+    "FSDPModule.set_allocate_memory_from_process_group_for_comm": "all that a unit "
+    "gathers and reduces lies there; nothing changes where NCCL does not communicate",
     "FSDPModule.set_custom_reduce_scatter": "is asked for sums only; the division is ours",
-    "FSDPModule.set_reduce_scatter_max_input_buffers": ONE_IN_FLIGHT,
-    "FSDPModule.set_separate_reduce_scatter_group": ONE_IN_FLIGHT,
-    "FSDPModule.set_symm_mem_for_comm": ALLOCATES,
+    "FSDPModule.set_separate_reduce_scatter_group": "on the CPU, where nothing queues, nothing changes",
+    "FSDPModule.set_symm_mem_for_comm": "for reductions as well, which are sums; an error where NCCL does not"
+    " communicate",
     "share_comm_ctx": "accepted; all units of a process share the queues of communication of their device",
     "FSDPModule.set_keep_unsharded_storage": "with `reshard_after_forward=N` all ranks gather for backward",
 }

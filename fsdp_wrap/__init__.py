@@ -8,11 +8,13 @@ from fsdp_wrap._core import Event, EventKind, Phase, observe_events, record_even
 from fsdp_wrap._core import __version__ as __version__
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._runtime import set_travel_together_bytes
 from fsdp_wrap._state import iter_full_optim_state, iter_full_params, param_aliases, set_gradients_in_place
 from fsdp_wrap.api import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -38,6 +40,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "Event",
     "EventKind",
     "FSDPModule",
@@ -70,6 +73,7 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "set_gradients_in_place",
+    "set_travel_together_bytes",
     "share_comm_ctx",
 ]
 

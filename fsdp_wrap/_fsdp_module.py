@@ -10,16 +10,19 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import UNIT_ATTR, NotPicklableError
-from fsdp_wrap._params import HandleState
+from fsdp_wrap._params import HandleState, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
+    allocate_by_group,
+    allocate_symmetric,
     converted,
-    hook_on_stream,
-    refuse_custom_comms,
+    hook_reductions,
     refuse_replaced,
+    refuse_steps_between_sums,
     run_forward,
     schedule_of,
+    set_stay_bytes,
     units_in,
     use_comms,
 )
@@ -66,9 +69,10 @@ class FSDPModule(nn.Module):
         Args:
             async_op: Return at once; the handle's `wait`, or the forward, waits.
         """
-        unit = _unit_of(self)
-        schedule_of(unit).unshard(unit)
-        handle = UnshardHandle(unit)
+        units = _unit_of(self).over_all_meshes
+        for unit in units:
+            schedule_of(unit).unshard(unit)
+        handle = UnshardHandle(units[0])
         if async_op:
             return handle
         handle.wait()
@@ -76,8 +80,8 @@ class FSDPModule(nn.Module):
 
     def reshard(self) -> None:
         """Frees this unit's full parameters; the modules show the sharded ones."""
-        unit = _unit_of(self)
-        schedule_of(unit).reshard(unit)
+        for unit in _unit_of(self).over_all_meshes:
+            schedule_of(unit).reshard(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Decides whether full parameters are freed between forward and backward, as the root as well.
@@ -106,6 +110,29 @@ class FSDPModule(nn.Module):
             if unit.handle is not None:
                 unit.handle.keep_storage(keep)
 
+    def set_keep_unsharded_bytes(self, nbytes: int, *, recurse: bool = True) -> None:
+        """Decides from the next forward on how many bytes of full parameters may stay; all ranks alike.
+
+        They stay on each rank after their use, beside what is in use, and are not gathered again as long as
+        their values do not change. A unit's stay where, with them, no more than its budget does in the whole
+        tree. What stays is chosen by what all ranks know: frozen parameters before others, small ones before
+        large ones. It is gathered again when it may have changed: after a step of any optimizer in the
+        process (not if it is frozen), a load, a write to the parameters, another precision,
+        `requires_grad_`, a state dict, `reshard`, a backward that failed. Ranks must do all this alike:
+        where one alone steps an optimizer of another model, the others wait for it in vain. Writes through
+        `.data` are not seen, save on the CPU, where a sample is compared and an error names the unit.
+
+        Args:
+            nbytes: The budget; 0 lets nothing stay, and frees what does.
+            recurse: For the units below as well.
+
+        Raises:
+            NotIdleError: Inside a forward or backward.
+            TypeError: If it is no int.
+            ValueError: If it is negative.
+        """
+        set_stay_bytes(self._units(recurse), nbytes)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Decides whether backward gathers this unit's parameters: not needed where it computes without them.
 
@@ -119,7 +146,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: If a module is no `FSDPModule`.
         """
-        self._set(False, forward_targets=tuple(map(_unit_of, modules)))
+        self._set(False, forward_targets=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Lets this unit's backward issue the all-gathers of other units, not of the expected next one.
@@ -127,7 +154,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: If a module is no `FSDPModule`.
         """
-        self._set(False, backward_targets=tuple(map(_unit_of, modules)))
+        self._set(False, backward_targets=_units_of(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Lets the next iteration begin after an event, such as of an optimizer's step on another stream."""
@@ -190,41 +217,53 @@ class FSDPModule(nn.Module):
         self._set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Decides whether reduced gradients are summed over the replicas, or kept for a later backward."""
+        """Decides whether reduced gradients are summed over the replicas, or kept for a later backward.
+
+        Meanwhile each rank holds its shard of the sums over its copy, which is no `.grad` yet: optimizers
+        refuse to step, and `zero_grad` forgets it. The smallest parameter of a unit and dtype has zeros for
+        a gradient then, which tell of `zero_grad`. Without replicas nothing changes. The first backward with
+        `True` again sums all, also of units that it does not reach.
+
+        Raises:
+            NotIdleError: Inside a backward.
+        """
+        unit = _unit_of(self)
+        if unit.schedule is not None:
+            unit.schedule.require_between_backwards("set_requires_all_reduce()")
+        if not requires_all_reduce:
+            refuse_steps_between_sums(self._units(recurse))
         self._set(recurse, sums_over_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides summed gradients of this unit by a number, instead of by that of the ranks."""
-        handle = _unit_of(self).handle
-        if handle is not None:
-            handle.divide_gradients_by(factor)
+        """Divides summed gradients of this unit by a number, instead of by that of the ranks.
+
+        That of all its parameters, whatever meshes they lie on.
+        """
+        for unit in _unit_of(self).over_all_meshes:
+            if unit.handle is not None:
+                unit.handle.divide_gradients_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
         """Calls a hook with this rank's part of each reduction of this unit, averaged, which it may change.
 
         It may, say, average over further ranks. It gets one 1-D tensor for each dtype in the unit.
 
         Args:
-            hook: The hook.
+            hook: The hook; None for none any more.
             stream: On which it runs; otherwise on that of the computation.
 
         Raises:
-            ValueError: If a stream is given and the mesh has replicas.
+            TypeError: If the hook cannot be called.
+            ValueError: If a stream is given, and the mesh has replicas or the unit computes on the CPU.
         """
-        handle = _unit_of(self).handle
-        if handle is not None and stream is not None and handle.replicas.size > 1:
-            raise ValueError(
-                f"{_unit_of(self).name} is summed over replicas, which the hook follows on their stream; "
-                "leave stream out"
-            )
-        for segment in handle.segments if handle is not None else ():
-            segment.layout.average_hook = hook_on_stream(hook, stream)
+        for unit in _unit_of(self).over_all_meshes:
+            hook_reductions(unit, hook, stream)
 
     # communication
 
@@ -237,6 +276,7 @@ class FSDPModule(nn.Module):
                 ranks' inputs and returns a work, or None if it is done.
 
         Raises:
+            TypeError: If it has not that interface.
             RuntimeError: If `compress` chose how it gathers.
         """
         self._use_comms(all_gather=comm)
@@ -250,42 +290,60 @@ class FSDPModule(nn.Module):
                 `ReduceOp.SUM` always: what comes is divided afterwards.
 
         Raises:
+            TypeError: If it has not that interface.
             RuntimeError: If `compress` chose how it reduces.
         """
         self._use_comms(reduce_scatter=comm)
 
     def _use_comms(self, **comms: Any) -> None:
-        unit = _unit_of(self)
         self._schedule.require_idle("setting a custom collective")
-        if unit.handle is not None:
-            use_comms(unit.handle, unit.name, **comms)
+        for unit in _unit_of(self).over_all_meshes:
+            if unit.handle is not None:
+                use_comms(unit.handle, unit.name, **comms)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted: buffers that travel are allocated where the way of communicating wants them anyway.
+        """Decides whether this unit's buffers that travel lie in memory of the process group's own allocator.
+
+        NCCL then sends from where they are. Where the backend has no allocator, nothing changes.
 
         Raises:
-            RuntimeError: If a custom collective allocates them.
+            RuntimeError: If a custom collective, or `set_symm_mem_for_comm`, has a say in that, or inside a
+                forward or backward, or while gradients wait for a reduction.
         """
-        self._refuse_custom_comms("set_allocate_memory_from_process_group_for_comm()")
+        self._schedule.require_idle("choosing the memory for communication")
+        for unit in _unit_of(self).over_all_meshes:
+            allocate_by_group(unit, enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Accepted: units communicate without symmetric memory of NCCL's, with the same results.
+        """Lets this unit's buffers that travel lie in NCCL's symmetric memory; collective.
+
+        Copy engines or special kernels may move them then. Both gathers and reductions use it.
 
         Raises:
-            RuntimeError: If a custom collective allocates them.
+            ValueError: If the backend is another one, or the unit does not communicate by NCCL.
+            RuntimeError: If a custom collective, or the process group's allocator, has a say in that, or
+                inside a forward or backward, or while gradients wait for a reduction.
         """
-        self._refuse_custom_comms("set_symm_mem_for_comm()")
-
-    def _refuse_custom_comms(self, method: str) -> None:
-        unit = _unit_of(self)
-        if unit.handle is not None:
-            refuse_custom_comms(unit.handle, unit.name, method)
+        self._schedule.require_idle("choosing the memory for communication")
+        for unit in _unit_of(self).over_all_meshes:
+            allocate_symmetric(unit, backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted: reductions have a queue of their own beside the gathers', in the same group."""
+        """Decides whether gradients are reduced in a process group of their own; collective.
+
+        With NCCL they no longer queue behind gathers then. All ranks must call it alike. On the CPU nothing
+        changes: nothing queues there.
+        """
+        self._schedule.require_idle("choosing the process group of reductions")
+        for unit in self._units(recurse):
+            if unit.handle is not None:
+                unit.handle.communicator.reduce_apart(enable)
+                unit.set(reduces_apart=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted: one reduction is in flight at most, so no more buffers are ever waited for.
+        """Decides how many units' gradients may be on their way at once; by default, one unit's.
+
+        With more, the computation waits less for reductions that take longer than it, at the cost of memory.
 
         Raises:
             TypeError: If the number is no int.
@@ -295,6 +353,7 @@ class FSDPModule(nn.Module):
             raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
+        self._set(recurse, most_reducing=max_input_buffers)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: gradients are divided by our own kernels and never reduced by anything but sums."""
@@ -323,16 +382,27 @@ class FSDPModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
         unit = _unit_of(self)
-        converted(unit, fn, "they live where their mesh does")
+        for each in unit.over_all_meshes:
+            converted(each, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if unit.handle is not None and unit.handle.state is HandleState.SHARDED and not unit.parts:
-            unit.handle.follow_replaced()  # parts are converted one by one: there the next forward does it
+        # Parts are converted one by one: there the next forward does it.
+        for each in () if unit.parts else unit.over_all_meshes:
+            if each.handle is not None and each.handle.state is HandleState.SHARDED:
+                each.handle.follow_replaced()
         return self
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         """Returns a second module of the same values, on the same process groups; no communication."""
         return deepcopy_wrapper(self, _unit_of(self), memo)
+
+    def extra_repr(self) -> str:
+        """That of the module's class, and how many bytes of the unit's full parameters stay, if any."""
+        own, handles = super().extra_repr(), [unit.handle for unit in _unit_of(self).over_all_meshes]
+        staying = sum(handle.staying_nbytes for handle in handles if handle is not None)
+        if not staying:
+            return own
+        return ", ".join([*filter(None, [own]), f"{staying} bytes stay unsharded"])
 
     def __getstate__(self) -> dict[str, Any]:
         raise NotPicklableError(
@@ -349,13 +419,16 @@ class FSDPModule(nn.Module):
             ValueError: If that is no `DTensor` that fits.
         """
         self.reshard()
-        unit = _unit_of(self)
-        handle = unit.handle
-        if handle is not None and handle.state is HandleState.SHARDED and not handle.without_values:
-            handle.follow_replaced()
-            for segment in handle.segments:
-                refuse_replaced(unit, segment.layout)
-        return super().state_dict(*args, **kwargs)
+        for unit in _unit_of(self).over_all_meshes:
+            handle = unit.handle
+            if handle is not None and handle.state is HandleState.SHARDED and not handle.without_values:
+                handle.follow_replaced()
+                for segment in handle.segments:
+                    refuse_replaced(unit, segment.layout)
+        earlier = len((args[0] if args else kwargs.get("destination")) or ())
+        destination = super().state_dict(*args, **kwargs)
+        make_copyable(destination, [*destination][earlier:])
+        return destination
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.reshard()
@@ -372,7 +445,7 @@ class FSDPModule(nn.Module):
             raise RuntimeError(f"{doing} must be called on the root, not on {_unit_of(self).name}")
 
     def _units(self, recurse: bool) -> Iterable[Unit]:
-        return dict.fromkeys(units_in(self).values()) if recurse else [_unit_of(self)]
+        return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
 
     def _set(self, recurse: bool, **options: Any) -> None:
         for unit in self._units(recurse):
@@ -424,8 +497,8 @@ class UnshardHandle:
     def wait(self) -> None:
         """Lets the modules show the full parameters, for what the caller does next."""
         unit, self._unit = self._unit, None
-        if unit is not None:
-            schedule_of(unit).show_unsharded(unit)
+        for each in () if unit is None else unit.over_all_meshes:
+            schedule_of(each).show_unsharded(each)
 
 
 def run_as_unit(module: nn.Module, unit: Unit) -> None:
@@ -444,3 +517,7 @@ def _unit_of(module: Any) -> Unit:
         raise ValueError(f"expected a module to which fully_shard was applied, not a {type(module).__name__}")
     unit: Unit = module.__dict__[UNIT_ATTR]
     return unit
+
+
+def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
+    return tuple(unit for module in modules for unit in _unit_of(module).over_all_meshes)

@@ -27,6 +27,7 @@ from fsdp_wrap._core import (
     WrongKindError,
     check_flag,
     check_kind,
+    check_nbytes,
     find_replicated,
 )
 from fsdp_wrap._params import FlatParameterLayout, Layout, SliceLayout
@@ -96,6 +97,8 @@ class Settings:
     limit_all_gathers: bool = True
     use_orig_params: bool = False
     shared_memory: bool = True
+    travel_together_bytes: int | None = None
+    keep_unsharded_bytes: int = 0
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -117,6 +120,8 @@ class Settings:
         check_kind("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
         check_kind("mixed_precision", self.mixed_precision, MixedPrecision)
         check_flag("shared_memory", self.shared_memory)
+        check_nbytes("travel_together_bytes", self.travel_together_bytes)
+        check_nbytes("keep_unsharded_bytes", self.keep_unsharded_bytes)
         self.policy.check()
         return resolve_mesh(self.process_group, self.device_mesh, self.strategy)
 
@@ -144,6 +149,8 @@ class Settings:
             forward_prefetch=bool(self.forward_prefetch),
             casts=InputCasts.of(self.policy, module),
             full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
+            travel_together_bytes=self.travel_together_bytes,
+            stay_bytes=self.keep_unsharded_bytes or 0,
         )
 
     def kept(self) -> Settings:

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_wrap import distributed_state_dict as ours
 from fsdp_wrap._core import clean_fqn
-from fsdp_wrap._core.torch_private import torch_gathers
+from fsdp_wrap._core.torch_private import StridedShard, torch_gathers
 from fsdp_wrap._core.torch_private import torch_state_dict as theirs
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
 
@@ -52,6 +54,8 @@ def _adapt() -> None:
     """Rebinds what torch's helpers call."""
     for name, function in _OURS.items():
         setattr(theirs, name, _asking_first(function, getattr(theirs, name)))
+    name = "_distribute_state_dict"
+    setattr(theirs, name, _cutting_unevenly(getattr(theirs, name)))
     theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
     if not PASSES_FOR_DTENSOR:
         torch_gathers._iterate_state_dict = _gathering_pieces(torch_gathers._iterate_state_dict)
@@ -63,6 +67,28 @@ def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callab
         return (own if ours.is_wrapped(model) else torchs)(model, *args, **kwargs)
 
     return call
+
+
+def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets each rank cut its part of full tensors where torch cannot scatter them.
+
+    That is where tensor parallelism and sharding cut the same dimension, of a size that does not divide.
+    """
+
+    def cut(full: Any, target: Any) -> Any:
+        if not isinstance(full, torch.Tensor) or not isinstance(target, DTensor) or not full.dim():
+            return full
+        if not any(isinstance(each, StridedShard) for each in target.placements):
+            return full
+        return distribute_tensor(full.detach(), target.device_mesh, target.placements, src_data_rank=None)
+
+    @wraps(torchs)
+    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return torchs(
+            {key: cut(value, local.get(key)) for key, value in full.items()}, local, *args, **kwargs
+        )
+
+    return distribute
 
 
 def _with_clean_prefixes(torchs: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,5 @@
 """Clipping by the norm of all gradients."""
 
-from fsdp_wrap._state import GradientNorms
+from fsdp_wrap._state import GradientNorms, clip_grad_norm_
 
-__all__ = ["GradientNorms"]
+__all__ = ["GradientNorms", "clip_grad_norm_"]

@@ -35,6 +35,7 @@ from fsdp_wrap._core import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    check_flag,
     clean_fqn,
 )
 from fsdp_wrap._params import HandleState
@@ -51,6 +52,7 @@ from fsdp_wrap._runtime import (
     require_idle,
     run_forward,
     schedule_of,
+    set_stay_bytes,
     units_in,
     warn_of_container,
 )
@@ -61,6 +63,7 @@ from fsdp_wrap._state import (
     full_units,
     is_summoned,
     iter_full_params,
+    offload_optimizer_state,
     register_comm_hook,
     summon_full_params,
 )
@@ -120,7 +123,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             `size()` only stands in for it: the module is wrapped as that rank would, and cannot run, save
             for one of one.
         sharding_strategy: FULL_SHARD by default.
-        cpu_offload: Keep shards, gradients and so optimizer state in host memory.
+        cpu_offload: Keep shards, gradients and so optimizer state in host memory, or optimizer state alone.
         auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
         backward_prefetch: When backward gathers the next unit.
         mixed_precision: Dtypes of computation and communication. With an `auto_wrap_policy`, modules of
@@ -142,6 +145,14 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             for hybrid strategies.
         shared_memory: Let ranks that share a host communicate through its memory, where they compute on the
             CPU in a gloo group; not one of torch's arguments.
+        travel_together_bytes: How much memory small units may take to be gathered and reduced together, in
+            one collective for several, from the second iteration on; 0 for never, None for the default of the
+            device. The root's counts, and `set_travel_together_bytes` changes it; not one of torch's
+            arguments.
+        keep_unsharded_bytes: So many bytes of full parameters may stay in memory on each rank after their
+            use, in all units of the model together: as long as their values do not change they are not
+            gathered again. Frozen ones stay between steps, others between forward and backward, and in
+            evaluation. See `set_keep_unsharded_bytes`; not one of torch's arguments.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -173,6 +184,8 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         device_mesh: DeviceMesh | None = None,
         *,
         shared_memory: bool = True,
+        travel_together_bytes: int | None = None,
+        keep_unsharded_bytes: int = 0,
     ) -> None:
         super().__init__()
         _check_wrappable(module)
@@ -190,6 +203,8 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
             shared_memory=shared_memory,
+            travel_together_bytes=travel_together_bytes,
+            keep_unsharded_bytes=keep_unsharded_bytes,
         )
         mesh = settings.mesh()
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
@@ -214,6 +229,9 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.moves_to(self)
+        if unit.handle is not None and self.cpu_offload.only_state:
+            for layout in unit.handle.layouts:
+                offload_optimizer_state(layout.sharded_params)
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
@@ -243,10 +261,16 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
         ways = [each.way for each in (handle.communicator, handle.replicas) if each.way]
         way = f", through {ways[0]}" if ways else ""
+        schedule = self._unit.schedule
+        others = schedule.companions_of(self._unit) if schedule is not None else []
+        if others:
+            rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            way += f", gathered with {', '.join(repr(name) for name in others[:3])}{rest}"
         held = ", ".join(segment.describe() for segment in handle.segments)
+        stays = f", {handle.staying_nbytes} bytes stay unsharded" if handle.staying else ""
         return (
             f"{self.sharding_strategy.name}, rank {handle.communicator.rank} of "
-            f"{handle.communicator.size}{copies}, holds {held}{way}"
+            f"{handle.communicator.size}{copies}, holds {held}{way}{stays}"
         )
 
     def check_is_root(self) -> bool:
@@ -291,20 +315,30 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         """
         register_forward_method(self, self._fsdp_wrapped_module, method_name, self._run_as_forward)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulates gradients without communication while the context is open.
+    def no_sync(self, *, reduce_within_copy: bool = False) -> AbstractContextManager[None]:
+        """Accumulates gradients without communication, or with little, while the context is open.
 
         The accumulated gradients join those of the next backward outside of it. Until then they are held
         unsharded, in memory of the size of the full model. So are the parameters of units that do not
         reshard after forward (SHARD_GRAD_OP): the next forward computes with them and gathers nothing,
         unless they have changed, on all ranks alike. Backward outside of the context frees them.
 
+        Args:
+            reduce_within_copy: Where there are several copies (HYBRID_SHARD, _HYBRID_SHARD_ZERO2, NO_SHARD),
+                sum gradients over the ranks of each copy at once, and over the copies with those of the next
+                backward outside of the context. Until then each rank holds its shard of the sums, which is no
+                `.grad` yet: optimizers refuse to step, and `zero_grad` forgets it. Where there is one copy,
+                gradients are reduced as outside of the context. Not one of torch's arguments.
+
         Raises:
             RuntimeError: If called on an instance that another one encloses.
+            NotIdleError: With `reduce_within_copy`, when entered inside a backward.
+            TypeError: If `reduce_within_copy` is not a bool.
         """
         if self._unit.nested:
             raise RuntimeError(f"no_sync() must be called on the root, and this is {self._unit.name}")
-        return schedule_of(self._unit).no_sync()
+        check_flag("reduce_within_copy", reduce_within_copy)
+        return schedule_of(self._unit).no_sync(reduce_within_copy)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Decides for this unit alone whether its full parameters are freed between forward and backward.
@@ -312,6 +346,27 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         Without this the strategy decides, save that the root keeps them, since backward needs them first.
         """
         self._unit.set_reshard_after_forward(reshard_after_forward)
+
+    def set_keep_unsharded_bytes(self, nbytes: int) -> None:
+        """Decides from the next forward on how many bytes of full parameters may stay; all ranks alike.
+
+        They are those of this unit and the units below it, on each rank, beside what is in use. What stays is
+        chosen by what all ranks know: frozen parameters before others, small ones before large ones. It is
+        gathered again when it may have changed: after a step of any optimizer in the process (not if it is
+        frozen), a load, a write to the parameters, another precision, `requires_grad_`, `summon_full_params`,
+        a state dict, a backward that failed. Ranks must do all this alike: where one alone steps an optimizer
+        of another model, the others wait for it in vain. Writes through `.data` are not seen, save on the
+        CPU, where a sample is compared and an error names the unit.
+
+        Args:
+            nbytes: The budget; 0 lets nothing stay, and frees what does.
+
+        Raises:
+            NotIdleError: Inside a forward or backward.
+            TypeError: If it is no int.
+            ValueError: If it is negative.
+        """
+        set_stay_bytes(units_in(self).values(), nbytes)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -64,7 +64,11 @@ def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options
 def _translated(name: str, value: Any) -> tuple[str, Any]:
     if name == "sharding_strategy":
         return "reshard_after_forward", {FULL: True, KEPT: False}[value]
+    if name in ("shared_memory", "travel_together_bytes"):
+        return name, value
     assert name == "cpu_offload", f"fully_shard has nothing like {name}"
+    if value.only_state:
+        return "offload_policy", CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)
     return "offload_policy", CPUOffloadPolicy() if value.offload_params else OffloadPolicy()
 
 
@@ -143,6 +147,23 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def within_copy(model: nn.Module) -> Iterator[None]:
+    """Reduces gradients within each copy alone, by the means of the front-end."""
+    if not isinstance(model, FSDPModule):
+        with model.no_sync(reduce_within_copy=True):
+            yield
+    else:
+        model.set_requires_all_reduce(False)
+        yield
+        model.set_requires_all_reduce(True)
+
+
+def accumulating(model: nn.Module, letter: str) -> AbstractContextManager[None]:
+    """T: without reductions; C: with those within the copy; F: with all."""
+    return {"T": no_sync, "C": within_copy, "F": nullcontext}[letter](*[model] * (letter != "F"))
 
 
 def clip(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fronts import full, no_sync
+from fronts import accumulating, full
 from fsdp_wrap import (
     BackwardPrefetch,
     CPUOffload,
@@ -54,6 +54,7 @@ SPACE: dict[str, Sequence[Any]] = {
     "forwards": [1, 2],
     "evaluates": [False, True],
     "input_grad": [False, True],
+    "stays": [0, 3000, 10**9],
 }
 COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
     "front": ["fully_shard"],
@@ -67,7 +68,7 @@ COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
     name: SPACE[name]
     for name in (
         *("frozen", "unfreeze", "tied", "checkpointing", "accumulation", "zeroing", "fault"),
-        *("forwards", "evaluates", "input_grad"),
+        *("forwards", "evaluates", "input_grad", "stays"),
     )
 }
 """Options of `fully_shard`; those of the wrapper that it has as well, and its own."""
@@ -76,9 +77,6 @@ HYBRID_COMPOSABLE_SPACE = {**COMPOSABLE_SPACE, "mesh": ["hybrid", "flat"], "resh
 HYBRID_SPACE = {**SPACE, "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"]}
 
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
-
-_SEEDED = threading.Lock()
-"""Of ranks that are threads, which share torch's generator."""
 
 
 def pairwise(
@@ -203,10 +201,11 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
         reshard = scenario["reshard"]
         fully_shard(
             part,
-            mesh=init_device_mesh("cpu", sizes),
+            mesh=init_device_mesh(_device_of(model).type, sizes),
             reshard_after_forward=True if hybrid and reshard == 2 else reshard,
             shard_placement_fn=placement,
             offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
+            keep_unsharded_bytes=scenario["stays"],
         )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if scenario["prefetch"] == "explicit":
@@ -215,6 +214,10 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
             unit.set_modules_to_backward_prefetch(units[max(0, index - 2) : index])
     model.set_reshard_after_backward(not scenario["kept_after_backward"])
     return model
+
+
+def _device_of(model: Model) -> torch.device:
+    return model.head.weight.device
 
 
 def _parts(model: Model, wrapping: str) -> list[Any]:
@@ -240,9 +243,10 @@ def _wrapped(model: Model, scenario: Scenario) -> FSDP:
         "cpu_offload": CPUOffload(offload_params=scenario["offload"]),
         "limit_all_gathers": scenario["limit_all_gathers"],
         "use_orig_params": scenario["use_orig_params"],
+        "keep_unsharded_bytes": scenario["stays"],
     }
     if "HYBRID" in scenario["strategy"]:
-        kwargs["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        kwargs["device_mesh"] = init_device_mesh(_device_of(model).type, (2, dist.get_world_size() // 2))
     if scenario["wrapping"] == "by_hand":
         model.blocks[0].fc1 = FSDP(model.blocks[0].fc1, **kwargs)
         model.blocks[0] = FSDP(model.blocks[0], **kwargs)
@@ -254,8 +258,8 @@ def _wrapped(model: Model, scenario: Scenario) -> FSDP:
 class _Batches:
     """Inputs by rank and number; the same for the wrapped and the plain model."""
 
-    def __init__(self, input_grad: bool) -> None:
-        self._input_grad = input_grad
+    def __init__(self, input_grad: bool, device: torch.device) -> None:
+        self._input_grad, self._device = input_grad, device
 
     def loss(self, model: nn.Module, rank: int, number: int, forwards: int) -> torch.Tensor:
         losses = [self._one(model, rank, 10 * number + repeat) for repeat in range(forwards)]
@@ -265,14 +269,15 @@ class _Batches:
         generator = torch.Generator().manual_seed(1000 * number + rank)
         tokens = torch.randint(0, VOCABULARY, (2, 4), generator=generator)
         shift = torch.randn(2, 4, WIDTH, generator=generator, dtype=torch.float64)
+        tokens, shift = tokens.to(self._device), shift.to(self._device)
         output = model(tokens, shift.requires_grad_(self._input_grad))
         return nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
 
 
-def _backwards(scenario: Scenario, step: int) -> Iterator[tuple[int, bool]]:
-    """(number of the batch, whether inside no_sync) of one step."""
+def _backwards(scenario: Scenario, step: int) -> Iterator[tuple[int, str]]:
+    """(number of the batch, as what of `accumulating` it runs) of one step."""
     for index, letter in enumerate(scenario["accumulation"]):
-        yield 100 * step + index, letter == "T"
+        yield 100 * step + index, letter
 
 
 def _fail(*_: Any) -> None:
@@ -296,76 +301,112 @@ def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> N
         hook.remove()
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What a plain model does that sees the batches of all ranks.
+
+    Attributes:
+        initial: The model before training.
+        losses: By the number of the batch and by rank.
+        final: Its state after training.
+        steps: For how many it trained: 2 at least, as some options begin in the second.
+    """
+
+    initial: Model
+    losses: dict[int, list[torch.Tensor]]
+    final: dict[str, torch.Tensor]
+    steps: int
+
+
+def reference(
+    scenario: Scenario, world_size: int, device: torch.device | None = None, steps: int = STEPS
+) -> Reference:
+    """Trains a plain model as the scenario says; ranks that are threads may share what comes of it."""
+    torch.manual_seed(0)
+    plain = Model(scenario).double().to(device or "cpu")
+    initial, losses = copy.deepcopy(plain), {}
+    batches, optimizer = _batches(scenario, device), _optimizer(scenario, plain)
+    for step in range(steps):
+        if step == 1 and scenario["unfreeze"]:
+            plain.requires_grad_(True)
+        optimizer.zero_grad(scenario["zeroing"] == "to_none")
+        for number, _ in _backwards(scenario, step):
+            forwards = scenario["forwards"]
+            found = [batches.loss(plain, rank, number, forwards) for rank in range(world_size)]
+            (torch.stack(found).sum() / world_size).backward()
+            losses[number] = [loss.detach() for loss in found]
+        optimizer.step()
+    return Reference(initial, losses, plain.state_dict(), steps)
+
+
+def _batches(scenario: Scenario, device: torch.device | None) -> _Batches:
+    # Reentrant checkpointing trains nothing where none of its inputs needs a gradient, plain module or not.
+    needs_grad = scenario["input_grad"] or scenario["checkpointing"] == "reentrant"
+    return _Batches(needs_grad, device or torch.device("cpu"))
+
+
+def _optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
+    # A FlatParameter gives its unused parts zero gradients, a plain module none: SGD alone is alike.
+    alike = scenario.get("use_orig_params", True)
+    extras = {"momentum": 0.9, "weight_decay": 0.1} if alike else {}
+    return torch.optim.SGD(model.parameters(), lr=0.05, **extras)
+
+
 def check(
     scenario: Scenario,
     rank: int,
     world_size: int,
+    expected: Reference | None = None,
     aside: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> None:
-    """Trains as the scenario says and compares with the plain model.
+    device: torch.device | None = None,
+) -> nn.Module:
+    """Trains as the scenario says, compares with the plain model, and returns what it has trained.
 
     Args:
         scenario: The options.
         rank: This process's.
         world_size: How many there are.
-        aside: In which the plain model is trained, and all is compared.
+        expected: What the plain model has done, if that is known.
+        aside: In which all is compared.
+        device: Where it is trained; by default the CPU.
     """
-    with _SEEDED:
-        torch.manual_seed(0)
-        with aside():
-            plain = Model(scenario).double()
-            copied = copy.deepcopy(plain)
-    model = _wrap(copied, scenario)
-    # Reentrant checkpointing trains nothing where none of its inputs needs a gradient, plain module or not.
-    batches = _Batches(scenario["input_grad"] or scenario["checkpointing"] == "reentrant")
-    # A FlatParameter gives its unused parts zero gradients, a plain module none: SGD alone is alike.
-    alike = scenario.get("use_orig_params", True)
-    extras = {"momentum": 0.9, "weight_decay": 0.1} if alike else {}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, **extras) for m in (plain, model)]
-    for step in range(STEPS):
+    expected = expected or reference(scenario, world_size, device)
+    with aside():
+        copied = copy.deepcopy(expected.initial)
+    model, batches = _wrap(copied, scenario), _batches(scenario, device)
+    optimizer = _optimizer(scenario, model)
+    for step in range(expected.steps):
         if step == 1 and scenario["unfreeze"]:
-            for module in (plain, model):
-                module.requires_grad_(True)
-        to_none = scenario["zeroing"] == "to_none"
-        with aside():
-            optimizers[0].zero_grad(to_none)
-        optimizers[1].zero_grad(to_none)
+            model.requires_grad_(True)
+        optimizer.zero_grad(scenario["zeroing"] == "to_none")
         if step == 1 and scenario["fault"]:
             _break_once(model, scenario["fault"], batches, rank)
-            optimizers[1].zero_grad(to_none)
-        _step(scenario, step, plain, model, batches, rank, world_size, aside)
-        with aside():
-            optimizers[0].step()
-        optimizers[1].step()
-    expected, state = plain.state_dict(), model.state_dict()
+            optimizer.zero_grad(scenario["zeroing"] == "to_none")
+        for number, loss in _step(scenario, step, model, batches, rank):
+            with aside():
+                wanted = expected.losses[number][rank]
+                torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10, msg=f"loss: {scenario}")
+        optimizer.step()
+    state = model.state_dict()
     with aside():
         for name, value in state.items():
-            found, wanted = full(value), expected[name]
+            wanted = expected.final[name]
+            found = full(value.to(wanted.device))
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
+    return model
 
 
 def _step(
-    scenario: Scenario,
-    step: int,
-    plain: nn.Module,
-    model: nn.Module,
-    batches: _Batches,
-    rank: int,
-    world_size: int,
-    aside: Callable[[], AbstractContextManager[None]],
-) -> None:
-    forwards = scenario["forwards"]
-    for number, unsynced in _backwards(scenario, step):
+    scenario: Scenario, step: int, model: nn.Module, batches: _Batches, rank: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Does the backwards of one step; yields the number of each batch, and its loss."""
+    for number, letter in _backwards(scenario, step):
         if scenario["evaluates"]:
             with torch.no_grad():
                 model.eval()
                 batches.loss(model, rank, number, 1)
                 model.train()
-        with no_sync(model) if unsynced else nullcontext():
-            loss = batches.loss(model, rank, number, forwards)
+        with accumulating(model, letter):
+            loss = batches.loss(model, rank, number, scenario["forwards"])
             loss.backward()
-        with aside():
-            references = [batches.loss(plain, r, number, forwards) for r in range(world_size)]
-            found, wanted = loss, references[rank]
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"loss: {scenario}")
-            (torch.stack(references).sum() / world_size).backward()
+        yield number, loss.detach()

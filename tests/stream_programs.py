@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from bed.accelerator import Simulation
-from fronts import FRONTS, inner, no_sync, shard
+from fronts import FRONTS, full_state, inner, no_sync, shard
 from fsdp_wrap import CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
@@ -23,7 +24,8 @@ from fsdp_wrap.in_place_gradients import set_gradients_in_place
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
-Program = Callable[[int, Simulation], None]
+Program = Callable[[int, Simulation], object]
+"""Gets a rank and its device; returns what is to be compared in the end."""
 WIDTH, BATCH, STEPS = 16, 4, 3
 
 
@@ -52,20 +54,28 @@ def net(checkpoints: bool = False) -> nn.Module:
     return nn.Sequential(*(Layer(number, checkpoints) for number in range(3)), Layer(7, False).up)
 
 
-def wrapped(front: str = "orig", checkpoints: bool = False, **options: Any) -> nn.Module:
-    return shard(front, net(checkpoints), ModuleWrapPolicy({Layer}), **options)
+def wrapped(
+    front: str = "orig",
+    checkpoints: bool = False,
+    module: nn.Module | None = None,
+    kinds: Set[type[nn.Module]] = frozenset({Layer}),
+    **options: Any,
+) -> nn.Module:
+    """Shards `net`, or another module, of which all modules of some kinds become units."""
+    return shard(front, module or net(checkpoints), ModuleWrapPolicy(set(kinds)), **options)
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-def train(model: nn.Module, rank: int, device: Simulation, steps: int = STEPS, **options: Any) -> None:
-    """Trains without a look at any number."""
+def train(model: nn.Module, rank: int, device: Simulation, steps: int = STEPS, **options: Any) -> object:
+    """Trains without a look at any number; returns the model and the optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     for step in range(steps):
         one_step(model, optimizer, rank, step, **options)
         device.end_step()
+    return model, optimizer
 
 
 def one_step(
@@ -79,11 +89,11 @@ def one_step(
     optimizer.step()
 
 
-def _trains(rank: int, device: Simulation, front: str, accumulates: bool = False, **options: Any) -> None:
-    train(wrapped(front, **options), rank, device, accumulates=accumulates)
+def _trains(rank: int, device: Simulation, front: str, accumulates: bool = False, **options: Any) -> object:
+    return train(wrapped(front, **options), rank, device, accumulates=accumulates)
 
 
-def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> None:
+def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
     if front == "composable":
         model = net()
@@ -93,18 +103,19 @@ def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> None:
     else:
         strategy = ShardingStrategy.HYBRID_SHARD
         model = wrapped(front, sharding_strategy=strategy, device_mesh=mesh, cpu_offload=CPUOffload(offload))
-    train(model, rank, device, accumulates=True)
+    return train(model, rank, device, accumulates=True)
 
 
-def _frozen(rank: int, device: Simulation, front: str) -> None:
+def _frozen(rank: int, device: Simulation, front: str) -> object:
     model = wrapped(front)
     inner(model)[1].requires_grad_(False)
-    train(model, rank, device)
+    return train(model, rank, device)
 
 
-def _fails(rank: int, device: Simulation, front: str, where: str, **options: Any) -> None:
-    """Every rank raises at the same place, and trains on."""
+def _fails(rank: int, device: Simulation, front: str, where: str, after: int = 0, **options: Any) -> object:
+    """Every rank raises at the same place, after some steps, and trains on."""
     model = wrapped(front, **options)
+    train(model, rank, device, steps=after)
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("on purpose")
@@ -116,19 +127,40 @@ def _fails(rank: int, device: Simulation, front: str, where: str, **options: Any
     with suppress(ArithmeticError):
         model(batch(rank, 9)).sum().backward()
     hook.remove()
-    train(model, rank, device, steps=1)
+    return train(model, rank, device, steps=1 + after)
 
 
-def _dropped(rank: int, device: Simulation) -> None:
+def _together(rank: int, device: Simulation, front: str, nbytes: int | None, **options: Any) -> object:
+    """Small units travel together: all of them, or two at a time, evaluated and in another order as well."""
+    model = wrapped(front, travel_together_bytes=nbytes, **options)
+    train(model, rank, device, steps=2)
+    with torch.no_grad():
+        model(batch(rank, 7))
+    layers = inner(model)
+    for before in ((2,), (2,), (1, 1)):  # these units run before the others as well
+        hook = layers[0].register_forward_pre_hook(partial(_run_before, [layers[index] for index in before]))
+        model(batch(rank, 8)).square().sum().backward()
+        hook.remove()
+    return train(model, rank, device, steps=2, accumulates=True)
+
+
+def _run_before(units: list[nn.Module], layer: nn.Module, args: Any) -> Any:
+    hidden = args[0]
+    for unit in units:
+        hidden = unit(hidden)
+    return (hidden,)
+
+
+def _dropped(rank: int, device: Simulation) -> object:
     """A gather that nobody waits for: its memory must not be given to others while it writes."""
     model = wrapped("composable")
     model[0].unshard(async_op=True)
     del model
     gc.collect()
-    torch.ones(4096).sum()
+    return torch.ones(4096).sum()
 
 
-def _by_hand(rank: int, device: Simulation) -> None:
+def _by_hand(rank: int, device: Simulation) -> object:
     """Handles, lists of prefetched units, an optimizer on another stream, backwards ended by hand."""
     model = wrapped("composable")
     model[0].set_modules_to_forward_prefetch([model[1], model[2]])
@@ -144,14 +176,14 @@ def _by_hand(rank: int, device: Simulation) -> None:
         with side:
             optimizer.step()
             model.set_post_optim_event(side.record_event())
-    model(batch(rank, 0))  # waits for the last step, as an unshard by hand does
+    return model, model(batch(rank, 0))  # which waits for the last step, as an unshard by hand does
 
 
-def _kept_within_a_host(rank: int, device: Simulation) -> None:
+def _kept_within_a_host(rank: int, device: Simulation) -> object:
     model = net()
     for part in (*model, model):
         fully_shard(part, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-    train(model, rank, device)
+    return train(model, rank, device)
 
 
 class _Gather:
@@ -171,28 +203,70 @@ class _Reduce(_Gather):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def _users_collectives(rank: int, device: Simulation) -> None:
+def _users_collectives(rank: int, device: Simulation) -> object:
     model = wrapped("composable")
     for part in (*list(model)[:3], model):
         part.set_custom_all_gather(_Gather())
         part.set_custom_reduce_scatter(_Reduce())
-    train(model, rank, device)
+    return train(model, rank, device)
 
 
-def _hooked_on_a_stream(rank: int, device: Simulation) -> None:
+class _FailingGather(_Gather):
+    """Raises once after it has issued what it does."""
+
+    fails = True
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        works = super().__call__(output_tensor, input_tensor, group, async_op)
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError("on purpose")
+        return works
+
+
+def _collective_raises(rank: int, device: Simulation) -> object:
+    """What it has begun still writes when its buffers go."""
     model = wrapped("composable")
+    model[1].set_custom_all_gather(_FailingGather())
+    with suppress(ArithmeticError):
+        model(batch(rank, 9))
+    return train(model, rank, device, steps=1)
+
+
+def _looks_after_unshard(rank: int, device: Simulation) -> object:
+    """Full parameters that the user reads, and others that go while they are gathered."""
+    model = wrapped("composable")
+    model[0].unshard()
+    weight = model[0].up.weight
+    assert not isinstance(weight, DTensor), "the full parameters are not shown"
+    total = weight.sum()
+    model[0].reshard()
+    before = device.live_bytes
+    model[1].unshard(async_op=True)
+    model[1].reshard()
+    assert device.live_bytes == before, "what was being gathered is still there"
+    return total, train(model, rank, device, steps=1)
+
+
+def _hooked_on_a_stream(rank: int, device: Simulation) -> object:
+    model = wrapped("composable")
+
+    def hook(reduced: torch.Tensor) -> None:
+        assert device.current_stream() is device.stream("user"), "the hook runs on another stream"
+        reduced.mul_(0.5)
+
     for part in (*list(model)[:3], model):
-        part.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=device.stream("user"))
-    train(model, rank, device)
+        part.set_all_reduce_hook(hook, stream=device.stream("user"))
+    return train(model, rank, device)
 
 
-def _comm_hook(rank: int, device: Simulation, **options: Any) -> None:
+def _comm_hook(rank: int, device: Simulation, **options: Any) -> object:
     model = wrapped("orig", **options)
     model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
-    train(model, rank, device)
+    return train(model, rank, device)
 
 
-def _compressed(rank: int, device: Simulation) -> None:
+def _compressed(rank: int, device: Simulation) -> object:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     for number, layer in enumerate(model):
         generator = torch.Generator().manual_seed(number)
@@ -200,15 +274,18 @@ def _compressed(rank: int, device: Simulation) -> None:
         fully_shard(layer)
     fully_shard(model)
     compress(model, gathers="int8", reductions="int8")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     for step in range(STEPS):
         numbers = torch.Generator().manual_seed(10 * step + rank)
         model(torch.randn(BATCH, 64, generator=numbers)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    with device.aside():
+        assert all(param.to_local().isfinite().all() for param in model.parameters()), "not decoded"
+    return model
 
 
-def _states(rank: int, device: Simulation, front: str, offload: bool) -> None:
+def _states(rank: int, device: Simulation, front: str, offload: bool) -> object:
     """State dicts and summoned parameters between steps."""
     model = wrapped(front, cpu_offload=CPUOffload(offload))
     train(model, rank, device, steps=1)
@@ -220,10 +297,10 @@ def _states(rank: int, device: Simulation, front: str, offload: bool) -> None:
     train(model, rank, device, steps=1)
     states.append(model.state_dict())
     model.load_state_dict(states[0])
-    train(model, rank, device, steps=1)
+    return train(model, rank, device, steps=1)
 
 
-def _evaluates(rank: int, device: Simulation, front: str) -> None:
+def _evaluates(rank: int, device: Simulation, front: str) -> object:
     """An offloaded model is changed right after a forward that needs no gradient."""
     model = wrapped(front, cpu_offload=CPUOffload(offload_params=True))
     with torch.no_grad():
@@ -232,22 +309,24 @@ def _evaluates(rank: int, device: Simulation, front: str) -> None:
             for param in model.parameters():
                 local = param.to_local() if hasattr(param, "to_local") else param.data
                 local.mul_(0.5)
+    return model
 
 
-def _in_place(rank: int, device: Simulation) -> None:
+def _in_place(rank: int, device: Simulation) -> object:
     model = wrapped("orig")
     set_gradients_in_place(model)
-    train(model, rank, device)
+    return train(model, rank, device)
 
 
-def _clips(rank: int, device: Simulation, norm_type: float) -> None:
+def _clips(rank: int, device: Simulation, norm_type: float) -> object:
     model = wrapped("orig")
     for step in range(2):
         model(batch(rank, step)).square().sum().backward()
         model.clip_grad_norm_(0.1, norm_type)
+    return model
 
 
-def _scales(rank: int, device: Simulation) -> None:
+def _scales(rank: int, device: Simulation) -> object:
     model, scaler = wrapped("orig"), ShardedGradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -255,9 +334,10 @@ def _scales(rank: int, device: Simulation) -> None:
         scaler.scale(model(batch(rank, step)).square().sum()).backward()
         scaler.step(optimizer)
         scaler.update()
+    return model, optimizer
 
 
-def _summons(rank: int, device: Simulation, offload: bool, rank0_only: bool) -> None:
+def _summons(rank: int, device: Simulation, offload: bool, rank0_only: bool) -> object:
     """The full parameters and gradients, which are edited."""
     model = wrapped("orig", cpu_offload=CPUOffload(offload))
     model(batch(rank, 0)).square().sum().backward()
@@ -265,17 +345,104 @@ def _summons(rank: int, device: Simulation, offload: bool, rank0_only: bool) -> 
         for param in model.parameters() if rank == 0 or not rank0_only else ():
             param.data.mul_(0.5)
             param.grad.mul_(2)
-    train(model, rank, device, steps=1)
+    return train(model, rank, device, steps=1)
 
 
-def _group_with_a_stream(rank: int, device: Simulation) -> None:
+def _group_with_a_stream(rank: int, device: Simulation) -> object:
     """As where a process group runs collectives on a stream of its own, and its works order them."""
     device.group_has_stream = True
-    _states(rank, device, "orig", offload=False)
+    return _states(rank, device, "orig", offload=False)
+
+
+class _Skipping(nn.Sequential):
+    """Units that run in another order in every second forward, one of them not at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards = getattr(self, "forwards", -1) + 1
+        for number in (1, 2, 3) if self.forwards % 2 else (0, 2, 1, 3):
+            x = self[number](x)
+        return x
+
+
+def offloads(
+    rank: int,
+    device: Simulation,
+    front: str,
+    doing: str = "",
+    offload: bool = True,
+    states: dict[int, Any] | None = None,
+    **options: Any,
+) -> object:
+    """Trains with shards on the host, and something else.
+
+    Args:
+        doing: What else.
+        offload: Whether they are on the host.
+        states: Gets the state dict in the end, by rank.
+        options: The wrapper's.
+    """
+    units = net(checkpoints=doing == "checkpoints")
+    module = _Skipping(*units) if doing == "skips" else units
+    model = shard(front, module, ModuleWrapPolicy({Layer}), cpu_offload=CPUOffload(offload), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=True)
+    if doing == "steps in backward":
+        in_backward = {param: torch.optim.SGD([param], lr=0.001) for param in model.parameters()}
+
+        def step_now(param: nn.Parameter) -> None:
+            in_backward[param].step()
+            param.grad = None
+
+        hooks = [param.register_post_accumulate_grad_hook(step_now) for param in in_backward]
+    for step in range(STEPS):
+        if doing == "evaluates":
+            with torch.no_grad():
+                model(batch(rank, step + 20))
+            _halve(model)
+        one_step(model, optimizer, rank, step, accumulates=doing == "accumulates")
+        if doing == "sums in host memory":
+            model(batch(rank, step + 70)).square().sum().backward()
+            optimizer.step()
+        if doing == "changes":
+            _halve(model)
+        device.end_step()
+    for hook in hooks if doing == "steps in backward" else ():
+        hook.remove()
+    if states is not None:
+        with device.aside():
+            states[rank] = {name: value.clone() for name, value in full_state(model).items()}
+    return model, optimizer
+
+
+def _halve(model: nn.Module) -> None:
+    """Changes the shards so that no version counter tells it."""
+    for param in model.parameters():
+        local = param.to_local() if hasattr(param, "to_local") else param
+        local.data.mul_(0.5)
+
+
+def _offloads_by_hand(rank: int, device: Simulation) -> None:
+    """An unshard between steps, gradients that wait for a later backward's end, backwards ended by hand."""
+    model = wrapped("composable", cpu_offload=OFFLOAD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        _halve(model)
+        handle = model[0].unshard(async_op=True)
+        if step == 1:
+            handle.wait()
+        model.set_is_last_backward(False)
+        model(batch(rank, step)).square().sum().backward()
+        model.set_is_last_backward(True)
+        model(batch(rank, step + 30)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.set_manual_backward_finalization(True)
+    model(batch(rank, 0)).square().sum().backward()
+    model.finalize_backward(async_op=True).wait()
+    optimizer.step()
 
 
 OFFLOAD, BF16 = CPUOffload(offload_params=True), MixedPrecision(torch.bfloat16, torch.float32)
-NO_SHARD = ShardingStrategy.NO_SHARD
+NO_SHARD, STATE = ShardingStrategy.NO_SHARD, CPUOffload(offload_optimizer_state=True)
 
 PROGRAMS: dict[str, tuple[int, Program]] = {
     **{f"trains-{front}": (2, partial(_trains, front=front)) for front in FRONTS},
@@ -296,10 +463,16 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "no_shard-offload": (2, partial(_trains, front="orig", sharding_strategy=NO_SHARD, cpu_offload=OFFLOAD)),
     "mixed": (2, partial(_trains, front="orig", mixed_precision=BF16)),
     "mixed-offload": (2, partial(_trains, front="orig", mixed_precision=BF16, cpu_offload=OFFLOAD)),
+    **{f"together-{front}": (2, partial(_together, front=front, nbytes=None)) for front in FRONTS},
+    "together-two": (2, partial(_together, front="orig", nbytes=2 * 9000, forward_prefetch=True)),
+    "fails-together-forward": (2, partial(_fails, front="composable", where="forward", after=2)),
+    "fails-together-backward": (2, partial(_fails, front="orig", where="backward", after=2)),
     "dropped": (2, _dropped),
     "by_hand": (2, _by_hand),
     "kept_within_a_host": (4, _kept_within_a_host),
     "users_collectives": (2, _users_collectives),
+    "collective_raises": (2, _collective_raises),
+    "looks_after_unshard": (2, _looks_after_unshard),
     "hooked_on_a_stream": (2, _hooked_on_a_stream),
     "comm_hook": (2, _comm_hook),
     "comm_hook-no_shard": (2, partial(_comm_hook, sharding_strategy=NO_SHARD)),
@@ -311,6 +484,12 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "summons": (2, partial(_summons, offload=False, rank0_only=False)),
     "summons-first": (2, partial(_summons, offload=False, rank0_only=True)),
     "summons-offload": (2, partial(_summons, offload=True, rank0_only=False)),
+    "offloads-by_hand": (2, _offloads_by_hand),
+    "offloads-fails": (2, partial(_fails, front="orig", where="backward", cpu_offload=OFFLOAD)),
+    "optimizer_state": (2, partial(_trains, front="orig", cpu_offload=STATE)),
+    "offloads-skips": (2, partial(offloads, front="orig", doing="skips")),
+    "offloads-steps_in_backward": (2, partial(offloads, front="orig", doing="steps in backward")),
+    "offloads-evaluates-mixed": (2, partial(offloads, front="flat", doing="evaluates", mixed_precision=BF16)),
     "group_with_a_stream": (2, _group_with_a_stream),
 }
 """By name: on how many ranks, and what each does."""

@@ -8,12 +8,39 @@ Must never know: parameters, units, and why something travels.
 
 from fsdp_wrap._comm.agreement import Agreement
 from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer
-from fsdp_wrap._comm.device import accelerator_of, check_present, device_of, device_type_for, resolve_device
-from fsdp_wrap._comm.groups import Ranks, default_group, default_mesh, group_of, mesh_over, neighbours
-from fsdp_wrap._comm.lanes import Finished, Pending, Then, lane_of
+from fsdp_wrap._comm.device import (
+    Accelerator,
+    accelerator_of,
+    check_present,
+    device_of,
+    device_type_for,
+    resolve_device,
+)
+from fsdp_wrap._comm.group_memory import GroupMemory, SymmetricMemory, registered_memory, symmetric_memory
+from fsdp_wrap._comm.groups import (
+    Ranks,
+    default_group,
+    default_mesh,
+    group_of,
+    mesh_over,
+    neighbours,
+    ranks_in,
+)
+from fsdp_wrap._comm.lanes import (
+    Finished,
+    FromHost,
+    Pending,
+    Then,
+    ToHost,
+    await_arrivals,
+    await_copies,
+    copy_to_device,
+    copy_to_host,
+    lane_of,
+)
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh
 from fsdp_wrap._comm.objects import all_gather_object, as_transport, reduce_scatter_single
-from fsdp_wrap._comm.positions import Note, Tree, UnitPositions, positions_of
+from fsdp_wrap._comm.positions import Collective, Note, Tree, UnitCollective, UnitPositions, positions_of
 from fsdp_wrap._comm.process_group import Communicator
 from fsdp_wrap._comm.select import SAME_SETTINGS, make_communicator
-from fsdp_wrap._comm.watch import Watch, deaths_told
+from fsdp_wrap._comm.watching.watch import Watch, deaths_told

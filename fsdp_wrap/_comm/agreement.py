@@ -16,19 +16,24 @@ class Agreement:
 
     Args:
         group: The process group.
+
+    Attributes:
+        store: Where they tell; None where there is nobody to agree with.
+        name: Of the group there, the same on all its ranks and of no other group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Where there are no other ranks to agree with there may be no store either.
         fake = dist.get_backend(group) == "fake"
-        self._store = None if fake else default_store()
+        self.store = None if fake else default_store()
         self._rank = dist.get_rank()
         self._told: set[str] = set()
-        if self._store is not None:
+        self.name = ""
+        if self.store is not None:
             name = f"fsdp_wrap/agreement/{group.group_name}"
-            turn = self._store.add(f"{name}/{self._rank}", 1)  # it may have seen another group of the name
-            self._name = f"{name}/turn/{turn}"
-            self._word = f"{self._name}/word"
+            turn = self.store.add(f"{name}/{self._rank}", 1)  # it may have seen another group of the name
+            self.name = f"{name}/turn/{turn}"
+            self._word = f"{self.name}/word"
 
     def require(self, what: str, lines: list[str], rule: str) -> None:
         """Compares once what this rank has with what the first rank had that came here.
@@ -44,14 +49,14 @@ class Agreement:
         rank, other = self.first(what, lines)
         if [*map(_compared, other)] != [*map(_compared, lines)]:
             error = f"ranks differ in {what}: {_difference(rank, other, self._rank, lines)}. {rule}"
-            assert self._store is not None
-            self._store.set(self._word, error)
+            assert self.store is not None
+            self.store.set(self._word, error)
             raise RuntimeError(error)
 
     @property
     def compares(self) -> bool:
         """Whether there is anybody to agree with."""
-        return self._store is not None
+        return self.store is not None
 
     def first(self, what: str, lines: list[str]) -> tuple[int, list[str]]:
         """Tells, once, what this rank has.
@@ -63,17 +68,17 @@ class Agreement:
         Returns:
             The first rank that came here, with what that had; this one if it is, or has been here before.
         """
-        if self._store is None or what in self._told:
+        if self.store is None or what in self._told:
             return self._rank, lines
         self._told.add(what)
-        key, own = f"{self._name}/of/{what}", "\n".join([str(self._rank), *lines])
-        rank, *other = self._store.compare_set(key, "", own).decode().split("\n")
+        key, own = f"{self.name}/of/{what}", "\n".join([str(self._rank), *lines])
+        rank, *other = self.store.compare_set(key, "", own).decode().split("\n")
         return int(rank), other
 
     def look(self) -> None:
         """Raises a RuntimeError if another rank has found a difference."""
-        if self._store is not None and self._store.check([self._word]):
-            raise RuntimeError(self._store.get(self._word).decode())
+        if self.store is not None and self.store.check([self._word]):
+            raise RuntimeError(self.store.get(self._word).decode())
 
 
 def _compared(line: str) -> str:

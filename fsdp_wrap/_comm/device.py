@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._core.torch_private import symmetric_memory
 
 
 class Accelerator:
@@ -19,11 +22,13 @@ class Accelerator:
 
     Attributes:
         lanes: What `lane_of` has made, by purpose.
+        monitor: What `monitor_of` has made.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.lanes: dict[str, Any] = {}
+        self.monitor: Any = None
 
     def current_stream(self) -> torch.Stream:
         """Returns the stream on which the caller computes."""
@@ -35,7 +40,43 @@ class Accelerator:
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
-        return torch.empty(numel, dtype=dtype, pin_memory=pin)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory of the host."""
+        return tensor.device.type == "cpu"
+
+    @property
+    def captures(self) -> bool:
+        """Whether what is issued now goes into a graph instead of being done."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def prepare_to_ask(self) -> None:
+        """Prepares a thread that does nothing but ask events, also while others capture graphs."""
+        torch.accelerator.set_device_index(self._device.index)
+        if self._device.type == "cuda":
+            relaxed = ctypes.c_int(2)
+            # Otherwise a question in this thread would end a capture in another one.
+            with suppress(OSError, AttributeError):  # not NVIDIA's
+                ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+
+    def new_pool(self, allocator: Any) -> Any:
+        """Returns a pool of the device's memory that grows by an allocator."""
+        return torch.get_device_module(self._device).MemPool(allocator)
+
+    def new_symmetric_pool(self) -> Any:
+        """Returns a pool of NCCL's symmetric memory."""
+        symmetric_memory.set_backend("NCCL")
+        return symmetric_memory.get_mem_pool(self._device)
+
+    def allocating_in(self, pool: Any) -> AbstractContextManager[object]:
+        """Lets this thread allocate in a pool while the context is open."""
+        context: AbstractContextManager[object] = torch.get_device_module(self._device).use_mem_pool(pool)
+        return context
+
+    def meet_in_symmetric_memory(self, tensor: torch.Tensor, group_name: str) -> None:
+        """Lets the ranks of a group reach each other's tensor; collective where its memory is new."""
+        symmetric_memory.rendezvous(tensor, group=group_name)  # type: ignore[arg-type]  # `str`, by its docs
 
     def beside(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Returns a tensor in the memory in which another one lies; if that is the host's, it may be read."""

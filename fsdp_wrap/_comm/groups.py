@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_wrap._comm.device import device_type_for
-from fsdp_wrap._core.torch_private import all_groups
+from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, all_groups
 
 _Made = TypeVar("_Made")
 
@@ -113,7 +113,7 @@ def default_mesh() -> DeviceMesh:
         mesh._pg_registry.clear()
         return mesh
 
-    return _once_for(group, "mesh", make)
+    return once_for(group, "mesh", make)
 
 
 def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -124,7 +124,7 @@ def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...]
         mesh._pg_registry.clear()  # as above
         return mesh
 
-    return _once_for(group, ("mesh over", device_type, names), make)
+    return once_for(group, ("mesh over", device_type, names), make)
 
 
 def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -177,7 +177,20 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
         limit = time_limit(ranks.group, torch.device(device_type_for(ranks.group)))
         return dist.new_group(members, timeout=limit, use_local_synchronization=True)
 
-    return ranks_in(_once_for(ranks.group, ("neighbours", size), make))
+    return ranks_in(once_for(ranks.group, ("neighbours", size), make))
+
+
+def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a second group of the same ranks, one for all who ask; collective among them at first."""
+
+    def make() -> Any:
+        limit = time_limit(group, torch.device(device_type_for(group)))
+        members = dist.get_process_group_ranks(group)
+        return dist.new_group(
+            members, limit, use_local_synchronization=True, group_desc="fsdp_wrap reductions"
+        )
+
+    return ranks_in(once_for(group, "twin", make)).group
 
 
 def groups_by_host(world: dist.ProcessGroup) -> tuple[Any, Any]:
@@ -193,7 +206,7 @@ def groups_by_host(world: dist.ProcessGroup) -> tuple[Any, Any]:
             f"cannot shard within hosts: LOCAL_WORLD_SIZE={local} does not divide the {size} ranks; "
             "pass a (shard, replicate) pair as process_group or a device_mesh of two dimensions"
         )
-    return _once_for(world, ("hosts", local), lambda: _make_groups_by_host(size, local))
+    return once_for(world, ("hosts", local), lambda: _make_groups_by_host(size, local))
 
 
 def _make_groups_by_host(size: int, local: int) -> tuple[Any, Any]:
@@ -212,7 +225,7 @@ def _make_groups_by_host(size: int, local: int) -> tuple[Any, Any]:
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def _once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made]) -> _Made:
+def once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made]) -> _Made:
     """Makes what follows from a group once, for all units, and keeps it as long as the group lives.
 
     What is made must not refer to the group, or that lives for ever.
@@ -222,3 +235,17 @@ def _once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made
         made[what] = make()
     result: _Made = made[what]
     return result
+
+
+@cache
+def listening(rank: int, size: int) -> dist.ProcessGroup:
+    """Returns what to call in a group's place where somebody listens, and may spoil what it is given.
+
+    `CommDebugMode` and the like count c10d's operators, which not every collective here calls. This group of
+    the same ranks carries nothing.
+    """
+    group = dist.ProcessGroup(HashStore(), rank, size)
+    backend = FakeProcessGroup._create_internal(rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group

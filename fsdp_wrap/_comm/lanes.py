@@ -1,14 +1,22 @@
-"""Where communication runs beside computation: streams and events on an accelerator, works on the CPU."""
+"""Where communication runs beside computation: streams and events on an accelerator, works on the CPU.
+
+And copies between memory of the host and an accelerator. What goes to the device takes the lane "to device",
+what comes back the lane "to host": neither queues behind collectives. Memory of the device is allocated and
+freed on the stream of the computation, which has waited for the copies by then.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
+from fsdp_wrap._comm.watching.monitor import monitor_of
+from fsdp_wrap._comm.watching.watch import Watch
 
 
 class Pending(Protocol):
@@ -41,19 +49,16 @@ class Then:
 class Lane:
     """One queue of communication that runs beside the computation: on the CPU, the process group's own."""
 
-    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Pending:
+    def issue(self, start: Callable[[bool], Sequence[Any] | None], watch: Watch | None = None) -> Pending:
         """Runs `start` after all that the computation has issued so far.
 
         Args:
             start: Issues copies and collectives; gets whether to ask the process group for
                 asynchronous works, and returns those.
+            watch: Looks after it where the host does not wait; None if nothing is sent.
         """
         works = start(True)
         return Then(works) if works else Finished()
-
-    def finish(self) -> None:
-        """Lets the host wait until nothing that was issued reads its memory any more."""
-        return None
 
 
 class _EventPending:
@@ -91,10 +96,11 @@ class StreamLane(Lane):
     """
 
     def __init__(self, accelerator: Accelerator, purpose: str) -> None:
-        self._accelerator = accelerator
+        self._accelerator, self._purpose = accelerator, purpose
         self._stream = accelerator.new_stream(purpose)
+        self._monitor = monitor_of(accelerator)
 
-    def issue(self, start: Callable[[bool], Sequence[Any] | None]) -> Pending:
+    def issue(self, start: Callable[[bool], Sequence[Any] | None], watch: Watch | None = None) -> Pending:
         current = self._accelerator.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -104,9 +110,16 @@ class StreamLane(Lane):
         except BaseException:
             current.wait_stream(self._stream)  # a part of it may run
             raise
+        if watch is not None and not self._accelerator.captures:
+            self._monitor.note(event, self._purpose, watch)
         return _EventPending(event, self._accelerator, start)
 
+    def follow(self, other: StreamLane) -> None:
+        """Lets what is issued here, and `finish`, come after what was issued in another lane."""
+        self._stream.wait_stream(other._stream)
+
     def finish(self) -> None:
+        """Lets the host wait for all that was issued."""
         self._stream.synchronize()
 
 
@@ -116,9 +129,144 @@ _ON_CPU = Lane()
 def lane_of(device: torch.device, purpose: str) -> Lane:
     """Returns the one lane of this process for a device and a purpose, such as "gather"."""
     accelerator = accelerator_of(device)
-    if accelerator is None:
-        return _ON_CPU
-    lane: Lane | None = accelerator.lanes.get(purpose)
+    return _ON_CPU if accelerator is None else lane_on(accelerator, purpose)
+
+
+def lane_on(accelerator: Accelerator, purpose: str) -> StreamLane:
+    """Returns the one lane of this process for an accelerator and a purpose."""
+    lane: StreamLane | None = accelerator.lanes.get(purpose)
     if lane is None:
         lane = accelerator.lanes[purpose] = StreamLane(accelerator, purpose)
     return lane
+
+
+# copies between host and device
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+"""Returns an uninitialised 1-D tensor in host memory, of so many elements and of a dtype."""
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+_TO_DEVICE, _TO_HOST, _GATHER = "to device", "to host", "gather"
+
+
+class FromHost:
+    """A tensor in host memory whose values go to the device again and again, in a dtype of their own.
+
+    Another dtype than the tensor's is made on the host, once for all copies until `outdate`, in memory of the
+    size that travels. Otherwise nothing could be copied without the host.
+
+    Args:
+        accelerator: The device.
+        values: The tensor, 1-D.
+        dtype: In which the values go.
+        allocate: Makes the memory for another dtype.
+
+    Attributes:
+        lends: Whether copies read the tensor itself, which must not be written to before they are done.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, values: torch.Tensor, dtype: torch.dtype, allocate: Allocate
+    ) -> None:
+        self._accelerator, self._values, self._dtype, self._allocate = accelerator, values, dtype, allocate
+        self.lends = values.dtype == dtype
+        self._cast: torch.Tensor | None = None
+        self._ahead: tuple[torch.Tensor, Pending] | None = None
+        self._used: torch.Tensor | None = None
+
+    def outdate(self) -> None:
+        """Forgets what was made of the values, which may be others now."""
+        # Copies may still read that: so the next cast takes memory of its own. The allocator knows.
+        self._cast = None
+        self.recall()
+
+    def recall(self) -> None:
+        """Gives back the device's memory of what `send_ahead` has sent, and no `write` has used."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].wait()
+
+    def send_ahead(self, empty: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+        """Begins to copy the values to memory of the device's, where the next `write` finds them.
+
+        Args:
+            empty: Makes that memory.
+        """
+        if self._ahead is not None:
+            return
+        there, values = empty(self._values.numel(), self._dtype), self._to_send()
+        self._ahead = there, copy_to_device(self._accelerator, [(there, values)])
+
+    def write(self, out: torch.Tensor) -> None:
+        """Copies the values to a tensor on the device, on the stream that is current.
+
+        `settle` must follow, once the stream of the computation has waited for that.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            out.copy_(self._to_send(), non_blocking=True)
+        else:
+            self._used, arriving = ahead
+            arriving.wait()
+            out.copy_(self._used)
+
+    def settle(self) -> None:
+        """Gives back memory of the device's that `write` has read."""
+        self._used = None
+
+    def _to_send(self) -> torch.Tensor:
+        if self.lends:
+            return self._values
+        if self._cast is None:
+            self._cast = self._allocate(self._values.numel(), self._dtype).copy_(self._values)
+        return self._cast
+
+
+class ToHost:
+    """A tensor of the device's on its way to host memory.
+
+    Args:
+        accelerator: The device.
+        tensor: The tensor, 1-D.
+        allocate: Makes the memory.
+
+    Attributes:
+        values: Where it arrives. The host may read it after `await_arrivals`.
+    """
+
+    def __init__(self, accelerator: Accelerator, tensor: torch.Tensor, allocate: Allocate) -> None:
+        self.values = allocate(tensor.numel(), tensor.dtype)
+        self._copying = copy_to_host(accelerator, [(self.values, tensor)])
+
+    def release(self) -> None:
+        """Gives back the tensor's memory, for which the computation waits for the copy."""
+        self._copying.wait()
+
+
+def copy_to_device(accelerator: Accelerator, pairs: Pairs) -> Pending:
+    """Issues copies (target, source) from host memory, beside the computation."""
+    return lane_on(accelerator, _TO_DEVICE).issue(partial(_copy, pairs))
+
+
+def copy_to_host(accelerator: Accelerator, pairs: Pairs) -> Pending:
+    """Issues copies (target, source) to host memory; `await_arrivals` waits for them."""
+    return lane_on(accelerator, _TO_HOST).issue(partial(_copy, pairs))
+
+
+def _copy(pairs: Pairs, _: bool) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def await_arrivals(accelerator: Accelerator) -> None:
+    """Lets the host wait for all that is on its way to it."""
+    lane_on(accelerator, _TO_HOST).finish()
+
+
+def await_copies(accelerator: Accelerator) -> None:
+    """Lets the host wait, once, for all copies from and to its memory."""
+    last: StreamLane = lane_on(accelerator, _TO_HOST)
+    for purpose in (_TO_DEVICE, _GATHER):
+        last.follow(lane_on(accelerator, purpose))
+    last.finish()

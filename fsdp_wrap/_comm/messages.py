@@ -1,12 +1,19 @@
-"""Gathers and reductions by messages between every two ranks of a process group, in place of its own.
+"""Gathers and reductions in one step, by what every two ranks send each other, in place of a group's own.
 
-Made for gloo, whose all-gather and reduce-scatter (an all-reduce in disguise, so twice the bytes) first copy
-what they are given. Here every byte goes once, from where it lies to where it is wanted. All messages are on
-their way when the caller gets its work: nothing is left to drive, so a rank that computes holds up no other.
+Made for gloo, whose own pass parts on from neighbour to neighbour. Its gather takes one step less than there
+are ranks, and its reductions twice as many, since a reduce-scatter is an all-reduce in disguise. There are
+two ways, for large tensors and for small ones.
 
-Messages of two ranks match in the order of their issue, apart for each of the tags below, which are ours.
-Unlike a collective's, the works of messages must be waited for without a limit: to gloo, one that ends is the
-end of the connections. So a thread waits, and who wants to look around meanwhile waits for the thread.
+*Messages.* gloo would first copy what it is given. Here every byte goes once, from where it lies to where it
+is wanted. All messages are on their way when the caller gets its work: nothing is left to drive, so a rank
+that computes holds up no other. Messages of two ranks match in the order of their issue, apart for each of
+the tags below, which are ours. Unlike a collective's, the works of messages must be waited for without a
+limit: to gloo, one that ends is the end of the connections. So a thread waits, and who wants to look around
+meanwhile waits for the thread.
+
+*At once.* A step wakes threads in turn, which takes far longer than a small tensor takes to travel. One
+all-to-all of gloo's has all parts on their way at once, for a second tensor of the full size. Its work takes
+a limit, and no thread of ours waits.
 """
 
 from __future__ import annotations
@@ -20,12 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending
-from fsdp_wrap._comm.objects import as_transport
-from fsdp_wrap._comm.process_group import Fill, GroupCommunicator, Tensors
+from fsdp_wrap._comm.objects import REDUCTIONS, as_transport, combine
+from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Op, Tensors
+from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
+_MOST_GATHERED = 1 << 20
+"""Bytes of all ranks' tensors together which an all-reduce gathers, as a reduction that takes one step."""
+
+_CPU, _NO_LIMIT = torch.device("cpu"), timedelta(0)
 _IN_VAIN = "a rank died before all of its messages had come"
 
 
@@ -171,13 +183,115 @@ class Messages:
         return self._suspect == before == peer
 
 
+def gather_at_once(group: dist.ProcessGroup, rank: int, size: int, full: torch.Tensor) -> Any:
+    """Starts to fill an evenly sharded 1-D tensor by the parts of all ranks; returns the work.
+
+    Args:
+        group: The process group, over gloo.
+        rank: This process's rank in it.
+        size: How many ranks it has.
+        full: Of any dtype; has this rank's part.
+    """
+    full = as_transport(full)
+    length = full.numel() // size
+    own = full[rank * length : (rank + 1) * length]
+    if number_of_dispatch_modes():
+        listening(rank, size)._allgather_base(full.clone(), own)
+    return _exchange(group, full, own.repeat(size))
+
+
+def reduce_at_once(
+    group: dist.ProcessGroup, rank: int, size: int, shard: torch.Tensor, full: torch.Tensor
+) -> Summed:
+    """Starts to sum this rank's part of a 1-D tensor of each rank into `shard`; returns what to wait for.
+
+    Args:
+        group: The process group, over gloo.
+        rank: This process's rank in it.
+        size: How many ranks it has.
+        shard: A contiguous 1-D tensor, overwritten.
+        full: Of its dtype, or a narrower one.
+    """
+    if number_of_dispatch_modes():
+        listening(rank, size)._reduce_scatter_base(shard, full, dist.ReduceScatterOptions())
+    parts = torch.empty_like(full)
+    work = _exchange(group, as_transport(parts), as_transport(full))
+    return Summed(work, parts.view(size, shard.numel()), shard, torch.add)
+
+
+def all_reduce_at_once(
+    group: dist.ProcessGroup,
+    rank: int,
+    size: int,
+    tensor: torch.Tensor,
+    operation: Callable[..., torch.Tensor],
+) -> Summed:
+    """Starts to combine a contiguous tensor of each rank into that of all; returns what to wait for.
+
+    Args:
+        group: The process group, over gloo.
+        rank: This process's rank in it.
+        size: How many ranks it has.
+        tensor: Overwritten.
+        operation: What to make of two.
+    """
+    if number_of_dispatch_modes():
+        listening(rank, size).allreduce([tensor])
+    row = tensor.detach().view(-1)
+    every = row.new_empty(size, row.numel())
+    work = _exchange(group, as_transport(every.view(-1)), as_transport(row.repeat(size)))
+    return Summed(work, every, row, operation)
+
+
+def _exchange(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Any:
+    """Starts an all-to-all of even parts, of which those who listen were told as what it stands for."""
+    backend: Any = group._get_backend(_CPU)
+    return backend.alltoall_base(received, sent, [], [])
+
+
+class Summed:
+    """Tensors of all ranks on their way, and their sum; takes the place of a process group's work.
+
+    Args:
+        work: The process group's.
+        rows: Where they arrive, one for each rank, in the order of the ranks.
+        target: What they are combined into.
+        operation: What to make of two.
+    """
+
+    def __init__(
+        self, work: Any, rows: torch.Tensor, target: torch.Tensor, operation: Callable[..., torch.Tensor]
+    ) -> None:
+        self._work, self._target, self._operation = work, target, operation
+        self._rows: torch.Tensor | None = rows
+
+    def is_completed(self) -> bool:
+        """Whether all have come, or it has failed."""
+        completed: bool = self._work.is_completed()
+        return completed
+
+    def wait(self, limit: timedelta = _NO_LIMIT) -> None:
+        """Waits until all have come, and combines them.
+
+        Args:
+            limit: How long at most; they go on.
+
+        Raises:
+            RuntimeError: If that takes longer, or it has failed.
+        """
+        self._work.wait(limit)
+        if self._rows is not None:
+            combine(self._rows.unbind(), self._target, self._operation)
+            self._rows = None
+
+
 class ExchangeCommunicator(GroupCommunicator):
-    """Messages between every two ranks where tensors are large enough, else the group's own collectives.
+    """What takes few steps: messages between every two ranks where tensors are large enough, else at once.
 
     Args:
         ranks: The group, over gloo.
         device: The CPU.
-        least: From how many bytes on a full tensor is exchanged, the same on all ranks; infinite for never.
+        least: From how many bytes on a full tensor is exchanged by messages, the same on all ranks.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
@@ -185,26 +299,35 @@ class ExchangeCommunicator(GroupCommunicator):
         self._least = least
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
-        works = super()._gather([each for each in full if each.nbytes < self._least], fill, group, async_op)
-        for each in full:
-            if each.nbytes >= self._least:
-                parts = self._by_rank(as_transport(each))
-                works.append(exchange_gather(group, self.rank, parts, self._lives))
-        return works
+        fill()
+        return [self._gather_one(each, group) for each in full]
+
+    def _gather_one(self, full: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        if full.nbytes < self._least:
+            return gather_at_once(group, self.rank, self.size, full)
+        return exchange_gather(group, self.rank, self._by_rank(as_transport(full)), self._lives)
 
     def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
-        if any(each.nbytes < self._least for each in full):
-            return super().reduce_scatter(shards, full)
         return self._issue(self._reduce_lane, partial(self._reduce, shards, full))
 
     def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
-        works = []
-        for shard, each in zip(shards, full):
-            if each.nbytes < self._least:
-                works += super()._reduce([shard], [each], group, async_op)
-            else:
-                works.append(exchange_reduce(group, self.rank, shard, self._by_rank(each), self._lives))
-        return works
+        return [self._reduce_one(shard, each, group) for shard, each in zip(shards, full)]
+
+    def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        if full.nbytes < self._least:
+            return reduce_at_once(group, self.rank, self.size, shard, full)
+        return exchange_reduce(group, self.rank, shard, self._by_rank(full), self._lives)
+
+    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
+        most = min(self._least, _MOST_GATHERED)
+        if op not in REDUCTIONS or any(self.size * each.nbytes >= most for each in tensors):
+            return super().all_reduce(tensors, op)
+
+        def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+            operation = REDUCTIONS[op]
+            return [all_reduce_at_once(group, self.rank, self.size, each, operation) for each in tensors]
+
+        return self._issue(self._reduce_lane, start)
 
     def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         return dict(enumerate(full.chunk(self.size)))

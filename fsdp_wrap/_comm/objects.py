@@ -1,16 +1,17 @@
-"""Small picklable objects between the ranks of a group; gathers and reductions of single tensors."""
+"""Small picklable objects between the ranks of a group; gathers, reductions and sums of single tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._core.torch_private import AllgatherOptions, ReduceScatterOptions, default_device_of
+from fsdp_wrap._core.torch_private import AllgatherOptions, ReduceScatterOptions, object_device_of
 
 # Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
 GATHER, _REDUCE = (
@@ -56,6 +57,36 @@ def reduce_scatter_single(
     return work if async_op or work is None else work.wait()
 
 
+REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+"""What each makes of two tensors."""
+
+
+def combine(
+    sources: Sequence[torch.Tensor], target: torch.Tensor, operation: Callable[..., torch.Tensor] = torch.add
+) -> None:
+    """Combines all ranks' tensors, in the order of the ranks, into one that may be that of a rank.
+
+    So all ranks have the same bits, every time. Where theirs are of another dtype, it is done in that of the
+    target.
+    """
+    if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
+        target.copy_(reduce(operation, [source.float() for source in sources]))
+        return
+    first, second, *rest = sources
+    if first.dtype != target.dtype:
+        target.copy_(first)
+        first, second, *rest = target, *(source.to(target.dtype) for source in sources[1:])
+    rest = [source.clone() if source is target else source for source in rest]
+    operation(first, second, out=target)
+    for source in rest:
+        operation(target, source, out=target)
+
+
 Run = Callable[[Callable[[bool], Any]], object]
 """Runs a collective to its end, given what issues it, asynchronously or not."""
 
@@ -89,7 +120,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup, run: Run = _synchrono
 
 
 def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    device = default_device_of(group)
+    device = object_device_of(group)
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
 
 

@@ -229,7 +229,8 @@ class _Job:
     @property
     def groups(self) -> Iterable[GroupPositions]:
         """The positions in all groups that units of this rank use."""
-        return self._groups.values()
+        # By a list, which is made at once: a thread may look while another one adds a group.
+        return [self._groups[group] for key in self._groups.keyrefs() if (group := key()) is not None]
 
     def sheet(self, group: dist.ProcessGroup, rank: int, ranks: int) -> _Sheet:
         """Opens a group's; one that nobody else sees where that is not possible."""
@@ -305,6 +306,7 @@ class GroupPositions:
         world: The positions of all ranks of the job.
         trees: How many trees of units have communicated in the group.
         issued: The number of the last collective that this rank has noted.
+        verdict: Why no collective of the group can complete any more, if that was found.
     """
 
     def __init__(self, job: _Job, group: dist.ProcessGroup, world: GroupPositions | None) -> None:
@@ -321,6 +323,38 @@ class GroupPositions:
         self._searches = _RING  # whom the first collectives do not show is on another host
         self.issued = 0
         self.trees = 0
+        self.verdict: str | None = None
+
+    @property
+    def member(self) -> int:
+        """This rank, as the default group counts it."""
+        return self._members[self._rank]
+
+    @property
+    def elsewhere(self) -> list[int]:
+        """The ranks of the group that do not share this host, as the default group counts them."""
+        return [member for rank, member in enumerate(self._members) if rank not in self._there]
+
+    def latest(self) -> bytes:
+        """Returns what this rank has noted last, for `told`."""
+        begin = self._entries + _row(self.issued) * _ENTRY.size
+        return self._memory[begin : begin + _ENTRY.size]
+
+    @staticmethod
+    def told(latest: bytes) -> tuple[int, str]:
+        """Returns the number of a collective, and what it does, of what `latest` has returned."""
+        entry = _Entry._make(_ENTRY.unpack(latest))
+        return entry.number, str(entry) if entry.number else ""
+
+    def history(self) -> list[tuple[int, int, str]]:
+        """Returns the latest collectives of this rank, oldest first: number, digest, and what each does."""
+        found = []
+        for number in range(max(1, self.issued - _RING + 2), self.issued + 1):  # one may be being written
+            entry = self._sheet.read(self._rank, _row(number))
+            word = self._words[_row(number) * self._size + self._rank]
+            if entry.number == number and word >> 32 == number & _LOW:
+                found.append((number, word & _LOW, str(entry)))
+        return found
 
     def issue(self, note: Note, phase: Phase, iteration: int) -> None:
         """Notes a collective that is no unit's; see `Collective.issue`."""
@@ -525,15 +559,31 @@ class UnitCollective(Collective):
         self._text, self._tree, self._agree = text, tree, agree
         self._groups = tuple(dict.fromkeys(groups))
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the ranks have compared the unit, as they do before the first."""
+        return bool(self._places) or not self._groups
+
+    def with_others(self, others: Iterable[UnitCollective]) -> Collective:
+        """Returns one in the same groups that does for several units, all known, what this does for one."""
+        every = [self, *others]
+        return Collective(
+            [(group, Note(" and ".join(each._text_in(group) for each in every))) for group in self._groups],
+            self._issued,
+        )
+
     def _find_places(self) -> Sequence[tuple[GroupPositions, Note]]:
         self._places = [(group, self._note_in(group)) for group in self._groups]
         return self._places
 
     def _note_in(self, group: GroupPositions) -> Note:
-        number = self._tree.number_in(group)
-        text = self._text if number == 1 else f"{self._text} of root number {number}"
+        text = self._text_in(group)
         self._agree(group.agreement, text.partition(" ")[2])
         return Note(text)
+
+    def _text_in(self, group: GroupPositions) -> str:
+        number = self._tree.number_in(group)
+        return self._text if number == 1 else f"{self._text} of root number {number}"
 
 
 class UnitPositions:
@@ -578,12 +628,25 @@ class UnitPositions:
         self.gather_kept = UnitCollective(kept, tree, keeping, self.gathers, agree)
         self.reduction = UnitCollective(f"reduces {name}", tree, reducing, self.reductions, agree)
         self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, self.reductions, agree)
+        self._part = partial(UnitCollective, tree=tree, groups=gathering, issued=self.gathers, agree=_agreed)
+        self._name, self._parts = name, dict[tuple[int, ...], UnitCollective]()
         self.gathered = partial(_check_alike, self.gathers, waits)
         self.reduced = partial(_check_alike, self.reductions, waits)
         world = next((group.world for group in reducing), None)
         self.enter: Callable[[int, int], object] = _tell_nobody
         if world is not None:
             self.enter = partial(_write, world._memory, world._entries, 1, Note(name).text)
+
+    def gather_part(self, numbers: tuple[int, ...]) -> UnitCollective:
+        """Returns what notes that the unit gathers a part of its parameters: some segments, by number."""
+        if numbers not in self._parts:
+            told = ", ".join(map(str, numbers))
+            self._parts[numbers] = self._part(f"gathers segments {told} of {self._name}")
+        return self._parts[numbers]
+
+
+def _agreed(agreement: Agreement, name: str) -> None:
+    """Compares nothing: a unit of which a part is gathered was compared when all of it was."""
 
 
 def _tell_nobody(iteration: int, phase: int) -> None:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.device import accelerator_of
-from fsdp_wrap._comm.groups import Ranks, is_destroyed
+from fsdp_wrap._comm.group_memory import GroupMemory, PooledBuffer
+from fsdp_wrap._comm.groups import Ranks, is_destroyed, twin_of
 from fsdp_wrap._comm.lanes import Finished, Lane, Pending, lane_of
 from fsdp_wrap._comm.objects import (
     GATHER,
@@ -29,7 +30,7 @@ from fsdp_wrap._comm.objects import (
     reduce_scatter_single,
 )
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
-from fsdp_wrap._comm.watch import InFlight, Watch, Works, WorksWithoutLimit
+from fsdp_wrap._comm.watching.watch import InFlight, Watch, Works, WorksWithoutLimit
 
 Tensors = list[torch.Tensor]
 Fill = Callable[[], object]
@@ -58,6 +59,7 @@ class Communicator(ABC):
     keeps_notes = True
     compresses_reductions = False
     settings: Sequence[str] = ()
+    _memory: GroupMemory | None = None
 
     def __init__(
         self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
@@ -93,10 +95,15 @@ class Communicator(ABC):
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
+        if self._memory is not None:
+            return PooledBuffer(numel, dtype, self.device, self._memory)
         return Buffer(numel, dtype, self.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor that can travel."""
+        if self._memory is not None:
+            with self._memory.allocating(), torch.inference_mode(False):
+                return torch.empty(numel, dtype=dtype, device=self.device)
         if not torch.is_inference_mode_enabled():
             return torch.empty(numel, dtype=dtype, device=self.device)
         with torch.inference_mode(False):
@@ -107,8 +114,34 @@ class Communicator(ABC):
         accelerator = accelerator_of(self.device)
         with torch.inference_mode(False):
             if accelerator is None:
-                return torch.empty(numel, dtype=dtype)
+                return torch.empty(numel, dtype=dtype, device="cpu")
             return accelerator.empty_on_host(numel, dtype, pin)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group by which it communicates; None where nothing travels."""
+        return None
+
+    @property
+    def memory(self) -> GroupMemory | None:
+        """Where buffers that are asked for from now on lie; None for ordinary memory."""
+        return self._memory
+
+    def allocate_in(self, memory: GroupMemory | None) -> None:
+        """Decides where buffers lie that are asked for from now on; for groups on an accelerator."""
+        return None
+
+    @property
+    def reducing_group(self) -> dist.ProcessGroup | None:
+        """The process group in which gradients are reduced, if that is not the one for gathers."""
+        return None
+
+    def reduce_apart(self, apart: bool) -> None:
+        """Lets reductions travel in a process group of their own, or again in that of the gathers.
+
+        Collective where that is a new one. Nothing changes where they do not queue behind each other.
+        """
+        return None
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the view of an evenly sharded 1-D tensor that belongs to this rank."""
@@ -214,13 +247,14 @@ class SoloCommunicator(Communicator):
 
 
 class GroupCommunicator(Communicator):
-    """The process group's own collectives, on two lanes: gathers never queue behind reductions."""
+    """The process group's own collectives, on two lanes; by NCCL they queue there unless in two groups."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         positions = positions_of(ranks.group)
         super().__init__(ranks.rank, ranks.size, device, positions)
         # Weak, since a group that outlives destroy_process_group() can abort the process when it exits.
         self._reference = weakref.ref(ranks.group)
+        self._reducing = self._reference
         self._watch = Watch(ranks.group, device, positions)
         self._compare_first: Callable[[], object] | None = None
         self._gather_lane = lane_of(device, "gather")
@@ -239,6 +273,28 @@ class GroupCommunicator(Communicator):
     @property
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
+        if group is None:
+            raise RuntimeError(_DESTROYED)
+        return group
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._group
+
+    def allocate_in(self, memory: GroupMemory | None) -> None:
+        self._memory = None if self._on_host else memory
+
+    @property
+    def reducing_group(self) -> dist.ProcessGroup | None:
+        return None if self._reducing is self._reference else self._reducing()
+
+    def reduce_apart(self, apart: bool) -> None:
+        if not self._on_host:
+            self._reducing = weakref.ref(twin_of(self._group)) if apart else self._reference
+
+    def _group_of(self, lane: Lane) -> dist.ProcessGroup:
+        """Returns the group for what runs on a lane of an accelerator."""
+        group = (self._reducing if lane is self._reduce_lane else self._reference)()
         if group is None:
             raise RuntimeError(_DESTROYED)
         return group
@@ -267,10 +323,12 @@ class GroupCommunicator(Communicator):
             raise RuntimeError(_DESTROYED)
         if self._compare_first is not None:
             self._compare()
+        if not self._on_host and self._watch.positions.verdict is not None:  # as the monitor found
+            raise RuntimeError(self._watch.positions.verdict)
         try:
             if not self._on_host:
                 # What is never waited for is held, but not the group; see __init__.
-                return lane.issue(lambda later: start(self._group, later))
+                return lane.issue(lambda later: start(self._group_of(lane), later), self._watch)
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
@@ -286,6 +344,8 @@ class GroupCommunicator(Communicator):
         return self._issue(self._gather_lane, partial(self._gather, full, fill))
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
+        if self._memory is not None:
+            self._memory.admit(full, group)
         fill()
         gather, works = getattr(group, GATHER), []
         for each in full:
@@ -315,9 +375,14 @@ class GroupCommunicator(Communicator):
         works = []
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
-            summed = each if each.dtype == shard.dtype else each.to(shard.dtype)
+            summed = each if each.dtype == shard.dtype else self._widened(each, shard.dtype)
+            if self._memory is not None:
+                self._memory.admit([summed, shard], group)
             works.append(reduce_scatter_single(shard, summed, group, async_op))
         return works
+
+    def _widened(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype) if self._memory is None else self.empty(tensor.numel(), dtype).copy_(tensor)
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:

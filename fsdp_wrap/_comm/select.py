@@ -3,7 +3,8 @@
 Two environment variables have a say in it, both for groups over gloo on the CPU, read when modules are
 wrapped, and to be the same on all ranks. With FSDP_WRAP_SHARED_MEMORY=0 ranks that share a host do not
 communicate through its memory. FSDP_WRAP_GLOO tells whether ranks that do not share memory exchange messages
-("exchange"), call gloo's own collectives ("plain"), or do what is faster for the size (not set).
+("exchange"), call gloo's own collectives ("plain"), or do what is faster for the size (not set): messages for
+large tensors, and one all-to-all of gloo's for small ones.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from fsdp_wrap._comm.positions import positions_of
 from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, SoloCommunicator
 from fsdp_wrap._core import Seam, __version__
 
-_LEAST_EXCHANGED = 1 << 20
-"""Bytes. By `benchmarks/collectives.py` messages win from here on, at 2 to 8 ranks. Two ranks gain below as
-well if they come at the same time, but lose by looking out for each other if not (see `Watch`)."""
+_LEAST_EXCHANGED = 1 << 22
+"""Bytes. Below, an all-to-all of gloo's takes as long as messages or half as long, at 2 to 4 ranks."""
 
 _MOST_RANKS = 8
 """Beyond, gloo's ring of gathers crosses fewer links."""

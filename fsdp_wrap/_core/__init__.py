@@ -11,6 +11,7 @@ from fsdp_wrap._core.api import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -28,6 +29,7 @@ from fsdp_wrap._core.api import (
     StateDictType,
     check_flag,
     check_kind,
+    check_nbytes,
 )
 from fsdp_wrap._core.errors import (
     AlreadyShardedError,
@@ -39,6 +41,7 @@ from fsdp_wrap._core.errors import (
     OtherCommsError,
     ReplacedError,
     UnevenCutError,
+    UnfitBackendError,
     WrongConfigError,
     WrongKindError,
 )
@@ -49,6 +52,13 @@ from fsdp_wrap._core.gradient_hooks import (
     run_gradient_hooks,
     step_in_backward,
     with_optimizers,
+)
+from fsdp_wrap._core.mesh_info import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
 )
 from fsdp_wrap._core.modules import (
     UNIT_ATTR,
@@ -67,7 +77,13 @@ from fsdp_wrap._core.modules import (
     replace_tensor,
     show_extra,
 )
-from fsdp_wrap._core.optimizer_steps import NOT_ELEMENTWISE, refuse_in_steps, steps_taken, watch_steps
+from fsdp_wrap._core.optimizer_steps import (
+    NOT_ELEMENTWISE,
+    refuse_in_steps,
+    refuse_in_steps_at_times,
+    steps_taken,
+    watch_steps,
+)
 from fsdp_wrap._core.precision import (
     NO_CASTS,
     BufferCasts,

@@ -108,6 +108,19 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True, False or None (the default), not {value!r}")
 
 
+def check_nbytes(name: str, value: object) -> None:
+    """Refuses what is neither a number of bytes nor None.
+
+    Raises:
+        TypeError: If it is no int.
+        ValueError: If it is negative.
+    """
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise TypeError(f"{name} must be an int or None (the default), not {value!r}")
+    if value is not None and value < 0:
+        raise ValueError(f"{name} must not be negative, but is {value}; 0 switches it off")
+
+
 def _check_dtypes(policy: object, *names: str) -> None:
     for name in names:
         dtype = getattr(policy, name)
@@ -164,20 +177,103 @@ class OffloadPolicy:
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, gradients and so optimizer state live in host memory.
+    """Sharded parameters, gradients and so optimizer state live in host memory, or optimizer state alone.
 
     Attributes:
         pin_memory: Whether that is pinned, where there is an accelerator that copies from it.
+        offload_params: Whether parameters and gradients live there; not one of torch's fields.
+        offload_optimizer_state: As of `CPUOffload`; not one of torch's fields.
+
+    Raises:
+        ValueError: If the parameters are offloaded and the state is not, or neither is.
     """
 
     pin_memory: bool = True
+    offload_params: bool = field(default=True, kw_only=True)
+    offload_optimizer_state: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_state_offload(self)
+        if not self.offload_params and not self.offload_optimizer_state:
+            raise ValueError("this CPUOffloadPolicy offloads nothing; pass OffloadPolicy(), the default")
+
+    @property
+    def only_state(self) -> bool:
+        """Whether optimizer state alone is offloaded."""
+        return bool(self.offload_optimizer_state) and not self.offload_params
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Which dimensions of a mesh, on which all parameters are `DTensor`s, stand for data parallelism.
+
+    Attributes:
+        shard: The name of that over which parameters are sharded, or of several, which become one.
+        replicate: The name of that over which they are replicated, or of several.
+
+    Raises:
+        ValueError: If it names none.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ValueError(
+                "DataParallelMeshDims needs at least one of shard and replicate: names of a mesh's dimensions"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names in `shard`."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names in `replicate`."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 @dataclass
 class CPUOffload:
-    """Whether sharded parameters and gradients live in host memory."""
+    """Whether sharded parameters and gradients, or optimizer state, live in host memory.
+
+    Gradients are where their parameters are, as torch wants it.
+
+    Attributes:
+        offload_params: Keep parameters and gradients there, and so optimizer state: steps run on the host.
+        offload_optimizer_state: Keep the state of torch's optimizers there between steps, which run on the
+            device, with all of an optimizer's state at once; the host waits at the end of each. What
+            `optimizer.load_state_dict` loads is on the device until the next step ends. None for what
+            `offload_params` says. Not one of torch's fields.
+
+    Raises:
+        ValueError: If the parameters are offloaded and the state is not.
+    """
 
     offload_params: bool = False
+    offload_optimizer_state: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_state_offload(self)
+
+    @property
+    def only_state(self) -> bool:
+        """Whether optimizer state alone is offloaded."""
+        return bool(self.offload_optimizer_state) and not self.offload_params
+
+
+def _check_state_offload(policy: CPUOffload | CPUOffloadPolicy) -> None:
+    if policy.offload_params and policy.offload_optimizer_state is False:
+        raise ValueError(
+            f"{type(policy).__name__}(offload_params=True) keeps optimizer state in host memory as well, "
+            "since steps run where the parameters are; leave offload_optimizer_state out"
+        )
 
 
 class StateDictType(Enum):

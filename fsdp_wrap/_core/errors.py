@@ -37,6 +37,10 @@ class OtherCommsError(RuntimeError, AssertionError):
     """Something else decides how a unit communicates."""
 
 
+class UnfitBackendError(ValueError, RuntimeError):
+    """The backend of a process group cannot do what was asked for."""
+
+
 class WrongConfigError(TypeError, RuntimeError):
     """The configuration of one kind of state dict was given for another."""
 

@@ -17,12 +17,16 @@ class EventKind(Enum):
     Attributes:
         UNSHARD: The all-gather of a unit was issued.
         RESHARD: A unit's full parameters were freed.
+        STAY: A unit was resharded, and full parameters of it stay in memory (`keep_unsharded_bytes`).
+        REUSE: Full parameters that have stayed are used again: they are not gathered.
         REDUCE: The reduce-scatter of a unit's gradients was issued.
         POST_BACKWARD: A unit's backward is over.
     """
 
     UNSHARD = "unshard"
     RESHARD = "reshard"
+    STAY = "stay"
+    REUSE = "reuse"
     REDUCE = "reduce"
     POST_BACKWARD = "post_backward"
 
@@ -55,6 +59,8 @@ class Event:
         phase: Where in the iteration it happened.
         nbytes: Bytes of the buffers concerned, on this rank.
         way: How they travel, if not by the process group's own collectives: "shared memory", say.
+        together: The names of the units whose buffers travel in one collective, in their order, this one's
+            included; none where it travels alone.
     """
 
     kind: EventKind
@@ -62,15 +68,23 @@ class Event:
     phase: Phase
     nbytes: int = 0
     way: str = ""
+    together: tuple[str, ...] = ()
 
 
 observers: list[Callable[[Event], None]] = []
 """Who listens; while it is empty, callers need not call `emit`."""
 
 
-def emit(kind: EventKind, unit: str, phase: Phase, nbytes: int = 0, way: str = "") -> None:
+def emit(
+    kind: EventKind,
+    unit: str,
+    phase: Phase,
+    nbytes: int = 0,
+    way: str = "",
+    together: tuple[str, ...] = (),
+) -> None:
     """Tells every observer, in the thread in which it happened."""
-    event = Event(kind, unit, phase, nbytes, way)
+    event = Event(kind, unit, phase, nbytes, way, together)
     for observer in tuple(observers):
         observer(event)
 

@@ -20,10 +20,11 @@ from fsdp_wrap._core.modules import is_owned
 NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor)
 """Optimizers of torch that compute with numbers of whole parameters, or of all of them."""
 
-_LEFT = "_fsdp_left_by_training"  # an attribute, since it is asked for at each step of each parameter
+_ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each step of each parameter
 
 _steps = 0
 _refused = WeakIdKeyDictionary()  # for a parameter: the kinds of optimizers, and what tells why
+_refused_at_times = WeakIdKeyDictionary()  # for a parameter: what tells whether, and why
 
 
 def steps_taken() -> int:
@@ -50,19 +51,34 @@ def refuse_in_steps(
     """
     for param, reason in params:
         if kinds is None:
-            param.__dict__[_LEFT] = True
+            param.__dict__[_ASKED] = True
         _refused[param] = kinds or torch.optim.Optimizer, reason
+
+
+def refuse_in_steps_at_times(param: nn.Parameter, reason: Callable[[], str | None]) -> None:
+    """Lets optimizers that hold a parameter raise before they step, as long as there is a reason.
+
+    Args:
+        param: The parameter.
+        reason: Returns what tells why: the end of a sentence about the optimizer; None where it may step.
+    """
+    param.__dict__[_ASKED] = True
+    _refused_at_times[param] = reason
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     needs_whole = isinstance(optimizer, NOT_ELEMENTWISE)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            # Others have copied the attribute.
-            if (needs_whole or _LEFT in param.__dict__) and param in _refused:
+            if not needs_whole and _ASKED not in param.__dict__:
+                continue
+            if param in _refused:  # others have copied the attribute
                 kinds, reason = _refused[param]
                 if isinstance(optimizer, kinds):
                     raise RuntimeError(f"this {type(optimizer).__name__} {reason()}")
+            told = _refused_at_times[param]() if param in _refused_at_times else None
+            if told is not None:
+                raise RuntimeError(f"this {type(optimizer).__name__} {told}")
 
 
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

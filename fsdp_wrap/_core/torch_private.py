@@ -16,8 +16,10 @@ from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashS
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.distributed import _state_dict_utils as torch_gathers
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
 from torch.distributed._composable_state import _get_module_state as get_module_state
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
 from torch.distributed.fsdp import _flat_param as torch_flat_param
 from torch.distributed.fsdp import _fully_shard as torch_fully_shard
@@ -39,10 +42,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModu
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+try:
+    from torch._C._distributed_c10d import _dump_nccl_trace_json as dump_flight_records  # type: ignore[attr-defined]
+except ImportError:  # a build without NCCL
+    from torch._C._distributed_c10d import _dump_fr_trace_json as dump_flight_records  # type: ignore[attr-defined]
 
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
@@ -53,6 +63,7 @@ PURPOSES = {
     "torch.Tensor._make_subclass": "makes `FlatParameter`s",
     "torch.Tensor._make_wrapper_subclass": "makes `IntervalTensor`s, which have no memory of their own",
     "torch._C._disabled_torch_function_impl": "keeps what operators return for `IntervalTensor`s as it is",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "which tensors are made of others",
     "torch.Tensor._version": "whether a gradient, parameter or leaf was written since we last saw it",
     "torch.Tensor._has_grad_dtype_override": "whether a user has set `grad_dtype`; from 2.15 on",
     "torch.Tensor._base": "whether a parameter is a view of another tensor",
@@ -93,6 +104,9 @@ PURPOSES = {
     "torch._C._distributed_c10d.HashStore": "shows counting modes the collectives in shared memory",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal": "makes one",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long a group's collectives may take",
+    "torch._C._distributed_c10d._dump_fr_trace_json": "what torch's flight recorder knows, where it runs",
+    "torch._C._distributed_c10d._dump_nccl_trace_json": "what NCCL's knows, where torch has NCCL",
+    "torch.distributed._symmetric_memory": "NCCL's symmetric memory, for buffers that travel",
     "torch.distributed.ProcessGroup._allgather_base": "gathers, up to torch 2.12",
     "torch.distributed.ProcessGroup._reduce_scatter_base": "reductions, up to torch 2.12",
     "torch.distributed.ProcessGroup._device_types": "on which devices a group can communicate",
@@ -102,9 +116,13 @@ PURPOSES = {
     "torch.distributed.distributed_c10d._world": "whether a group was destroyed",
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": "kept meshes must not keep groups alive",
     "torch.distributed.distributed_c10d._get_default_store": "what ranks tell each other at first",
-    "torch.distributed.distributed_c10d._get_pg_default_device": "where pickled objects travel from",
+    "torch.distributed.distributed_c10d._get_object_coll_device": "where pickled objects travel from",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes `DTensor`s of shards without communication",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": "gradients that are on their way",
+    "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of shards of distributed parameters",
+    "torch.distributed.device_mesh.DeviceMesh._flatten": "one dimension of several over which is sharded",
+    "torch.distributed.tensor.placement_types._StridedShard": "how shards of distributed parameters lie",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
     "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
@@ -149,9 +167,11 @@ PURPOSES = {
     "torch.distributed.checkpoint.state_dict._get_optim_state_dict": "asks our wrapper, where there is one",
     "torch.distributed.checkpoint.state_dict._load_model_state_dict": "asks our wrapper, where there is one",
     "torch.distributed.checkpoint.state_dict._load_optim_state_dict": "asks our wrapper, where there is one",
+    "torch.distributed.checkpoint.state_dict._distribute_state_dict": "cuts what torch cannot scatter",
     "torch.distributed._state_dict_utils": "torch's gathers of whole state dicts",
     "torch.distributed._state_dict_utils._iterate_state_dict": "gathers pieces, with torch 2.11",
     "torch.distributed._composable_state._get_module_state": "finds our units, in `compat`",
+    "torch.distributed.pipelining.stage._PipelineStageBase": "lets stages split the backward of our units",
 }
 """What each is for, by its path."""
 
@@ -171,9 +191,11 @@ foreach_zero_ = torch._foreach_zero_
 chunk_cat = torch._chunk_cat
 to_copy_operator = torch.ops.aten._to_copy.default
 pin_memory_operator = torch.ops.aten._pin_memory.default
-default_device_of = dist.distributed_c10d._get_pg_default_device
+object_device_of = dist.distributed_c10d._get_object_coll_device
 default_store = dist.distributed_c10d._get_default_store
 get_layout = torch.serialization._get_layout
+concatenated_mesh = DeviceMesh._concatenate
+flattened_mesh = DeviceMesh._flatten
 
 
 def all_groups() -> Any:
@@ -191,3 +213,10 @@ def trace_rules() -> Any:
     from torch._dynamo import trace_rules as rules
 
     return rules
+
+
+def pipeline_stage() -> Any:
+    """Returns the base class of torch's pipeline stages. Late, since the import is slow."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    return _PipelineStageBase

@@ -8,9 +8,11 @@ Must never know: when that happens, and in which order units run.
 
 from fsdp_wrap._params.display import Showing
 from fsdp_wrap._params.dtensor import DTensorLayout
+from fsdp_wrap._params.extensions import ExtensionLayout, check_extension, is_extension
 from fsdp_wrap._params.flat import FlatLayout, FlatParameter, FlatParameterLayout, HiddenFlatParameter
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
+from fsdp_wrap._params.in_flight import JointGather, JointGradients, Reduction, Ride
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,
@@ -18,7 +20,15 @@ from fsdp_wrap._params.interval_tensor import (
     rebuild_interval_tensor,
 )
 from fsdp_wrap._params.layout import Interval, Layout
+from fsdp_wrap._params.parallel import (
+    DataMesh,
+    LocalPart,
+    check_beside,
+    held_by_this_rank,
+    holding,
+    make_copyable,
+)
 from fsdp_wrap._params.segment import Segment
+from fsdp_wrap._params.shown import StayPlan
 from fsdp_wrap._params.slices import SliceLayout
 from fsdp_wrap._params.summoned import Summoning
-from fsdp_wrap._params.zero_marks import held_by_this_rank

@@ -10,11 +10,14 @@ import torch
 
 from fsdp_wrap._core import ParamSlot
 from fsdp_wrap._params.layout import Extent, alignment_of, round_up
+from fsdp_wrap._params.parallel import held_by_this_rank
 
 
 @dataclass(frozen=True)
 class Cut(Extent):
     """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
+
+    Of one that is distributed already that is the part on this rank.
 
     Attributes:
         dim: The dimension that is cut; its indices are the rows here.
@@ -107,7 +110,7 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int) -> list
     cuts: list[Cut] = []
     start = offset = 0
     for slot, dim in zip(slots, dims):
-        cut = Cut(slot.fqn, slot.param.shape, start, dim, ranks, offset)
+        cut = Cut(slot.fqn, held_by_this_rank(slot.param).shape, start, dim, ranks, offset)
         start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
         cuts.append(cut)
     return cuts

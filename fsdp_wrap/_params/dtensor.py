@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import final
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
 from fsdp_wrap._params.layout import Interval, Layout, Written, round_up
-from fsdp_wrap._params.zero_marks import held_by_this_rank
+from fsdp_wrap._params.parallel import DataMesh, LocalPart, dtensor_of, held_by_this_rank
 
-# The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
-_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor]
-_dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
 _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
-@final
 class DTensorLayout(Layout):
     """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks stand side by side.
 
@@ -36,7 +29,7 @@ class DTensorLayout(Layout):
     Args:
         slots: The original parameters; their data are copied and then given up.
         communicator: Allocates the shard and knows the rank.
-        mesh: Of the sharded parameters; the last dimension is that of the shards.
+        mesh: The ranks over which parameters are sharded and replicated.
         dims: For each parameter, the dimension that is cut.
         name: Name of the segment within its unit.
         offload: Whether the shard lives in host memory.
@@ -50,14 +43,14 @@ class DTensorLayout(Layout):
         slots: Sequence[ParamSlot],
         communicator: Communicator,
         *,
-        mesh: DeviceMesh,
+        mesh: DataMesh,
         dims: Sequence[int],
         name: str,
         offload: bool,
         pin: bool,
     ) -> None:
-        super().__init__(name, slots, communicator, offload, pin)
-        self._mesh, self.in_place = mesh, self._ranks == 1
+        super().__init__(name, slots, communicator, offload, pin, mesh.own_dims)
+        self.in_place = self._ranks == 1
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
@@ -69,6 +62,9 @@ class DTensorLayout(Layout):
         if not self.in_place:
             self.full_numel = round_up(cuts[-1].stop, self._ranks)
         self._grad_dtype: torch.dtype | None = None
+        self._placed = [
+            (*mesh.placed(part, cut.dim), _whole(cut, part)) for cut, part in zip(cuts, self._parts)
+        ]
         self._take_over(slots)
 
     def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,18 +78,13 @@ class DTensorLayout(Layout):
         self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
 
     def _specs_in(self, dtype: torch.dtype) -> list[DTensorSpec]:
-        over_replicas = [Replicate()] * (self._mesh.ndim - 1)
         return [
-            DTensorSpec(
-                self._mesh,
-                (*over_replicas, Shard(cut.dim)),
-                TensorMeta(cut.shape, torch.empty(cut.shape, device="meta").stride(), dtype),
-            )
-            for cut in self.extents
+            DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
+            for mesh, placements, (shape, stride) in self._placed
         ]
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
-        shards = map(_dtensor, self._pieces, self._specs)
+        shards = map(dtensor_of, self._pieces, self._specs)
         self.sources = self.sharded_params = [
             nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, originals)
         ]
@@ -116,8 +107,8 @@ class DTensorLayout(Layout):
 
     def intervals(self) -> list[Interval]:
         return [
-            Interval(cut.fqn, cut.shape, first, piece.view(-1), source, first)
-            for cut, piece, source in zip(self.extents, self._pieces, self.sources)
+            Interval(cut.fqn, source.shape, first, piece.view(-1), source, first, part=part)
+            for cut, piece, source, part in zip(self.extents, self._pieces, self.sources, self._parts)
             for first in [only_rows(cut).first_row(self._rank) * cut.shape[1:].numel()]
         ]
 
@@ -201,24 +192,24 @@ class DTensorLayout(Layout):
         return travelling.view(self._ranks, -1)[:, self._used]
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
-        if all(used):
-            notes.fill_(1)
-        else:
-            notes.copy_(torch.tensor(used, dtype=notes.dtype), non_blocking=True)
+        notes.fill_(1)
+        for index, mine in enumerate(used):
+            if not mine:
+                notes[..., index].zero_()
 
     def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
         self.note_used(shard[self._used], used)
 
     def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
-        # Looking at a number waits for the device: only where this rank does not know by itself.
-        notes = shard[self._used]
-        return [
-            mine or (param.requires_grad and notes[index].item() != 0)
-            for index, (param, mine) in enumerate(zip(self.sources, used))
-        ]
+        unknown = [param.requires_grad and not mine for param, mine in zip(self.sources, used)]
+        if not any(unknown):
+            return used
+        # Looking at numbers waits for the device: once, and only where this rank does not know by itself.
+        notes = shard[self._used].tolist()
+        return [mine or (ask and note != 0) for mine, ask, note in zip(used, unknown, notes)]
 
     def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [*map(_dtensor, self.cut(shard), self._grad_specs)]
+        return [*map(dtensor_of, self.cut(shard), self._grad_specs)]
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)
@@ -238,15 +229,26 @@ class DTensorLayout(Layout):
             return False  # what was removed is refused
         for cut, spec, param in zip(self.extents, self._specs, found):
             _check_replaced(cut, spec, param, found[0], self._rank)
-        values = [held_by_this_rank(param.detach()) for param in found]
-        self._adopt(self._new_shard(values[0]))
-        for piece, value in zip(self._pieces, values):
-            piece.copy_(value)
+        self._take_values(found)
         self.sources = self.sharded_params = found
         self._show_pieces()
         self._follow_places()
         self.show_sharded()  # of tied ones each place may have got one of its own
         return True
+
+    def _take_values(self, found: Sequence[nn.Parameter]) -> None:
+        """Takes over the values of other sharded parameters."""
+        values = [held_by_this_rank(param.detach()) for param in found]
+        self._adopt(self._new_shard(values[0]))
+        for piece, value in zip(self._pieces, values):
+            piece.copy_(value)
+
+
+def _whole(cut: Cut, part: LocalPart | None) -> tuple[torch.Size, tuple[int, ...]]:
+    """Returns shape and stride of the parameter that the optimizer sees."""
+    if part is not None:
+        return part.shape, part.stride
+    return cut.shape, torch.empty(cut.shape, device="meta").stride()
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
@@ -257,11 +259,11 @@ def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _check_replaced(cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int) -> None:
-    fits = isinstance(param, DTensor) and param.shape == cut.shape and param.placements == spec.placements
+    fits = isinstance(param, DTensor) and param.shape == spec.shape and param.placements == spec.placements
     same_kind = param.dtype == first.dtype and param.is_meta == first.is_meta
     if not fits or not same_kind or param._local_tensor.shape[cut.dim] != cut.rows(rank):  # type: ignore[attr-defined]
         raise ValueError(
             f"the sharded parameter '{cut.fqn}' was replaced by a {type(param).__name__} of shape "
             f"{tuple(param.shape)}, dtype {param.dtype} on {param.device}; it must stay a DTensor of shape "
-            f"{tuple(cut.shape)}, with placements {spec.placements}, and of one dtype with the unit's others"
+            f"{tuple(spec.shape)}, with placements {spec.placements}, and of one dtype with the unit's others"
         )

@@ -16,6 +16,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
+from fsdp_wrap._params.parallel import held_by_this_rank
 
 
 class FlatParameter(nn.Parameter):
@@ -154,12 +155,18 @@ class FlatLayout(Layout):
 
     def intervals(self) -> list[Interval]:
         result = []
-        for extent, first, source, (start, stop) in zip(
-            self.extents, self._begins, self.sources, self._bounds
+        # Beside parts of other sizes, ranks hold other intervals of what all have whole.
+        beside = next((part for part in self._parts if part is not None), None)
+        parts = [
+            part if part is not None or beside is None else beside.replicated(extent.shape)
+            for part, extent in zip(self._parts, self.extents)
+        ]
+        for extent, first, source, (start, stop), part in zip(
+            self.extents, self._begins, self.sources, self._bounds, parts
         ):
             offset = start if source is self.flat_param else 0
-            data = self.flat_param.data[start:stop]
-            result.append(Interval(extent.fqn, extent.shape, first, data, source, offset, extent.start))
+            data, shape = self.flat_param.data[start:stop], extent.shape if part is None else part.shape
+            result.append(Interval(extent.fqn, shape, first, data, source, offset, extent.start, part))
         return result
 
     def held_by_rank(self) -> list[list[int]]:
@@ -182,10 +189,11 @@ class FlatLayout(Layout):
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
         firsts = self._all_firsts
-        if False in used:
-            some = chain.from_iterable(compress(self._firsts, self._known_used(used)))
-            firsts = torch.tensor([*some], dtype=torch.int64, device=notes.device)
         notes.index_add_(0, firsts, notes.new_zeros(firsts.numel()))  # -0.0 + 0.0 is 0.0
+        if False in used:  # to send an index of others to the device would make the host wait
+            unused = [not known for known in self._known_used(used)]
+            for first in chain.from_iterable(compress(self._firsts, unused)):
+                notes[first].fill_(-0.0)
 
     def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
         for (start, stop), by_any in zip(self._bounds, self._known_used(used)):
@@ -202,7 +210,7 @@ class FlatLayout(Layout):
             if source.requires_grad and not known and stop > start
         }
         if firsts:  # to look at numbers waits for the device
-            noted = shard[torch.tensor([*firsts.values()], device=shard.device)].tolist()
+            noted = torch.stack([shard[first] for first in firsts.values()]).tolist()
             for index, number in zip(firsts, noted):
                 result[index] = number != 0 or math.copysign(1, number) > 0
         return result
@@ -288,7 +296,7 @@ def _extents(slots: Sequence[ParamSlot]) -> list[Extent]:
     result: list[Extent] = []
     start = 0
     for slot in slots:
-        result.append(Extent(slot.fqn, slot.param.shape, start))
+        result.append(Extent(slot.fqn, held_by_this_rank(slot.param).shape, start))
         start = round_up(result[-1].stop, alignment_of(slots))
     return result
 

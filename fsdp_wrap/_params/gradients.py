@@ -69,7 +69,7 @@ class Gradients:
         self._lie_in(self._own)
         self.collected = False
         self.used = [False] * len(leaves)
-        self.bulky = 2 * max(leaf.numel() for leaf in leaves) >= layout.full_numel
+        self.bulky = 2 * max(each.numel() for each in layout.memory) >= layout.full_numel
         self.kept = False
         self._unreduced = False
         self.partial: torch.Tensor | None = None
@@ -79,10 +79,17 @@ class Gradients:
 
     @property
     def accumulated(self) -> bool:
-        """Whether gradients are kept that no reduction has seen and the user has not zeroed."""
+        """Whether gradients are kept whose sum over all ranks is not there and the user has not zeroed."""
+        if self.waits_for_replicas:
+            return True
         return self.kept and any(
             filled and not zeroed for filled, zeroed in zip(self.used, self._layout.zeroed())
         )
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """Whether a sum over this copy's ranks is kept that the user has not zeroed."""
+        return self.partial is not None and not self._layout.zeroed_partial()
 
     def average_over(self, contributors: float) -> None:
         """Divides gradients by another number of ranks.
@@ -118,7 +125,7 @@ class Gradients:
                 f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
                 "when the first had taken its place; its unit must not use set_gradients_in_place"
             )
-        self._move([index])
+        self._move([(index, self._layout.local_gradient(index, self._leaves[index].grad))])
 
     def collect(self) -> None:
         """Moves what gradients the leaves hold into the reduce buffer, where more may be added."""
@@ -128,11 +135,13 @@ class Gradients:
 
     def _move_all(self) -> None:
         grads = [*map(_GRAD, self._leaves)]
+        if self._layout.distributed is not None:
+            grads = [*map(self._layout.local_gradient, range(len(grads)), grads)]
         if self._dtypes.arriving is None:
             self._check_dtypes(grads)
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_LAYOUT, grads)} == _STRIDED
         if not plain or self._scale != 1.0 or any(self.used):
-            self._move(range(len(self._leaves)))
+            self._move(enumerate(grads))
             return
         for leaf in self._leaves:  # all have their first gradient
             leaf.grad = None
@@ -151,12 +160,11 @@ class Gradients:
                     "in which to reduce: set MixedPrecisionPolicy(reduce_dtype=...)"
                 )
 
-    def _move(self, indices: Iterable[int]) -> None:
+    def _move(self, arrived: Iterable[tuple[int, torch.Tensor | None]]) -> None:
         leaves, filled, parts, split = self._leaves, self.used, self._views.parts, self._layout.split
         targets: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
-        for index in indices:
-            grad = leaves[index].grad
+        for index, grad in arrived:
             if grad is None:
                 continue
             leaves[index].grad = None
@@ -192,11 +200,22 @@ class Gradients:
         self._layout.note_used(views.notes, filled)
         return views.tensor
 
+    @property
+    def travels_in(self) -> torch.dtype:
+        """The dtype of the reduce buffer at the end of the running backward."""
+        return (self._sums if self._unreduced else self._own).tensor.dtype
+
+    def free_copied(self) -> None:
+        """Frees the memory of a complete reduce buffer that travels by a copy, until `drop`."""
+        self.kept = False  # a backward that fails must not leave what is not there
+        self.buffer.free()
+
     # what was reduced
 
     def keep_partial(self, shard: torch.Tensor) -> None:
         """Keeps what was summed over this copy's ranks only for the next reduction."""
         self.partial = shard
+        self._layout.mark_partial()
         self._unreduced = False
         self.drop()
 
@@ -212,7 +231,10 @@ class Gradients:
             self._layout.average_hook(reduced[: reduced.numel() - self._layout.noted_numel])
         self._unreduced = False
         self.drop()
-        self._layout.add_reduced(reduced, used)
+        if self._layout.offloaded:
+            self._layout.send_to_host(reduced, used)
+        else:
+            self._layout.add_reduced(reduced, used)
 
     # what was not
 
@@ -225,6 +247,8 @@ class Gradients:
 
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
+        if self.partial is not None and self._layout.zeroed_partial():
+            self.partial = None
         for index, zeroed in enumerate(self._layout.zeroed()):
             self.used[index] = self.used[index] and not zeroed
 

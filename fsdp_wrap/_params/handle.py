@@ -5,20 +5,33 @@ SHARDED --unshard--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Reshar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
+from functools import partial
 from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._comm import Communicator, Finished, Pending
+from fsdp_wrap._comm import Communicator, Finished, FromHost, GroupMemory, Pending
 from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, segment_dtypes, steps_taken
 from fsdp_wrap._params.display import Showing, UnitDisplay
+from fsdp_wrap._params.extensions import ExtensionSegment
 from fsdp_wrap._params.held_by import HeldBy
-from fsdp_wrap._params.in_flight import KeptParameters, NotedReduction, ReduceScatter, Reduction, Transport
+from fsdp_wrap._params.in_flight import (
+    InReduction,
+    KeptParameters,
+    NotedReduction,
+    ReduceScatter,
+    Reduction,
+    Ride,
+    Transport,
+    travelling_nbytes,
+)
 from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
+from fsdp_wrap._params.shown import Stay, trains
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
@@ -58,16 +71,19 @@ class ParamHandle:
         state: What is in memory.
         layouts: How the parameters lie in buffers, by segment.
         unsharded_nbytes: Bytes of the unsharded buffers when they are allocated.
+        travelling_nbytes: Bytes of what is gathered, where other units' is gathered with it.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
         transport: How parameters and gradients travel in training.
         without_values: Names, within the unit, of the parameters that are on the meta device still.
         trainable: Whether any parameter of the unit needs a gradient now.
         reduction: What was issued and not finished.
         has_own_reduction: Whether `reduce_by` was called.
-        keeps_gradients: Whether a backward since the last reduction has left any (`no_sync`).
+        keeps_storage: Whether the unsharded buffers stay where they are while the unit is sharded.
+        keeps_gradients: Whether a backward has left any that are not summed over all ranks yet.
         in_full: Whether it computes in the master dtype, whatever its policies say.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
         kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
+        staying: Segments of a sharded unit whose full parameters this rank keeps: they are not gathered.
         values: How often the leaves have got other values; a graph needs those that they had in its forward.
         written: What the layouts said when `look` asked them last, by segment.
         shown: What the modules show in training.
@@ -85,7 +101,7 @@ class ParamHandle:
         self.held_by = held_by
         self.replicas = replicas
         self.transport: Transport = communicator
-        self._policies, self._keeps_storage = policies, False
+        self._policies, self.keeps_storage = policies, False
         self.layouts = layouts
         self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
         self.in_full = False
@@ -95,12 +111,14 @@ class ParamHandle:
         self.state = HandleState.SHARDED
         self.generation = 0
         self._gathering: Pending = _NOTHING
+        self._comes_in_place = False
         self.kept: KeptParameters | None = None
+        self.staying: dict[Segment, Stay] = {}
         self.values = 0
-        self.written = [*map(_WRITTEN, layouts)]
+        self.written = self._gathered = [*map(_WRITTEN, layouts)]
         self._changed = False
         self._lasting_since = -1
-        self.reduction: Reduction | None = None
+        self.reduction: InReduction | None = None
         self.has_own_reduction = False
         self.keeps_gradients = False
         self._reduce_scatter: ReduceScatter | None = None
@@ -112,13 +130,14 @@ class ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
         handle.travel_by(self.transport)
-        handle.keep_storage(self._keeps_storage)
+        handle.keep_storage(self.keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
         return handle
 
     def travel_by(self, transport: Transport) -> None:
         """Lets parameters and gradients travel another way from now on; what users are shown does not."""
+        self.free_staying()  # another way may round them otherwise
         self.transport = transport
 
     def _dtypes(self) -> list[SegmentDtypes]:
@@ -131,22 +150,42 @@ class ParamHandle:
         return segment_dtypes([*zip(masters, self._policies, self._trained)])
 
     def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
-        segment = Segment(layout, dtypes, self.communicator, self._contributors)
-        segment.keep_memory(self._keeps_storage)
+        kind: Callable[..., Segment] = ExtensionSegment if layout.extended else Segment
+        segment = kind(layout, dtypes, self.communicator, self._contributors)
+        segment.keep_memory(self.keeps_storage)
         return segment
 
     def _note_contents(self) -> None:
+        self._extended = [each for each in self.segments if isinstance(each, ExtensionSegment)]
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
+        self.travelling_nbytes = travelling_nbytes(self.segments, self.communicator.size)
         self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
         for segment in self.segments:
             if segment.full.holds(tensor):
                 return True
         return False
+
+    @property
+    def distributed(self) -> list[str]:
+        """Names, within the unit, of the parameters of which a part is sharded."""
+        return [
+            fqn
+            for layout in self.layouts
+            for fqn, part in zip(layout.fqns, layout.distributed or ())
+            if part is not None
+        ]
+
+    @property
+    def from_host(self) -> list[FromHost]:
+        """What sends the shards to the device that lie in host memory."""
+        return [segment.from_host for segment in self.segments if segment.from_host is not None]
 
     @property
     def shows_shards(self) -> bool:
@@ -178,13 +217,13 @@ class ParamHandle:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait unreduced for a later backward (`no_sync`)."""
+        """Whether gradients wait for a later backward, which sums them over all ranks (`no_sync`)."""
         return any(segment.gradients.accumulated for segment in self.segments)
 
     # parameters
 
     def gather(self, lasting: bool = False) -> None:
-        """Issues the all-gather of a sharded unit.
+        """Issues the all-gather of a sharded unit, save for what has stayed; see `drop_outdated`.
 
         Args:
             lasting: Whether `is_current` is to tell later if the shards have changed since.
@@ -193,13 +232,48 @@ class ParamHandle:
         written = [*map(_WRITTEN, self.layouts)]  # as `look`, in a frame less
         if written != self.written:
             self._change_values(written)
+        self._gathered = written
         segments = self.segments
+        self._comes_in_place = self.kept is not None
+        if self.staying:
+            segments = [segment for segment in segments if segment not in self.staying]
+            self.staying = {}
         if self.kept is not None:
             self._gathering = self.kept.gather(segments)
-        else:
-            fill = segments[0].write_shard if len(segments) == 1 else self._write_shards
+        elif segments:
+            if self._extended:
+                self._prepare(segments)
+            fill = segments[0].write_shard if len(segments) == 1 else partial(_write_shards, segments)
             self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
+
+    def _prepare(self, segments: Collection[Segment]) -> None:
+        """Lets tensor subclasses say what travels of them."""
+        anew = [each.prepare() for each in self._extended if each in segments]
+        if True in anew:
+            self.generation += 1
+            self._note_contents()
+
+    def ride(self, ride: Ride, lasting: bool = False) -> None:
+        """Takes part in a gather that was issued for several units; see `gather`."""
+        self._lasting_since = steps_taken() if lasting else -1
+        written = [*map(_WRITTEN, self.layouts)]  # as above
+        if written != self.written:
+            self._change_values(written)
+        self._gathered = written
+        ride.begin(self.segments)
+        self._gathering, self._comes_in_place = ride, True
+        self.state = HandleState.UNSHARDING
+
+    @property
+    def travels_plainly(self) -> bool:
+        """Whether nothing but the communicator decides how parameters and gradients travel, all at once."""
+        if self.transport is not self.communicator or self.has_own_reduction or self.keeps_storage:
+            return False
+        if self._extended:
+            return False
+        segments = self.segments
+        return all(segment.full.temporary and not segment.layout.offloaded for segment in segments)
 
     def look(self) -> None:
         """Notices that the sharded parameters were written to since the last gather."""
@@ -210,50 +284,98 @@ class ParamHandle:
     def _change_values(self, written: list[Written]) -> None:
         self.written, self._changed = written, True
         self.values += 1
+        for segment in self.segments:
+            if segment.from_host is not None:
+                segment.from_host.outdate()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the sharded parameters were written to since the last gather."""
+        return self.written != [*map(_WRITTEN, self.layouts)]
 
     @property
     def is_current(self) -> bool:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
-        if not unsharded or self._lasting_since != steps_taken() or not self.shown.untouched:
+        if not unsharded or self._lasting_since < 0 or not self.shown.untouched:
+            return False
+        if self._lasting_since != steps_taken() and any(map(trains, self.layouts)):
             return False
         return self.written == [*map(_WRITTEN, self.layouts)]
 
-    def _write_shards(self) -> None:
-        for segment in self.segments:
-            segment.write_shard()
+    @property
+    def staying_nbytes(self) -> int:
+        """Bytes of the unsharded buffers that stay while the unit is sharded."""
+        return sum(segment.full.nbytes for segment in self.staying)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The numbers of the segments that have not stayed."""
+        return tuple(n for n, segment in enumerate(self.segments) if segment not in self.staying)
+
+    def drop_outdated(self) -> int:
+        """Frees what has stayed and may not be what the shards are now; returns how many bytes."""
+        before, stepped = self.staying_nbytes, self._lasting_since != steps_taken()
+        for segment in [*self.staying]:
+            if self.staying[segment].is_outdated(segment.layout.written(), stepped):
+                del self.staying[segment]
+                segment.free()
+                self.kept = None  # of the same values, and of the others alone
+        return before - self.staying_nbytes
+
+    def free_staying(self, but: Collection[Segment] = ()) -> None:
+        """Frees what has stayed, but for some segments."""
+        for segment in [*self.staying]:
+            if segment not in but:
+                del self.staying[segment]
+                segment.free()
+                self.kept = None  # which has what did not stay alone
 
     def wait(self) -> None:
         """Waits for the gather in flight: makes the leaves usable by what the caller does next."""
         self._gathering.wait()
         self._gathering = _NOTHING
         for segment in self.segments:
-            segment.admit(self._changed, in_place=self.kept is not None)
+            segment.admit(self._changed, in_place=self._comes_in_place)
         self._changed, self.kept = False, None
         self.state = HandleState.UNSHARDED
 
-    def reshard(self, within: Communicator | None = None) -> bool:
+    def reshard(self, within: Communicator | None = None, stays: Collection[Segment] = ()) -> bool:
         """Frees the full parameters; returns False if the unit was sharded already.
 
         Args:
             within: Ranks that keep the full parameters between them, for the next `unshard` to gather from.
+            stays: Segments whose full parameters this rank keeps, where they are what was gathered.
         """
         if self.state is HandleState.UNSHARDING:
             self.wait()  # a gather in flight still writes
         self.kept = None
+        if self.staying:
+            self.free_staying(but=stays)
         if self.state is not HandleState.UNSHARDED:
             return False
-        if within is not None and not self._keeps_storage:  # which a gather from there may exchange
-            self.kept = KeptParameters(self.segments, within)
         self.shown.show_sharded()
-        for segment in self.segments:
+        if stays:
+            self._let_stay(stays)
+        leaving = [each for each in self.segments if each not in self.staying] if stays else self.segments
+        parts_can_be_kept = not self.keeps_storage and not self._extended  # which a gather there may exchange
+        if within is not None and leaving and parts_can_be_kept:
+            self.kept = KeptParameters(leaving, within)
+        for segment in leaving:
             segment.free()
         self.state = HandleState.SHARDED
         return True
 
+    def _let_stay(self, wanted: Collection[Segment]) -> None:
+        changed = self.shown.changed or self.written != self._gathered
+        for segment, written in zip(self.segments, self._gathered):
+            if segment in wanted and not changed and segment.rest():
+                self.staying[segment] = Stay(segment.layout, written)
+
     def keep_storage(self, keep: bool) -> None:
         """Decides whether the unsharded buffers stay where they are while the unit is sharded."""
-        self._keeps_storage = keep
+        self.free_staying()
+        self.keeps_storage = keep
         for segment in self.segments:
             segment.keep_memory(keep)
             if self.state is HandleState.SHARDED:
@@ -269,13 +391,13 @@ class ParamHandle:
         assert self.state is HandleState.SHARDED
         moved = False
         for segment in self.segments:
-            if segment.gradients.kept:
+            if segment.gradients.kept or segment.gradients.partial is not None:
                 segment.refuse_conversion()
             if segment.layout.follow_replaced():
                 segment.follow_shard()
                 moved = True
         if moved:
-            self._follow_dtypes()
+            self._make_segments()
 
     @property
     def mixes(self) -> bool:
@@ -286,14 +408,22 @@ class ParamHandle:
         """Lets a sharded unit compute and reduce in its master dtype from now on, or as its policies say."""
         assert self.state is HandleState.SHARDED and not self.accumulates
         self.in_full = in_full
-        self._follow_dtypes()
+        self._make_segments()
 
-    def _follow_dtypes(self) -> None:
-        """Makes segments anew that are to compute in others."""
+    def allocate_in(self, memory: GroupMemory | None) -> None:
+        """Lets what travels of a sharded unit lie in other memory from now on; None for ordinary memory."""
+        assert self.state is HandleState.SHARDED and not self.accumulates
+        if memory is not self.communicator.memory:
+            self.communicator.allocate_in(memory)
+            self._make_segments(anew=True)
+
+    def _make_segments(self, anew: bool = False) -> None:
+        """Makes segments again whose dtypes are others now, or all of them."""
+        self.free_staying()
         self.values += 1
         self._changed = True
         for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes())):
-            if dtypes != segment.dtypes:
+            if anew or dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.layout, dtypes)
                 self.generation += 1
         self._note_contents()
@@ -409,9 +539,9 @@ class ParamHandle:
             counts_unused: Whether parameters that no rank used get gradients of zeros.
         """
         segments, full, shards, nbytes = [], [], [], 0
-        for segment in self.segments:
-            # Whether it takes part must not depend on which of its leaves this rank used.
-            if segment.trainable or segment.gradients.collected:
+        for segment in self.segments:  # as in `reduced_segments`
+            gradients = segment.gradients
+            if segment.trainable or gradients.collected or gradients.partial is not None:
                 segments.append(segment)
                 full.append(segment.gradients.complete(counts_unused))
                 shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
@@ -421,14 +551,42 @@ class ParamHandle:
         if self.has_own_reduction or not self.transport.keeps_notes:
             ranks = self.communicator if self.communicator.size > 1 else self.replicas
             pending = NotedReduction(segments, shards, pending, ranks)
-        self.reduction = Reduction(segments, shards, pending, self._summing if over_replicas else None)
+        at_once = over_replicas or self._summing.size == 1
+        self.reduction = Reduction(segments, shards, pending, self._summing if at_once else None)
         return nbytes
+
+    def reduced_segments(self) -> list[Segment]:
+        """Returns the segments that take part in a reduction."""
+        # Whether one does must not depend on which of its leaves this rank used.
+        return [
+            each
+            for each in self.segments
+            if each.trainable or each.gradients.collected or each.gradients.partial is not None
+        ]
+
+    def reduces_just(self, expected: Sequence[Segment], dtype: torch.dtype) -> bool:
+        """Whether just these segments take part in a reduction, to which all contribute in one dtype."""
+        segments = self.reduced_segments()
+        return segments == expected and all(each.gradients.travels_in == dtype for each in segments)
+
+    def join(self, reduction: InReduction) -> None:
+        """Leaves the gradients to a reduction of several units."""
+        self.reduction = reduction
+
+    def leave_reduction(self, partial: bool = False) -> None:
+        """Notes that nothing is left of a reduction, which hands on its result.
+
+        Args:
+            partial: Whether that is kept for the next one.
+        """
+        self.reduction = None
+        self.keeps_gradients = partial
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, and adds it to the sharded parameters' gradients."""
         assert self.reduction is not None
         reduction, self.reduction = self.reduction, None
-        self.keeps_gradients = False
+        self.keeps_gradients = reduction.partial
         reduction.finish()
 
     def keep_accumulated(self) -> None:
@@ -440,7 +598,7 @@ class ParamHandle:
     def forget_zeroed(self) -> None:
         """Forgets accumulated gradients that the user has zeroed since."""
         for segment in self.segments if self.keeps_gradients else ():
-            if segment.gradients.kept:
+            if segment.gradients.kept or segment.gradients.partial is not None:
                 segment.gradients.forget_zeroed()
 
     def drop_gradients(self) -> None:
@@ -457,3 +615,8 @@ class ParamHandle:
             self.reshard()
         for segment in self.segments:
             segment.gradients.drop_failed()
+
+
+def _write_shards(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        segment.write_shard()

@@ -23,15 +23,16 @@ from fsdp_wrap._core.torch_private import (
     ShardedTensorMetadata,
     ShardMetadata,
     ShardOfTensor,
-    default_device_of,
     make_wrapper_subclass,
     no_torch_function,
+    object_device_of,
     pin_memory_operator,
     pytree,
     to_copy_operator,
 )
 from fsdp_wrap._core.torch_private import TensorProperties as ShardProperties
 from fsdp_wrap._params.held_by import HeldBy, Intervals, Spread, boxes_of
+from fsdp_wrap._params.parallel import LocalPart
 
 _aten = torch.ops.aten
 
@@ -58,11 +59,13 @@ class IntervalTensor(torch.Tensor):
         piece: 1-D, contiguous; it is not copied.
         requires_grad: Whether the tensor claims to need a gradient.
         spread: Which ranks hold the tensor between them, and how; None if that is not known.
+        part: What of the tensor these hold, if that is a part: then the interval is one of that, flattened.
     """
 
     start: int
     piece: torch.Tensor
     spread: Spread | None
+    part: LocalPart | None
 
     @staticmethod
     def __new__(
@@ -72,11 +75,12 @@ class IntervalTensor(torch.Tensor):
         piece: torch.Tensor,
         requires_grad: bool = False,
         spread: Spread | None = None,
+        part: LocalPart | None = None,
     ) -> IntervalTensor:
         self: IntervalTensor = make_wrapper_subclass(
             cls, shape, dtype=piece.dtype, device=piece.device, requires_grad=requires_grad
         )
-        self.start, self.piece, self.spread = start, piece, spread
+        self.start, self.piece, self.spread, self.part = start, piece, spread, part
         return self
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
@@ -92,14 +96,22 @@ class IntervalTensor(torch.Tensor):
 
     def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
         """Returns the boxes that this rank holds, as views of the piece, by their offsets."""
+        begins, sizes = ((0,) * self.ndim, tuple(self.shape)) if self.part is None else self.part.box
         return {
-            box.offsets: self.piece.narrow(0, box.first - self.start, box.numel).view(box.sizes)
-            for box in boxes_of(tuple(self.shape), self.start, self.stop)
+            tuple(map(sum, zip(begins, box.offsets))): self.piece.narrow(
+                0, box.first - self.start, box.numel
+            ).view(box.sizes)
+            for box in boxes_of(sizes, self.start, self.stop)
         }
 
     def with_piece(self, piece: torch.Tensor) -> IntervalTensor:
         """Returns a tensor of which this rank holds the same interval, with other values."""
-        return IntervalTensor(self.shape, self.start, piece, spread=self.spread)
+        return IntervalTensor(self.shape, self.start, piece, spread=self.spread, part=self.part)
+
+    def own(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns, 1-D, what this rank holds of a full tensor."""
+        held = full if self.part is None else self.part.cut(full)
+        return held.reshape(-1)[self.start : self.stop]
 
     def full_tensor(
         self, group: dist.ProcessGroup | None = None, *, grad_placements: Any = None
@@ -111,6 +123,9 @@ class IntervalTensor(torch.Tensor):
                 ranks, if that is not known.
             grad_placements: Of no effect: no gradient flows here.
         """
+        if group is None and self.part is not None and self.spread is not None:
+            held_by = self.spread.held_by
+            return self._assembled([*([held_by.group] if held_by.size > 1 else []), *self.part.groups])
         if group is None and self.spread is not None:
             if self.spread.held_by.size == 1:
                 return self.piece.clone().view(self.shape)
@@ -133,7 +148,8 @@ class IntervalTensor(torch.Tensor):
         """Returns the full tensor, all of which the ranks of these groups hold between them; collective."""
 
         def write(full: torch.Tensor) -> None:
-            full.view(-1)[self.start : self.stop].copy_(self.piece)
+            for offsets, box in self.boxes().items():
+                full[tuple(slice(first, first + size) for first, size in zip(offsets, box.shape))] = box
 
         return assemble(self.shape, self.dtype, groups, write, self.device).to(self.device)
 
@@ -148,7 +164,9 @@ class IntervalTensor(torch.Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """How they hold it: `Shard(0)` where that is true of all of them, `Intervals()` where it is not."""
-        return (Intervals(),) if self.spread is None else self.spread.placements(self.shape)
+        if self.spread is None or self.part is not None:
+            return (Intervals(),)
+        return self.spread.placements(self.shape)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Returns what this rank holds: the rows or the tensor that `placements` tells of, else 1-D."""
@@ -210,8 +228,9 @@ class IntervalTensor(torch.Tensor):
         Raises:
             RuntimeError: If that is not known here.
         """
-        if self.spread is None:
-            raise RuntimeError("a piece that was made by hand does not know what other ranks hold")
+        if self.spread is None or self.part is not None:
+            what = "that was made by hand" if self.spread is None else "of a part of a tensor"
+            raise RuntimeError(f"a piece {what} does not know what all other ranks hold")
         return ShardedTensorMetadata(
             shards_metadata=[
                 ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{_device_of(rank, self.device)}")
@@ -226,6 +245,8 @@ class IntervalTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
+        if self.part is not None and not self.part.is_first_copy:
+            return []  # others hold it between them as well, but perhaps cut it elsewhere
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -258,15 +279,16 @@ class IntervalTensor(torch.Tensor):
         return _on_pieces(func, args, dict(kwargs or {}))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["piece"], (self.shape, self.start, self.requires_grad, self.spread)
+        return ["piece"], (self.shape, self.start, self.requires_grad, self.spread, self.part)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> IntervalTensor:
-        shape, start, requires_grad, spread = context
-        return IntervalTensor(shape, start, inner["piece"], requires_grad, spread)
+        shape, start, *others = context
+        return IntervalTensor(shape, start, inner["piece"], *others)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IntervalTensor:
-        copied = IntervalTensor(self.shape, self.start, self.piece.clone(), self.requires_grad, self.spread)
+        others = self.requires_grad, self.spread, self.part
+        copied = IntervalTensor(self.shape, self.start, self.piece.clone(), *others)
         memo[id(self)] = copied
         return copied
 
@@ -275,7 +297,8 @@ class IntervalTensor(torch.Tensor):
         # A view would take the whole shard with it.
         piece = self.piece if own else self.piece.clone()
         spread = self.spread and (*self.spread.held_by.described, self.spread.first, self.spread.length)
-        return rebuild_interval_tensor, (tuple(self.shape), self.start, piece, spread)
+        part = () if self.part is None else (self.part.described,)
+        return rebuild_interval_tensor, (tuple(self.shape), self.start, piece, spread, *part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
@@ -302,10 +325,15 @@ _ON_PIECES = {
 
 
 def rebuild_interval_tensor(
-    shape: tuple[int, ...], start: int, piece: torch.Tensor, described: tuple[Any, ...] | None = None
+    shape: tuple[int, ...],
+    start: int,
+    piece: torch.Tensor,
+    described: tuple[Any, ...] | None = None,
+    part: tuple[Any, ...] | None = None,
 ) -> IntervalTensor:
     spread = None if described is None else Spread(HeldBy(*described[:-2]), *described[-2:])
-    return IntervalTensor(torch.Size(shape), start, piece, spread=spread)
+    beside = None if part is None else LocalPart.as_described(*part)
+    return IntervalTensor(torch.Size(shape), start, piece, spread=spread, part=beside)
 
 
 _BEFORE = "fsdp_wrap._interval_tensor._rebuild"  # what older files name
@@ -335,7 +363,7 @@ def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_other(one: IntervalTensor, other: IntervalTensor) -> None:
-    if (one.shape, one.start, one.stop) != (other.shape, other.start, other.stop):
+    if (one.shape, one.start, one.stop, one.part) != (other.shape, other.start, other.stop, other.part):
         raise ValueError(
             f"elements {other.start} to {other.stop} do not match elements {one.start} to {one.stop}, which "
             "this rank holds: the value comes from another rank, wrapping or number of ranks; load it by "
@@ -354,8 +382,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         _refuse_other(target, source)
         target.piece.copy_(source.piece)
     elif isinstance(target, IntervalTensor):
-        full = source.expand(target.shape).reshape(-1)
-        target.piece.copy_(full[target.start : target.stop])
+        target.piece.copy_(target.own(source.expand(target.shape)))
     else:
         assert isinstance(source, IntervalTensor)
         if source.piece.numel() != source.shape.numel():
@@ -416,7 +443,7 @@ def _device_in(group: dist.ProcessGroup | None, device: torch.device | None) -> 
     """Returns a device from which a group can communicate: the given one, if it can."""
     group = dist.group.WORLD if group is None else group
     types = {each.type for each in group._device_types}  # type: ignore[union-attr]
-    return device if device is not None and device.type in types else default_device_of(group)
+    return device if device is not None and device.type in types else torch.device(object_device_of(group))
 
 
 def _device_of(rank: int, like: torch.device) -> str:

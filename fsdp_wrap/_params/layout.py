@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Communicator, accelerator_of
+from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
 from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, run_gradient_hooks
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
+from fsdp_wrap._params.parallel import LocalPart, held_by_this_rank, local_parts
 from fsdp_wrap._params.shown import Cover, Shown
-from fsdp_wrap._params.zero_marks import GradientMarks, held_by_this_rank
+from fsdp_wrap._params.zero_marks import GradientMarks
 
 Written = tuple[list[int], list[int]]
 """How often tensors were written to, and where they lie."""
@@ -44,12 +45,13 @@ class Interval:
     Attributes:
         fqn: Name of the original parameter within its unit.
         shape: Its shape.
-        start: Index of the piece's first element in the flattened parameter.
+        start: Index of the piece's first element in the flattened parameter, or what `part` tells of it.
         data: The piece, 1-D, in master dtype; writing into it changes the sharded parameter.
         source: The sharded parameter that holds it.
         offset: Index of the piece's first element in the flattened `source`.
         at: Index of the parameter's first element in a buffer of which each rank has an even part; 0 where it
             is cut by itself.
+        part: What ranks have between them, if that is a part of the parameter.
     """
 
     fqn: str
@@ -59,6 +61,17 @@ class Interval:
     source: nn.Parameter
     offset: int
     at: int = 0
+    part: LocalPart | None = None
+
+    @property
+    def held_shape(self) -> torch.Size:
+        """The shape of what ranks have between them."""
+        return self.shape if self.part is None else self.part.held_shape
+
+    def own(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the elements, 1-D, that the piece has of something of the parameter's shape."""
+        held = full if self.part is None else self.part.cut(full)
+        return held.reshape(-1)[self.start : self.stop]
 
     @property
     def stop(self) -> int:
@@ -133,6 +146,7 @@ class Layout(ABC):
         communicator: Allocates the shard.
         offload: Whether the shard lives in host memory.
         pin: Whether that is pinned.
+        own_dims: Dimensions of the mesh of distributed parameters over which units average gradients.
 
     Attributes:
         name: Name of the segment within its unit.
@@ -148,6 +162,8 @@ class Layout(ABC):
         noted_numel: How many at the end of each part hold what `note_used` notes.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         leaves: The leaves that were made last.
+        memory: What of them aliases the unsharded buffer: this rank's part where they are `DTensor`s.
+        distributed: What of each original parameter is sharded, if that is a part; None where all are whole.
         flat_param: The parameter whose data are this rank's shard, whether or not the optimizer sees it.
         sources: For each leaf, the sharded parameter that stands for it.
         sharded_params: The sharded parameters, each once.
@@ -155,6 +171,7 @@ class Layout(ABC):
         show_sharded: Shows the sharded parameters in the modules.
         shown_sharded: What the modules show while they are sharded.
         cover: The leaves, to stand before the sharded parameters.
+        extended: Whether tensor subclasses say what travels of the parameters, and make the leaves.
         resident: The unsharded buffer, where it is the shard itself and always in memory.
         average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
     """
@@ -164,6 +181,7 @@ class Layout(ABC):
     sources: Sequence[nn.Parameter]
     sharded_params: Sequence[nn.Parameter]
     in_place = sharded = True
+    extended = False
     noted_numel = 0
     resident: torch.Tensor | None = None
     dtype: torch.dtype
@@ -178,12 +196,15 @@ class Layout(ABC):
         communicator: Communicator,
         offload: bool,
         pin: bool = True,
+        own_dims: Collection[str] = (),
     ) -> None:
         self.name = name
         self._rank, self._ranks = communicator.rank, communicator.size
         self.fqns = [slot.fqn for slot in slots]
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self.leaves: list[nn.Parameter] = []
+        self.memory: Sequence[torch.Tensor] = self.leaves
+        self.distributed = local_parts([slot.param for slot in slots], own_dims)
         self.average_hook: Callable[[torch.Tensor], None] | None = None
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
@@ -192,6 +213,7 @@ class Layout(ABC):
         self.offloaded = offload and self._accelerator is not None
         self._attributes = [dict(slot.param.__dict__) for slot in slots]
         self._marks = GradientMarks()
+        self._arriving: list[tuple[ToHost, Sequence[bool]]] = []
 
     def _lay_out(
         self, extents: Sequence[Extent], bounds: Iterable[tuple[int, int]], shard_numel: int
@@ -213,8 +235,17 @@ class Layout(ABC):
         originals = [slot.param for slot in slots]
         self._adopt(self._new_shard(originals[0]))
         for index, (param, piece) in enumerate(zip(originals, self._pieces)):
-            piece.copy_(self._own_part(index, param.detach()))
-            param.data = piece  # whoever holds the original does not keep its memory alive
+            held = held_by_this_rank(param)
+            piece.copy_(self._own_part(index, held.detach()))
+            held.data = piece  # whoever holds the original does not keep its memory alive
+        if self.distributed is not None:  # no slice of a part is what a `DTensor` says of itself
+            parts = zip(originals, self._pieces, self.distributed)
+            originals = [
+                param if part is None else nn.Parameter(piece, requires_grad=param.requires_grad)
+                for param, piece, part in parts
+            ]
+            for param, attributes in zip(originals, self._attributes):
+                param.__dict__.update(attributes)
         self._stand_for(originals)
         self._follow_places()
         self.hide_full()
@@ -257,6 +288,10 @@ class Layout(ABC):
         params = self.sharded_params
         return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
 
+    @property
+    def _parts(self) -> Sequence[LocalPart | None]:
+        return self.distributed or [None] * len(self.extents)
+
     @abstractmethod
     def intervals(self) -> list[Interval]:
         """What this rank holds of each original parameter, perhaps nothing, for all that saves."""
@@ -286,6 +321,11 @@ class Layout(ABC):
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
         return [tensor]
+
+    def local_gradient(self, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns, of the gradient of a leaf that is distributed, the part of this rank; collective."""
+        part = None if self.distributed is None else self.distributed[index]
+        return grad if grad is None or part is None else part.gradient(grad)
 
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         """Returns what writes one tensor for each original parameter into a buffer that travels.
@@ -336,7 +376,15 @@ class Layout(ABC):
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
         """Makes the leaves: parameters that alias the unsharded buffer and need no gradient yet."""
         # Each with a version counter of its own.
-        self.leaves = [nn.Parameter(view.data, requires_grad=False) for view in self.views(buffer)]
+        memory = [view.data for view in self.views(buffer)]
+        if self.distributed is None:
+            self.memory = self.leaves = [nn.Parameter(each, requires_grad=False) for each in memory]
+        else:
+            self.leaves = [
+                nn.Parameter(each, requires_grad=False) if part is None else part.parameter(each)
+                for each, part in zip(memory, self.distributed)
+            ]
+            self.memory = [*map(held_by_this_rank, self.leaves)]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
         self._follow_places()
@@ -345,6 +393,13 @@ class Layout(ABC):
     def write_shard(self, out: torch.Tensor) -> None:
         """Copies this rank's shard to where it travels from, cast to that dtype."""
         out.copy_(self._shard, non_blocking=True)
+
+    def from_host(self, dtype: torch.dtype) -> FromHost | None:
+        """Returns what sends the shard to the device in a dtype, if it lies in host memory."""
+        accelerator, shard = self._accelerator, self.flat_param.data
+        if accelerator is None or not self.offloaded or shard.is_meta or not accelerator.is_on_host(shard):
+            return None
+        return FromHost(accelerator, shard, dtype, self._allocate)
 
     def read_shard(self, own: torch.Tensor) -> None:
         """Copies this rank's part of an unsharded buffer back into the shard."""
@@ -446,6 +501,35 @@ class Layout(ABC):
         if any(map(HOOKS_OF, self.sharded_params)):
             run_gradient_hooks(self.sharded_params, used)
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether users want to be called when sharded parameters have their gradients."""
+        return any(map(HOOKS_OF, self.sharded_params))
+
+    def send_to_host(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        """Lets what `add_reduced` takes go to the host, where `add_arrived` adds it."""
+        accelerator = self._accelerator
+        if accelerator is not None and accelerator.is_on_host(self._shard):
+            self._arriving.append((ToHost(accelerator, reduced, self._allocate), used))
+        else:  # a user has moved the shard
+            self.add_reduced(reduced, used)
+
+    def release_arriving(self) -> None:
+        """Gives back the device's memory of gradients that are on their way to the host."""
+        for arriving, _ in self._arriving:
+            arriving.release()
+
+    def add_arrived(self) -> None:
+        """Adds the gradients that have come to the host, for which the caller has waited."""
+        arrived, self._arriving = self._arriving, []
+        for each, used in arrived:
+            self.add_reduced(each.values, used)
+
+    def drop_arriving(self) -> None:
+        """Forgets the gradients that are on their way to the host."""
+        self.release_arriving()
+        self._arriving = []
+
     @abstractmethod
     def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cuts a shard of gradients as `cut` does, into what sharded parameters take."""
@@ -466,6 +550,23 @@ class Layout(ABC):
     def zeroed(self) -> list[bool]:
         """For each leaf, whether its gradient was zeroed since `mark_unsynced`."""
         return self._marks.zeroed(self.sources)
+
+    def mark_partial(self) -> None:
+        """Makes one gradient tell later whether all were zeroed meanwhile.
+
+        It is that of the smallest parameter, since where it has none it gets zeros: a mark for each would
+        take as much memory as the sums that are kept.
+        """
+        self._marks.put(self._smallest_trained())
+
+    def zeroed_partial(self) -> bool:
+        """Whether the gradient was zeroed since that `mark_partial` has marked."""
+        return any(self._marks.zeroed(self._smallest_trained()))
+
+    def _smallest_trained(self) -> Sequence[nn.Parameter]:
+        pairs = zip(self.sources, self.extents)  # not sizes of slices, which ranks do not have alike
+        trained = [(extent.shape.numel(), source) for source, extent in pairs if source.requires_grad]
+        return [min(trained, key=itemgetter(0))[1]] if trained else []
 
     def write_gradient(self, out: torch.Tensor) -> None:
         """Copies this rank's shard of the gradient to where it travels from: zeros where there is none."""
@@ -524,14 +625,18 @@ class Layout(ABC):
             memo: Of `copy.deepcopy`; the old sharded parameters stand for the new ones in it afterwards.
         """
         new = copy(self)
-        new._marks = GradientMarks()
-        new._adopt(new._new_shard(self._shard).copy_(self.flat_param.data))
+        new._marks, new._arriving = GradientMarks(), []
+        new._adopt_copies()
         pieces = zip(new._pieces, self.sources)
         new._stand_for([nn.Parameter(piece, source.requires_grad) for piece, source in pieces])
         for old, own in zip(self._own_tensors(), new._own_tensors()):
             own.__dict__.update(old.__dict__ | own.__dict__)
             memo[id(old)] = own
         return new
+
+    def _adopt_copies(self) -> None:
+        """Goes over to a shard of its own, of the same values."""
+        self._adopt(self._new_shard(self._shard).copy_(self.flat_param.data))
 
     def _own_tensors(self) -> Sequence[torch.Tensor]:
         """The tensors that stand for the shard and its parts."""

@@ -9,7 +9,7 @@ from sys import getrefcount
 
 import torch
 
-from fsdp_wrap._comm import Communicator, ResidentBuffer
+from fsdp_wrap._comm import Buffer, Communicator, ResidentBuffer
 from fsdp_wrap._core import SegmentDtypes
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
@@ -34,8 +34,11 @@ class Segment:
     Attributes:
         places: Of each leaf, its number.
         trainable: Whether any leaf needs a gradient now.
-        write_shard: Copies this rank's shard to where it travels from.
-        versions: Of the leaves, when they were filled or freed last, or `edited` was called; the runtime's
+        shard: This rank's.
+        write_shard: Copies it to where it travels from.
+        from_host: By what it does so, if the shard lies in host memory.
+        counted: The leaves, and where they are `DTensor`s their parts on this rank, each with a version.
+        versions: Of these, when they were filled or freed last, or `edited` was called; the runtime's
             writes do not move them.
     """
 
@@ -45,13 +48,7 @@ class Segment:
         self.layout = layout
         self.dtypes = dtypes
         self._communicator = communicator
-        resident = layout.resident if dtypes.param == dtypes.master else None
-        self.full = (
-            communicator.buffer(layout.full_numel, dtypes.param)
-            if resident is None
-            else ResidentBuffer(resident)
-        )
-        self.gathered = self.full if layout.in_place else communicator.buffer(layout.numel, dtypes.param)
+        self.full, self.gathered = self._make_buffers()
         self.leaves = layout.make_leaves(self.full.tensor)
         self.places = {leaf: index for index, leaf in enumerate(self.leaves)}
         if dtypes.arriving != dtypes.param:
@@ -59,17 +56,29 @@ class Segment:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
         self._keeps_memory = False
+        self._admitted = self._rests = False
         self._lie_at: list[int] = []
         self._references: list[int] = []
         self._held: dict[int, int] = {}  # leaves that somebody keeps: how many references without
         self._apart: list[int] = []  # those with memory of their own
-        self.versions = [*map(_VERSION, self.leaves)]
-        self._counted, self._freed = tuple(self.leaves), (_FREED,) * len(self.leaves)
-        set_version_counters(self._counted, self._freed)
+        others = () if layout.distributed is None else layout.memory
+        self.counted = (*self.leaves, *others)
+        self.versions = [*map(_VERSION, self.counted)]
+        self._freed = (_FREED,) * len(self.counted)
+        set_version_counters(self.counted, self._freed)
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
         self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves)
+
+    def _make_buffers(self) -> tuple[Buffer, Buffer]:
+        """Returns the unsharded buffer, and the one that travels."""
+        layout, dtype = self.layout, self.dtypes.param
+        if layout.resident is not None and dtype == self.dtypes.master:
+            full: Buffer = ResidentBuffer(layout.resident)
+        else:
+            full = self._communicator.buffer(layout.full_numel, dtype)
+        return full, full if layout.in_place else self._communicator.buffer(layout.numel, dtype)
 
     def describe(self) -> str:
         """Says how many elements this rank holds of how many, and of which dtypes."""
@@ -79,13 +88,16 @@ class Segment:
 
     def edited(self) -> list[int]:
         """Returns which leaves were written to since the last call, where that does not reach the shard."""
-        before, self.versions = self.versions, [*map(_VERSION, self.leaves)]
+        before, self.versions = self.versions, [*map(_VERSION, self.counted)]
         pairs = zip(before, self.versions) if self.full.temporary else ()
-        return [number for number, (old, new) in enumerate(pairs) if old != new]
+        return [number % len(self.leaves) for number, (old, new) in enumerate(pairs) if old != new]
 
     def cover(self) -> None:
         """Lets the modules' attributes show the leaves, to whoever looks until `uncover`."""
-        self._lie_at, self._references = [*map(_DATA_PTR, self.leaves)], [*map(getrefcount, self.leaves)]
+        self._lie_at, self._references = (
+            [*map(_DATA_PTR, self.layout.memory)],
+            [*map(getrefcount, self.leaves)],
+        )
         for index, alone in self._held.items():
             self._references[index] = alone
         self.layout.cover.put()
@@ -97,7 +109,7 @@ class Segment:
         if references != before or self._held:
             held = [index for index, alone in enumerate(before) if references[index] > alone]
             self._held = {index: before[index] for index in held}
-        lie_at = [*map(_DATA_PTR, self.leaves)]
+        lie_at = [*map(_DATA_PTR, self.layout.memory)]
         if lie_at != self._lie_at:
             self._apart = [index for index, known in enumerate(self._lie_at) if lie_at[index] != known]
         return sorted({*self.edited(), *self._apart})
@@ -109,14 +121,15 @@ class Segment:
         """
         references = [*map(getrefcount, self.leaves)]
         self._held = {index: alone for index, alone in self._held.items() if references[index] > alone}
+        memory = self.layout.memory
         for index in self._held:
-            self.leaves[index].data = self.leaves[index].data.clone()
+            memory[index].data = memory[index].data.clone()
         self._apart += self._held
 
     def _rejoin(self) -> None:
         views = self.layout.views(self.full.tensor)
         for index in self._apart:
-            self.leaves[index].data = views[index]
+            self.layout.memory[index].data = views[index]
         self._apart = []
 
     def admit(self, changed: bool, in_place: bool) -> None:
@@ -126,7 +139,9 @@ class Segment:
             changed: Whether their values are others than before: what graphs saved then is refused.
             in_place: Whether they have come into the unsharded buffer, also where gathers go elsewhere.
         """
-        if self.gathered is not self.full and not in_place:
+        if self.from_host is not None:
+            self.from_host.settle()
+        if self.gathered is not self.full and not in_place and not self._rests:
             self.full.allocate()
             foreach_copy_(*self._copies)
             self.gathered.free()
@@ -134,7 +149,8 @@ class Segment:
             self._rejoin()
         if changed:
             self.versions = [version + 1 for version in self.versions]
-        set_version_counters(self._counted, tuple(self.versions))
+        set_version_counters(self.counted, tuple(self.versions))
+        self._admitted, self._rests = True, False
 
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
@@ -142,10 +158,12 @@ class Segment:
         Autograd refuses the leaves until they are filled again, as it does tensors that were changed since
         it saved them. Gradients that took the parameters' place stay until they are reduced.
         """
-        self.versions = [*map(_VERSION, self.leaves)]
-        if self._held and self.full.temporary:
-            self._part_from_held()
-        set_version_counters(self._counted, self._freed)
+        if self._admitted:
+            self.versions = [*map(_VERSION, self.counted)]
+            if self._held and self.full.temporary:
+                self._part_from_held()
+            set_version_counters(self.counted, self._freed)
+        self._admitted = self._rests = False
         if self._keeps_memory or self.gradients.buffer is self.full:
             return
         if self.full.free():
@@ -157,6 +175,20 @@ class Segment:
         self._alias_full()
         self.full.free()
         self.gathered.free()
+
+    def rest(self) -> bool:
+        """Keeps the unsharded buffer as it is until `admit` or `free`; autograd refuses the leaves so long.
+
+        Returns:
+            Whether it can: where there is nothing else in the buffer than was gathered.
+        """
+        edited = self.full.temporary and [*map(_VERSION, self.counted)] != self.versions
+        if edited or self.gradients.buffer is self.full:
+            return False
+        before, self._keeps_memory = self._keeps_memory, True
+        self.free()
+        self._keeps_memory, self._rests = before, True
+        return True
 
     def refuse_conversion(self) -> None:
         """Refuses another dtype of the sharded parameters while gradients wait in the old one.
@@ -189,14 +221,17 @@ class Segment:
         self._write_from_shard()
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
-        for leaf, view in zip(self.leaves, self.layout.views(self.full.tensor)):
-            leaf.data = view
+        for each, view in zip(self.layout.memory, self.layout.views(self.full.tensor)):
+            each.data = view
 
     def _write_from_shard(self) -> None:
         self.write_shard: Callable[[], object] = _write_nothing
-        if self.full.temporary:  # not by a function of ours: gathers are many
-            shard = self.layout.flat_param.data
-            self.write_shard = partial(self._own.copy_, shard, non_blocking=True)
+        self.shard = self.layout.flat_param.data
+        self.from_host = self.layout.from_host(self.dtypes.param) if self.full.temporary else None
+        if self.from_host is not None:
+            self.write_shard = partial(self.from_host.write, self._own)
+        elif self.full.temporary:  # not by a function of ours: gathers are many
+            self.write_shard = partial(self._own.copy_, self.shard, non_blocking=True)
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Lets the leaves need gradients, or not."""

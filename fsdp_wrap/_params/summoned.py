@@ -157,7 +157,7 @@ class _FullBuffer:
         """Notes its new values, with None for zeros; copies what may lie in another's place."""
         if self._full is None:
             with torch.inference_mode(False):
-                self._lie_in(torch.zeros(self._layout.full_numel, dtype=self._layout.dtype))
+                self._lie_in(torch.zeros(self._layout.full_numel, dtype=self._layout.dtype, device="cpu"))
         self._edits = [
             (view, torch.zeros_like(view) if value is None else value.detach().clone())
             for view, value in zip(self.views, values)

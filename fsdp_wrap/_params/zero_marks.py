@@ -2,59 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._params.parallel import held_by_this_rank
 
 
-def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor, looking at which is not collective."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+class _Mark(NamedTuple):
+    """How the gradient of a sharded parameter looked when unreduced ones were left behind.
+
+    Attributes:
+        grad: It.
+        held: What this rank holds of it.
+        version: What grows with each change in place, of the gradient or of what this rank holds of it.
+        own: Whether it is the mark's own, which the parameter has in place of none.
+    """
+
+    grad: torch.Tensor
+    held: torch.Tensor
+    version: int
+    own: bool
+
+    def is_left(self, grad: torch.Tensor) -> bool:
+        """Whether the gradient that the parameter has now is another one, or was written to since."""
+        return grad is not self.grad or grad._version + self.held._version != self.version
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    """Returns what grows with each change in place, of a `DTensor` or of what this rank holds of it."""
-    return tensor._version + held_by_this_rank(tensor)._version
+class GradientMarks(dict[nn.Parameter, _Mark]):
+    """Marks of sharded parameters whose gradients wait unreduced.
 
-
-class GradientMarks(dict[nn.Parameter, tuple[torch.Tensor, int, bool]]):
-    """How gradients of sharded parameters looked when unreduced ones were left behind.
-
-    For each marked parameter its gradient, the version of that, and whether it is the mark's own: a parameter
-    without a gradient gets one of zeros, so that `zero_grad` of either kind leaves a trace.
+    A parameter without a gradient gets one of zeros, so that `zero_grad` of either kind leaves a trace.
     """
 
     def put(self, params: Iterable[nn.Parameter]) -> None:
         """Marks, perhaps again, the parameters that need a gradient."""
         for param in params:
-            if param.requires_grad:
-                own = param.grad is None or self._has_own(param)
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-                self[param] = param.grad, _version_of(param.grad), own
+            if not param.requires_grad:
+                continue
+            mark, grad = self.get(param), param.grad
+            own = grad is None or (mark is not None and mark.own and grad is mark.grad)
+            if grad is None:
+                grad = param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+            held = mark.held if mark is not None and grad is mark.grad else held_by_this_rank(grad)
+            self[param] = _Mark(grad, held, grad._version + held._version, own)
 
-    def zeroed(self, params: Iterable[nn.Parameter]) -> list[bool]:
+    def zeroed(self, params: Sequence[nn.Parameter]) -> list[bool]:
         """For each parameter, whether it was marked and its gradient zeroed since."""
-        return [param in self and self._is_zeroed(param) for param in params]
+        marked = [(param.grad, self.get(param)) for param in params]
+        told = [mark is not None and (grad is None or mark.is_left(grad)) for grad, mark in marked]
+        written = [grad for (grad, _), left in zip(marked, told) if left and grad is not None]
+        if written:  # with zeros or with anything else: the host waits once to see all
+            seen = iter(torch.stack([held_by_this_rank(grad).any() for grad in written]).tolist())
+            told = [left and (grad is None or not next(seen)) for (grad, _), left in zip(marked, told)]
+        return told
 
     def take_away(self) -> None:
         """Forgets all marks, and removes the gradients that are the marks' own."""
-        for param in self:
-            if self._has_own(param):
+        for param, mark in self.items():
+            if mark.own and param.grad is mark.grad:
                 param.grad = None
         self.clear()
-
-    def _has_own(self, param: nn.Parameter) -> bool:
-        """Whether the gradient is a mark's own, and still there."""
-        grad, _, own = self.get(param, (None, 0, False))
-        return own and param.grad is grad
-
-    def _is_zeroed(self, param: nn.Parameter) -> bool:
-        marked, version, _ = self[param]
-        grad = param.grad
-        if grad is None:
-            return True
-        changed = grad is not marked or _version_of(grad) != version
-        return changed and not held_by_this_rank(grad).any()

@@ -7,13 +7,19 @@ Must never know: state dicts, and which front-end made a unit.
 """
 
 from fsdp_wrap._runtime.build import UnitSpec, assemble_unit, build_unit, check_module
-from fsdp_wrap._runtime.custom_comms import hook_on_stream, refuse_custom_comms, use_comms
+from fsdp_wrap._runtime.custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
 from fsdp_wrap._runtime.materialize import MaterializationError, Values, move
-from fsdp_wrap._runtime.param_checks import check_tensors
-from fsdp_wrap._runtime.refusals import converted, refuse_pieces, refuse_replaced
+from fsdp_wrap._runtime.refusals import (
+    check_tensors,
+    converted,
+    refuse_pieces,
+    refuse_replaced,
+    refuse_steps_between_sums,
+)
 from fsdp_wrap._runtime.registry import REGISTRY
-from fsdp_wrap._runtime.schedule import Schedule, require_idle, schedule_of
+from fsdp_wrap._runtime.schedule import Schedule, require_idle, schedule_of, set_stay_bytes
+from fsdp_wrap._runtime.travel import set_travel_together_bytes
 from fsdp_wrap._runtime.unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap._runtime.wrap_plan import (
     Kwargs,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from fsdp_wrap._core import (
     watch_steps,
 )
 from fsdp_wrap._core.torch_private import trace_rules
-from fsdp_wrap._params import HeldBy, Layout, ParamHandle
+from fsdp_wrap._params import HeldBy, Layout, ParamHandle, check_beside, is_extension
 from fsdp_wrap._runtime.materialize import (
     Values,
     broadcast,
@@ -31,8 +32,7 @@ from fsdp_wrap._runtime.materialize import (
     move,
     refuse_together,
 )
-from fsdp_wrap._runtime.param_checks import check_tensors
-from fsdp_wrap._runtime.refusals import refuse_earlier_optimizers, refuse_pieces
+from fsdp_wrap._runtime.refusals import check_tensors, refuse_earlier_optimizers, refuse_pieces
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import InitialValues, sample
 from fsdp_wrap._runtime.schedule import guard_parametrizations
@@ -58,6 +58,8 @@ class UnitSpec:
         parts: The modules that run, where the unit's own only holds them together.
         shared_memory: Whether ranks that share a host may communicate through its memory.
         buffer_dtype: Dtype of buffers from the first forward on; None for their own.
+        only: The parameters that it takes; None for all that the module has.
+        over: What tells it from the module's units over other meshes; empty for the first.
     """
 
     mesh: ShardMesh
@@ -68,6 +70,8 @@ class UnitSpec:
     parts: tuple[nn.Module, ...] = ()
     shared_memory: bool = True
     buffer_dtype: torch.dtype | None = None
+    only: frozenset[nn.Parameter] | None = None
+    over: str = ""
 
     def communicators(self) -> tuple[Communicator, Communicator]:
         """Returns those of the ranks that hold one copy between them, and of the replicas."""
@@ -101,7 +105,9 @@ def check_module(
     contents = Contents.of(module, ignored)
     error: Exception | None = None
     try:
-        check_tensors(contents, instead)
+        check_tensors(contents, instead, distributed=True)
+        for slot in contents.slots:
+            check_beside(slot.fqn, slot.param, mesh)
         check_materializable(contents, values)
     except (TypeError, ValueError) as found:
         error = found
@@ -124,47 +130,70 @@ def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Valu
     return assemble_unit(module, contents, spec)
 
 
-def assemble_unit(module: nn.Module, contents: Contents, spec: UnitSpec) -> Unit:
-    """Makes a unit of a module whose tensors are where they belong."""
-    by_kind = _by_kind(contents.slots, spec.policy_of)
-    segments = [*by_kind.values()]
-    communicator, replicas = spec.communicators()
-    samples = sample([slot.param for slot in segment] for segment in segments)
+def assemble_unit(
+    module: nn.Module, contents: Contents, spec: UnitSpec, beside: Sequence[UnitSpec] = ()
+) -> Unit:
+    """Makes a unit of a module whose tensors are where they belong.
+
+    Args:
+        module: The module.
+        contents: What it has.
+        spec: How to make it.
+        beside: The same of those parameters that lie on other meshes. They become units of their own, which
+            run whenever this one does.
+    """
     lenders = REGISTRY.borrow(contents)
     for lender in lenders:
         lender.lend()
-    layouts = [
-        spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
-        for number, segment in enumerate(segments)
-    ]
-    policies = [kind[-1] for kind in by_kind]
-    held_by = HeldBy.of(spec.mesh, spec.device)
     modules = [each for _, each in contents.modules]
+    kinds = [_by_kind(_taken(contents, each), each.policy_of) for each in (spec, *beside)]
+    others = tuple(Unit(module, **_storage(*pair)) for pair in zip(beside, kinds[1:]))
     unit = Unit(
         module,
-        ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None,
-        spec.options,
+        **_storage(spec, kinds[0]),
         left=contents.ignored.left,
-        lenders=lenders,
+        lenders=(*lenders, *others),
         buffers=BufferCasts(modules, spec.buffer_dtype),
-        parts=spec.parts,
-        initial=InitialValues(samples, layouts),
     )
     for fqn, below in units_in(module).items():
         below.nest(fqn)
-    guard_parametrizations(unit, modules)
     _skip_runtime_frames()
-    if layouts or any(each._buffers for each in modules):  # else it may become a unit again
+    if unit.handle is not None or any(each._buffers for each in modules):  # else it may become one again
         REGISTRY.take(modules)
     for each in modules:
         mark_managed(each)
     for each in spec.parts or (module,):
         announce_sharded(each)
-    REGISTRY.note(unit, [[slot.param for slot in segment] for segment in segments])
-    refuse_earlier_optimizers(unit, segments)
-    refuse_pieces(unit)
+    for made, by_kind in zip(unit.over_all_meshes, kinds):
+        guard_parametrizations(made, modules)
+        REGISTRY.note(made, [[slot.param for slot in segment] for segment in by_kind.values()])
+        refuse_earlier_optimizers(made, [*by_kind.values()])
+        refuse_pieces(made)
     watch_steps()
     return unit
+
+
+def _taken(contents: Contents, spec: UnitSpec) -> list[ParamSlot]:
+    return [slot for slot in contents.slots if spec.only is None or slot.param in spec.only]
+
+
+def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str, Any]:
+    """Shards the parameters of a unit; returns what the unit needs of that."""
+    segments = [*by_kind.values()]
+    communicator, replicas = spec.communicators()
+    samples = sample([slot.param for slot in segment] for segment in segments)
+    layouts = [
+        spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
+        for number, segment in enumerate(segments)
+    ]
+    policies, held_by = [kind[-1] for kind in by_kind], HeldBy.of(spec.mesh, spec.device)
+    return {
+        "handle": ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None,
+        "options": spec.options,
+        "parts": spec.parts,
+        "initial": InitialValues(samples, layouts),
+        "over": spec.over,
+    }
 
 
 def _stand_ins(contents: Contents) -> dict[torch.Tensor, nn.Parameter]:
@@ -183,7 +212,7 @@ def _skip_runtime_frames() -> None:
     trace_rules().add(__name__.partition(".")[0])
 
 
-_Kind = tuple[torch.dtype, bool, bool, SegmentPolicy]
+_Kind = tuple[torch.dtype, bool, bool, bool, SegmentPolicy]
 
 
 def _by_kind(
@@ -192,6 +221,6 @@ def _by_kind(
     by_kind: dict[_Kind, list[ParamSlot]] = {}
     for slot in slots:
         param = slot.param
-        kind = param.dtype, param.requires_grad, param.is_meta, policy_of(param)
+        kind = param.dtype, param.requires_grad, param.is_meta, is_extension(param), policy_of(param)
         by_kind.setdefault(kind, []).append(slot)
     return by_kind

@@ -1,17 +1,33 @@
-"""Collectives that users bring along for `fully_shard`, in place of the communicator's."""
+"""What users decide about how a unit communicates: collectives of their own, memory, process groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fsdp_wrap._comm import Buffer, Communicator, Pending, Then, accelerator_of, as_transport, lane_of
+from fsdp_wrap._comm import (
+    Accelerator,
+    Buffer,
+    Communicator,
+    Pending,
+    SymmetricMemory,
+    Then,
+    accelerator_of,
+    as_transport,
+    lane_of,
+    registered_memory,
+    symmetric_memory,
+)
 from fsdp_wrap._core import OtherCommsError
 from fsdp_wrap._params import ParamHandle
+
+if TYPE_CHECKING:
+    from fsdp_wrap._runtime.unit import Unit
+
+Hook = Callable[[torch.Tensor], None]
 
 
 def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
@@ -24,6 +40,7 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
             device)`, and a call with `output_tensor`, `input_tensor`, `group`, and `async_op` or `op`.
 
     Raises:
+        TypeError: If it has not that interface.
         RuntimeError: If the unit's parameters or gradients travel in fewer bytes (`compress`).
     """
     before = handle.transport
@@ -31,34 +48,112 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
         raise OtherCommsError(
             f"compress() decides how {name} communicates; call compress(module) without codecs first"
         )
+    for method, comm in comms.items():
+        if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+            raise TypeError(
+                f"set_custom_{method}() of {name} takes an object that can be called and has a method "
+                f"allocate(size, *, dtype, device), as torch's AllGather and ReduceScatter, not {comm!r}"
+            )
     if handle.communicator.size > 1:  # else nothing travels
         theirs = before.comms if isinstance(before, CustomTransport) else {}
         handle.travel_by(CustomTransport(handle, {**theirs, **comms}))
 
 
-def refuse_custom_comms(handle: ParamHandle, name: str, method: str) -> None:
-    """Refuses what would say how to allocate where the user's objects allocate.
+def allocate_by_group(unit: Unit, enable: bool) -> None:
+    """Lets what travels of a unit lie in memory of its process group's allocator, where it has one, or not.
 
     Raises:
-        RuntimeError: If the unit has such.
+        OtherCommsError: If something else allocates it.
+        RuntimeError: If the parameters are in use, or gradients wait.
     """
+    handle, method = unit.handle, "set_allocate_memory_from_process_group_for_comm()"
+    if handle is None:
+        return
+    _refuse_other_memory(unit, handle, method)
+    communicator = handle.communicator
+    if isinstance(communicator.memory, SymmetricMemory):
+        raise OtherCommsError(
+            f"{method} has no say in {unit.name}, which set_symm_mem_for_comm() has settled"
+        )
+    _require_unused(unit, handle, method)
+    group = communicator.group if enable else None
+    handle.allocate_in(None if group is None else registered_memory(group, communicator.device))
+
+
+def allocate_symmetric(unit: Unit, backend: str) -> None:
+    """Lets what travels of a unit lie in symmetric memory; collective.
+
+    Raises:
+        OtherCommsError: If something else allocates it.
+        ValueError: If the backend is not "NCCL", or the unit does not communicate by it.
+        RuntimeError: If the parameters are in use, or gradients wait.
+    """
+    handle, method = unit.handle, "set_symm_mem_for_comm()"
+    if backend != "NCCL":
+        raise ValueError(f"{method} knows no backend but 'NCCL', not {backend!r}")
+    if handle is None:
+        return
+    _refuse_other_memory(unit, handle, method)
+    communicator = handle.communicator
+    if communicator.memory is not None and not isinstance(communicator.memory, SymmetricMemory):
+        raise OtherCommsError(
+            f"{method} has no say in {unit.name}, whose memory its process group allocates; call "
+            "set_allocate_memory_from_process_group_for_comm(False) first"
+        )
+    group = communicator.group
+    if group is not None:
+        _require_unused(unit, handle, method)
+        handle.allocate_in(symmetric_memory(group, communicator.device, f"{method} for {unit.name}"))
+
+
+def _refuse_other_memory(unit: Unit, handle: ParamHandle, method: str) -> None:
     if isinstance(handle.transport, CustomTransport):
         raise OtherCommsError(
-            f"{method} has no say in {name}, whose memory is allocated by what set_custom_all_gather or "
+            f"{method} has no say in {unit.name}, whose memory is allocated by what set_custom_all_gather or "
             "set_custom_reduce_scatter was given"
         )
 
 
-def hook_on_stream(
-    hook: Callable[[torch.Tensor], None], stream: torch.Stream | None
-) -> Callable[[torch.Tensor], None]:
+def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
+    if handle.accumulates or not handle.become_sharded():
+        raise RuntimeError(
+            f"{method} must be called between steps: the parameters of {unit.name} are in use, or its "
+            "gradients wait for a reduction"
+        )
+
+
+def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None) -> None:
+    """Lets a hook see, and change, what comes of a unit's reductions; None for no hook.
+
+    Raises:
+        TypeError: If it cannot be called.
+        ValueError: If a stream is given where it cannot run on one.
+    """
+    if hook is not None and not callable(hook):
+        raise TypeError(f"set_all_reduce_hook() of {unit.name} takes a function of one tensor, not {hook!r}")
+    handle = unit.handle
+    if handle is None:
+        return
+    if stream is not None and handle.replicas.size > 1:
+        raise ValueError(
+            f"{unit.name} is summed over replicas, which the hook follows on their stream; leave stream out"
+        )
+    accelerator = accelerator_of(handle.communicator.device)
+    if stream is not None and accelerator is None:
+        raise ValueError(
+            f"{unit.name} computes on the CPU, where there are no streams and hooks run in order; leave "
+            "stream out"
+        )
+    if hook is not None and stream is not None and accelerator is not None:
+        hook = _on_stream(hook, stream, accelerator)
+    for segment in handle.segments:
+        segment.layout.average_hook = hook
+
+
+def _on_stream(hook: Hook, stream: torch.Stream, accelerator: Accelerator) -> Hook:
     """Returns a hook that runs on a stream, after and before all else that concerns its argument."""
-    if stream is None:
-        return hook
 
     def run(reduced: torch.Tensor) -> None:
-        accelerator = accelerator_of(reduced.device)
-        assert accelerator is not None
         current = accelerator.current_stream()
         stream.wait_stream(current)
         with stream:
@@ -87,15 +182,8 @@ class CustomTransport:
 
     def __init__(self, handle: ParamHandle, comms: dict[str, Any]) -> None:
         self._communicator: Communicator = handle.communicator
-        self._param: nn.Parameter = handle.segments[0].layout.sources[0]
         self.comms = comms
         self.keeps_notes = "reduce_scatter" not in comms
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        mesh = self._param.device_mesh  # type: ignore[attr-defined]  # groups are not to be kept alive
-        group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
-        return group
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         """As a communicator's."""
@@ -109,7 +197,7 @@ class CustomTransport:
 
         def start(async_op: bool) -> list[Any]:
             fill()
-            works, group = [], self._group
+            works, group = [], communicator.group
             for source, target in zip(full, staged):
                 own = communicator.own_part(target)
                 own.copy_(communicator.own_part(source))
@@ -129,13 +217,14 @@ class CustomTransport:
             return self._communicator.reduce_scatter(shards, full)
 
         def start(_: bool) -> None:
+            group = self._communicator.reducing_group or self._communicator.group
             for shard, source in zip(shards, full):
                 sent, got = (
                     comm.allocate(each.size(), dtype=shard.dtype, device=shard.device)
                     for each in (source, shard)
                 )
                 sent.copy_(source)
-                comm(output_tensor=got, input_tensor=sent, group=self._group, op=dist.ReduceOp.SUM)
+                comm(output_tensor=got, input_tensor=sent, group=group, op=dist.ReduceOp.SUM)
                 shard.copy_(got)
 
         return lane_of(self._communicator.device, "reduce").issue(start)

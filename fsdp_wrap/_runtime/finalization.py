@@ -91,12 +91,11 @@ class BackwardEnd:
                 "backward(), or reset_iter_state()"
             )
         for unit in units:
-            handle, options = unit.handle, unit.options
-            if handle is None or handle.replicas.size == 1:
+            handle = unit.handle
+            if handle is None or not unit.defers:
                 continue
             partial = any(segment.gradients.partial is not None for segment in handle.segments)
-            will_be = handle.holds_gradients and options.syncs and not options.sums_over_replicas
-            if partial or will_be:
+            if partial or (handle.holds_gradients and unit.options.syncs):
                 raise RuntimeError(
                     f"gradients of {unit.name} are summed over a part of the ranks only; call "
                     "set_requires_all_reduce(True) before the last backward that finalize_backward() ends"

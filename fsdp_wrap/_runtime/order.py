@@ -11,6 +11,9 @@ from fsdp_wrap._core import Phase
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
+_FAR = 128
+"""So many of the units that come next are looked at, to find some that may travel together."""
+
 
 class ExecOrder:
     """Order of the last outermost forward.
@@ -22,12 +25,16 @@ class ExecOrder:
     Attributes:
         started: Units in the order in which their forwards have begun; whoever begins one adds it.
         ended: The same for the ends.
+        reduced: Units in the order in which their gradients were to be reduced, in the last backward; whoever
+            reduces one adds it.
     """
 
     def __init__(self) -> None:
         self.ended: list[Unit] = []
         self.started: list[Unit] = []
+        self.reduced: list[Unit] = []
         self._started_before: list[Unit] = []
+        self._reduced_before: dict[Unit, list[Unit]] = {}  # by the first
         self._cursor = 0
 
     def begin_forward(self) -> None:
@@ -42,8 +49,18 @@ class ExecOrder:
         return before[place] if as_expected else None
 
     def begin_backward(self) -> None:
-        """Sets the place from which `next_in_backward` reads behind the last forward."""
+        """Sets the place from which `next_in_backward` reads behind the last forward; starts a new record."""
         self._cursor = len(self.ended)
+        if self.reduced:
+            self._reduced_before[self.reduced[0]] = self.reduced
+            self.reduced = []
+
+    def look_ahead_in_backward(self, unit: Unit) -> Unit | None:
+        """Returns what `next_in_backward` will return."""
+        cursor = self._cursor
+        expected = self.next_in_backward(unit)
+        self._cursor = cursor
+        return expected
 
     def next_in_backward(self, unit: Unit) -> Unit | None:
         """Returns the unit whose backward is expected after that of `unit`."""
@@ -52,6 +69,29 @@ class ExecOrder:
                 self._cursor = index
                 return self.ended[index - 1] if index > 0 else None
         return None
+
+    # what is expected after a unit; nothing in the first iteration
+
+    def coming_in_forward(self, unit: Unit) -> list[Unit]:
+        """Returns the units that came after one that starts next, if this forward goes like the last one."""
+        place, before = len(self.started), self._started_before
+        if place >= len(before) or before[place] is not unit:
+            return []
+        alike = not place or before[place - 1] is self.started[-1]
+        return before[place + 1 : place + 1 + _FAR] if alike else []
+
+    def coming_in_backward(self, unit: Unit) -> list[Unit]:
+        """Returns the units whose backwards are expected after that of `unit`."""
+        for index in range(self._cursor - 1, -1, -1) if self._started_before else ():
+            if self.ended[index] is unit:
+                return self.ended[max(0, index - _FAR) : index][::-1]
+        return []
+
+    def coming_to_reduce(self) -> list[Unit]:
+        """Returns the units whose gradients came, the last time, after those that have come last."""
+        place, before = len(self.reduced), self._reduced_before.get(self.reduced[0], [])
+        alike = place <= len(before) and before[place - 1] is self.reduced[-1]
+        return before[place : place + _FAR] if alike else []
 
 
 class OrderCheck:

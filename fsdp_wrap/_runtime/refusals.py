@@ -1,9 +1,10 @@
-"""What must not be done with a unit's parameters, and is refused by name."""
+"""What must not be done with a unit's parameters, before and after it becomes one, and is refused by name."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -12,12 +13,98 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from fsdp_wrap._core import NOT_ELEMENTWISE, ChangedBetweenError, ParamSlot, ReplacedError, refuse_in_steps
-from fsdp_wrap._params import HandleState, Layout, ParamHandle, Segment
+from fsdp_wrap._core import (
+    NOT_ELEMENTWISE,
+    ChangedBetweenError,
+    Contents,
+    ParamSlot,
+    ReplacedError,
+    refuse_in_steps,
+    refuse_in_steps_at_times,
+)
+from fsdp_wrap._core.torch_private import optimizers_in_backward
+from fsdp_wrap._params import (
+    HandleState,
+    Layout,
+    ParamHandle,
+    Segment,
+    check_extension,
+    held_by_this_rank,
+    is_extension,
+)
 from fsdp_wrap._runtime.unit import Unit, Use
 
 _VERSION = attrgetter("_version")
+
+
+def check_tensors(
+    contents: Contents, instead: str | None = None, distributed: bool = False, extended: bool = False
+) -> None:
+    """Refuses what sharding would lose, or could not be done with.
+
+    Args:
+        contents: What is to become a unit.
+        instead: What to do about optimizers that are applied in backward, where they would train nothing.
+        distributed: Whether parameters may be `DTensor`s, as tensor parallelism makes them.
+        extended: Whether parameters may be of tensor subclasses that say what is gathered of them.
+
+    Raises:
+        TypeError: If a parameter's class may behave differently from a plain parameter, or a TorchScript
+            module uses it.
+        ValueError: If a parameter has gradient hooks or, where `instead` is given, such an optimizer; if a
+            parameter or buffer has no shape yet.
+    """
+    for fqn, tensor in contents.tensors():
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{fqn}' is an {type(tensor).__name__} of a lazy module and has no shape yet; run one "
+                "forward of the plain model on a batch before sharding it"
+            )
+    for slot in contents.slots:
+        for user, _ in slot.places:
+            _refuse_scripted(slot.fqn, user)
+        if extended and is_extension(slot.param):
+            check_extension(slot.fqn, slot.param)
+        else:
+            _check_kind(slot.fqn, slot.param, distributed)
+        _refuse_hooks(slot.fqn, slot.param)
+        if instead is not None and optimizers_in_backward(slot.param):
+            raise ValueError(
+                f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train "
+                f"nothing: sharding puts another tensor in its place; {instead}"
+            )
+    for fqn, (user, _), _ in contents.borrowed:
+        _refuse_scripted(fqn, user)
+
+
+def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
+    kind: type = type(param)
+    part = type(held_by_this_rank(param)) if distributed and kind is DTensor else None
+    if kind is not nn.Parameter and part is not torch.Tensor:
+        raise TypeError(
+            f"parameter '{fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
+            "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
+        )
+
+
+def _refuse_hooks(fqn: str, param: nn.Parameter) -> None:
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter '{fqn}' has gradient hooks, which would not run: a wrapped module computes with "
+            "another tensor; remove them before wrapping, and give them to the sharded parameters after it"
+        )
+
+
+def _refuse_scripted(fqn: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"parameter '{fqn}' belongs to a {type(module).__name__} (torch.jit.script, trace or load): "
+            "a compiled module keeps its parameters as they were and cannot show others; shard the plain "
+            "module (torch.compile works on it), or leave this one out by ignored_states (ignored_params of "
+            "fully_shard)"
+        )
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
@@ -103,7 +190,7 @@ def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
         RuntimeError: If it has.
     """
     for segment in handle.segments if handle.state is HandleState.UNSHARDED else ():
-        if [*map(_VERSION, segment.leaves)] != segment.versions:
+        if [*map(_VERSION, segment.counted)] != segment.versions:
             for index in segment.edited():
                 name = unit.name_of(segment.layout.fqns[index])
                 raise RuntimeError(
@@ -132,6 +219,25 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
             f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
             "edit it inside summon_full_params, or each shard by itself (model.parameters())"
         )
+
+
+def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
+    """Refuses writes to shards that moved no version counter while full parameters stayed.
+
+    Which ranks would see them may differ, so that these cannot just gather anew.
+
+    Raises:
+        ChangedBetweenError: If a sample of a shard has other values than when they were gathered.
+    """
+    for segment, stay in handle.staying.items():
+        if stay.was_written_unseen:
+            handle.free_staying()
+            raise ChangedBetweenError(
+                f"parameters of {unit.name} (of which the first is '{unit.name_of(segment.layout.fqns[0])}') "
+                f"were written to through `.data`, or another alias without a version counter, on rank "
+                f"{dist.get_rank()} while their full values stayed in memory (keep_unsharded_bytes or the "
+                "like), which are outdated: write to the parameters themselves, under torch.no_grad()"
+            )
 
 
 def refuse_replaced(unit: Unit, layout: Layout) -> None:
@@ -205,7 +311,7 @@ def refuse_pieces(unit: Unit) -> None:
     handle = unit.handle
     if handle is None:
         return
-    cut = handle.communicator.size > 1
+    cut = handle.communicator.size > 1 or bool(handle.distributed)
     found = []
     for layout in handle.layouts:
         # A `FlatParameter` stands for many: the first is named.
@@ -216,10 +322,31 @@ def refuse_pieces(unit: Unit) -> None:
     refuse_in_steps(found, NOT_ELEMENTWISE if cut else (torch.optim.Adafactor,))  # flat, but all is there
 
 
+def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
+    """Lets optimizers raise when they step while gradients of units wait for a sum over the replicas."""
+    for unit in units:
+        for layout in unit.handle.layouts if unit.handle is not None else ():
+            trained = next((source for source in layout.sources if source.requires_grad), None)
+            if trained is not None:  # one tells of all that are summed with it
+                refuse_in_steps_at_times(trained, partial(_why_not_between, weakref.ref(unit)))
+
+
+def _why_not_between(reference: weakref.ref[Unit]) -> str | None:
+    unit = reference()
+    segments = [] if unit is None or unit.handle is None else unit.handle.segments
+    if unit is None or not any(segment.gradients.waits_for_replicas for segment in segments):
+        return None
+    return (
+        f"must not step now: gradients of {unit.name} are summed over a part of the ranks only (seen on rank "
+        f"{dist.get_rank()}). Run the last backward before the step after set_requires_all_reduce(True), or "
+        "outside of no_sync(reduce_within_copy=True); zero_grad() forgets them"
+    )
+
+
 _LEFT = (
     "was made before the model was sharded and holds the parameter '{name}' as it was then, which training "
     "no longer reaches (seen on rank {rank}): make it from model.parameters() after sharding, or wrap with "
-    "FullyShardedDataParallel(..., use_orig_params=True), which keeps the Parameter objects"
+    "FullyShardedDataParallel(..., use_orig_params=True), which keeps Parameter objects that are no DTensors"
 )
 _IN_PIECES = (
     "computes with whole parameters, and of '{name}' it gets a flat piece (on rank {rank}): its numbers "

@@ -50,7 +50,8 @@ class Registry:
         segments = unit.handle.segments if unit.handle is not None else ()
         for number, (params, segment) in enumerate(zip(originals, segments)):
             for index, param in enumerate(params):
-                if not isinstance(param, DTensor):  # which conversions exchange: no weak references
+                if param is not segment.layout.sources[index] or not isinstance(param, DTensor):
+                    # The latter conversions exchange: no weak references.
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
             for module, _ in chain.from_iterable(segment.layout.places):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
-from fsdp_wrap._params import Layout
+from fsdp_wrap._params import Layout, held_by_this_rank, is_extension
 from fsdp_wrap._runtime.unit import Unit
 
 _SAMPLED = 4  # elements of a parameter
@@ -39,9 +39,9 @@ def sample(segments: Iterable[Iterable[nn.Parameter]]) -> list[torch.Tensor]:
 
 
 def _elements(param: nn.Parameter) -> torch.Tensor:
-    if param.is_meta or not param.numel():
+    if param.is_meta or not param.numel() or is_extension(param):
         return torch.full((_SAMPLED,), math.nan, device=param.device)
-    found = _spread(param.detach(), _SAMPLED)
+    found = _spread(held_by_this_rank(param).detach(), _SAMPLED)
     real = found.abs() if found.is_complex() else found
     return nn.functional.pad(real.to(torch.float32), (0, _SAMPLED - real.numel()))
 
@@ -126,6 +126,9 @@ class SameModel:
         """Checks that the ranks of a group have the same unit, and warns once if it began differently."""
         agreement.require(f"what {name} consists of", _contents_of(unit), _SAME_MODEL)
         settings = [setting for one in communicators_of(unit) for setting in one.settings]
+        if unit.schedule is not None:
+            wanted = unit.schedule.root.options.travel_together_bytes
+            settings.append(f"travel_together_bytes={wanted}")
         agreement.require(f"how {name} communicates", settings, SAME_SETTINGS)
         handle = unit.handle
         if handle is None or unit.initial is None or self._told_of_values or not agreement.compares:

@@ -8,6 +8,7 @@ reached is finished in the backward's final callback.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,16 +16,18 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._comm import lane_of
+from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
     EventKind,
     NotIdleError,
     Phase,
+    check_nbytes,
     emit,
     map_tensors,
     observers,
@@ -32,12 +35,21 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
-from fsdp_wrap._params import HandleState, ParamHandle, Showing
+from fsdp_wrap._params import HandleState, ParamHandle, Showing, StayPlan
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.finalization import BackwardEnd
+from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
-from fsdp_wrap._runtime.refusals import ParametrizationGuard, refuse_changes, refuse_graph, refuse_outdated
+from fsdp_wrap._runtime.refusals import (
+    ParametrizationGuard,
+    refuse_changes,
+    refuse_graph,
+    refuse_outdated,
+    refuse_steps_between_sums,
+    refuse_unseen,
+)
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
+from fsdp_wrap._runtime.travel import JointReduction, Travel, default_bytes
 from fsdp_wrap._runtime.unit import Unit, Use, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -55,6 +67,7 @@ class Schedule:
         device: Where the units compute.
         depth: Forward calls in progress.
         syncs: Whether gradients are reduced: not under `no_sync`.
+        sums_over_replicas: Whether they are summed over the replicas as well, where units do not defer that.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -64,15 +77,18 @@ class Schedule:
         for fqn, unit in units.items():
             names.setdefault(unit, []).append(fqn)
         self._units = list(names)
+        self._outermost = root.over_all_meshes
         self._order = ExecOrder()
         self._order_check = OrderCheck()
+        self._stay_plan = StayPlan()
         self.iteration = 0
         self.depth = 0
         self._backward_open = False
         self._trains = False
-        self.syncs = True
+        self.syncs = self.sums_over_replicas = True
         self._keeps_graph = False
-        self._reducing: Unit | None = None
+        self._reducing: deque[Unit | JointReduction] = deque()
+        self._travel = Travel(self._order)
         self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
         below = {unit: unit.schedule.ending for unit in self._units if unit.schedule is not None}
@@ -82,7 +98,9 @@ class Schedule:
         self._communicators = dict.fromkeys(communicators)
         self.device = communicators[0].device if communicators else torch.device("cpu")
         handles = [unit.handle for unit in self._units if unit.handle is not None]
-        self._offloads = any(layout.offloaded for handle in handles for layout in handle.layouts)
+        accelerator = accelerator_of(self.device)
+        offloads = any(layout.offloaded for handle in handles for layout in handle.layouts)
+        self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
@@ -109,13 +127,23 @@ class Schedule:
         if handle is not None:
             if self._order_check.counts and not recompute:
                 self._order_check.enter(unit)
-            unit.unshard(Phase.BACKWARD if recompute else Phase.FORWARD)
+            if recompute:
+                unit.unshard(Phase.BACKWARD)
+            else:
+                if self._prefetched:
+                    self._take_prefetched(unit, handle)
+                if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
+                    coming = self._order.coming_in_forward(unit)
+                    self._prefetched += self._travel.gather(unit, coming, Phase.FORWARD)
+                unit.unshard(Phase.FORWARD)
             if handle.follow_requires_grad() or unit.hooked_generation != handle.generation:
                 self._hook_leaves(unit)
             if not recompute:
                 self._order.started.append(unit)
-                if options.forward_prefetch or options.forward_targets or self._prefetched:
+                if (options.forward_prefetch or options.forward_targets) and not unit.over:
                     self._prefetch_forward(unit)
+                elif self._offloading is not None:
+                    self._offloading.send_ahead(self._order.next_in_forward())
         self.depth += 1
         unit.running += 1
         if unit.buffers.casts:
@@ -173,8 +201,9 @@ class Schedule:
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
         over = unit.running == 1 and (not unit.parts or unit.ran(use.part))
-        if over and not unit.keeps_parameters(use, bool(with_grad), unit is self.root):
-            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None)
+        if over and not unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+            within = unit.options.reshards_within if with_grad else None
+            unit.reshard(Phase.FORWARD, within, unit.stays)
         elif over:
             handle.shown.show_kept()
 
@@ -193,33 +222,35 @@ class Schedule:
     def _end_outermost_forward(self) -> None:
         prefetched, self._prefetched = self._prefetched, []
         for unit in prefetched:  # they did not run after all
-            unit.reshard(Phase.FORWARD)
+            unit.reshard(Phase.FORWARD, stays=unit.stays)
         for unit in self._units:
             if unit.parts and unit.partly_ran:
                 unit.restart()
                 if unit.options.reshard_after_forward:
-                    unit.reshard(Phase.FORWARD)
-        if self._offloads:
-            self._await_copies()
+                    unit.reshard(Phase.FORWARD, stays=unit.stays)
+        if self._offloading is not None:
+            self._offloading.end_forward(self._units)
 
-    def _await_copies(self) -> None:
-        """Waits until gathers have copied shards from host memory, which the user may write to now."""
-        lane_of(self.device, "gather").finish()
+    def _take_prefetched(self, unit: Unit, handle: ParamHandle) -> None:
+        """Lets a unit whose forward begins have what was gathered for it, unless its shards have changed."""
+        if unit in self._prefetched:
+            self._prefetched.remove(unit)
+            if handle.is_outdated:
+                unit.reshard(Phase.FORWARD)
+        elif unit.options.forward_prefetch and not unit.options.forward_targets:
+            for wrong in self._prefetched:  # the order has changed
+                wrong.reshard(Phase.FORWARD, stays=wrong.stays)
+            self._prefetched = []
 
     def _prefetch_forward(self, unit: Unit) -> None:
         expected, options = self._order.next_in_forward(), unit.options
-        if unit in self._prefetched:
-            self._prefetched.remove(unit)
-        elif not options.forward_targets and options.forward_prefetch:
-            for wrong in self._prefetched:  # the order has changed
-                wrong.reshard(Phase.FORWARD)
-            self._prefetched = []
         targets = options.forward_targets
         if options.forward_prefetch and expected is not None:
             targets = targets or (expected,)
         for target in targets:
-            if target.gather(Phase.FORWARD):
-                self._prefetched.append(target)
+            if target.handle is not None and target.handle.state is HandleState.SHARDED:
+                coming = self._order.coming_in_forward(target)
+                self._prefetched += [target, *self._travel.gather(target, coming, Phase.FORWARD)]
 
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
@@ -228,11 +259,17 @@ class Schedule:
         for communicator in self._communicators:
             communicator.require_group()  # which a mesh may keep alive when it was destroyed
         self.iteration += 1
+        wanted = self.root.options.travel_together_bytes
+        self._travel.allow(default_bytes(self.device) if wanted is None else wanted)
         self._order.begin_forward()
         self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
             self._abandon_backward()
         self._await_event()
+        if self._stay_plan.chosen or any([unit.options.stay_bytes for unit in self._units]):
+            self._choose_what_stays()
+        if self._offloading is not None:
+            self._offloading.outdate(self._units)
         for unit in self._units:
             handle = unit.handle
             if handle is None:
@@ -240,12 +277,24 @@ class Schedule:
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
                 if unit.survives:
                     continue
-                unit.reshard(Phase.FORWARD)  # kept for a backward that has not come: may be stale by now
+                # Kept for a backward that has not come: may be stale by now.
+                unit.reshard(Phase.FORWARD, stays=handle.staying)
             if handle.state is HandleState.SHARDED:
+                if handle.staying:
+                    unit.drop_outdated(Phase.FORWARD)
+                    refuse_unseen(unit, handle)
                 handle.follow_replaced()
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
+
+    def _choose_what_stays(self) -> None:
+        """Decides whose full parameters stay when units reshard, where anything that decides has changed."""
+        handles = [(unit.handle, unit.options.stay_bytes) for unit in self._units if unit.handle is not None]
+        listed = [(segment, budget) for handle, budget in handles for segment in handle.segments]
+        if self._stay_plan.choose(listed):
+            for unit in self._units:
+                unit.stays, unit.stays_on = self._stay_plan.chosen, self._stay_plan.frozen
 
     def _await_event(self) -> None:
         """Lets the computation wait for the event of `wait_for`, if there is one."""
@@ -282,18 +331,21 @@ class Schedule:
         unit, handle, options = use.unit, use.unit.handle, use.unit.options
         assert handle is not None
         if handle.bulky and (self._reducing or self._prefetching_later):
-            self._make_room()
+            self._make_room(options.most_reducing - 1)
         self._unshard_again(use)
         task = graph_task()
         if use.task != task:
             use.open(task, inputs)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
-            if options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            if prefetches:
                 lends = options.gradients_in_place and handle.bulky and self._takes_in_place(unit)
-                if handle.trainable and (self._reducing or lends):
+                if handle.trainable and (len(self._reducing) >= options.most_reducing or lends):
                     self._prefetching_later = unit  # until the memory of gradients that travel is free again
                 else:
                     self._prefetch(unit)
+            if self._offloading is not None and (self._prefetching_later or not prefetches):
+                self._offloading.send_ahead(self._next_to_unshard(unit))
         return self._watched(use, grad) if torch.is_grad_enabled() else None  # create_graph
 
     def _unshard_again(self, use: Use) -> None:
@@ -308,6 +360,8 @@ class Schedule:
         if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
             handle.look()
         if unshards:
+            if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
+                self._travel.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
         if handle.shown.changed or use.values != handle.values:
@@ -357,7 +411,7 @@ class Schedule:
             unit.handle.take_in_place(leaf)
         all_came = arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
         if arrivals.quarter_came and (self._reducing or self._prefetching_later):
-            self._make_room()
+            self._make_room(options.most_reducing - 1)
         if all_came and not arrivals.open_uses:
             # Frozen leaves may be needed for gradients of inputs after all trainable ones have theirs:
             # watched inputs tell when they are done; others leave it to the final callback.
@@ -392,7 +446,7 @@ class Schedule:
         if observers:
             emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
-            unit.reshard(Phase.BACKWARD)
+            unit.reshard(Phase.BACKWARD, stays=unit.stays_on if unit.options.syncs else unit.stays)
         else:
             unit.end_unsharded(Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
@@ -423,12 +477,16 @@ class Schedule:
             if not finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
                 self._finish_backward_of(unit, handle)
             if not (self.syncs and unit.options.syncs):
+                if self._offloading is not None:
+                    self._offloading.settle(handle)
                 handle.keep_accumulated()
+        if self._travel.waiting is not None:
+            self._send_waiting(Phase.FINAL_CALLBACK)
         if self.ending.automatic:
             self._make_room()
             self.ending.finish()
-        if self._offloads:
-            self._await_copies()
+        if self._offloading is not None:
+            self._offloading.end_backward()
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
@@ -451,12 +509,17 @@ class Schedule:
 
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
-        self._reducing = self._prefetching_later = None
+        self._reducing.clear()
+        self._prefetching_later = None
+        self._travel.forget()
         self._backward_open = False
+        if self._offloading is not None:
+            self._offloading.abandon()
         for unit in self._units:
             unit.arrivals.forget()
             if unit.handle is not None:
                 unit.handle.abandon_backward()
+                unit.handle.free_staying()  # ranks may have come to different units
 
     # by hand
 
@@ -466,21 +529,38 @@ class Schedule:
         if handle is None:
             return
         if not handle.is_current and graph_task() == -1 and not self.depth:
-            unit.reshard(Phase.IDLE)
+            unit.reshard(Phase.IDLE, stays=handle.staying)
             if handle.state is HandleState.SHARDED:
+                unit.drop_outdated(Phase.IDLE)
+                refuse_unseen(unit, handle)
                 handle.follow_replaced()
                 unit.follow_mode()
         self._await_event()
+        if self._offloading is not None:
+            self._offloading.outdate([unit])
         unit.gather(Phase.IDLE)
         unit.hold()
 
     def show_unsharded(self, unit: Unit) -> None:
         """Lets the modules of a unit show its full parameters, until it is resharded or its forward ends."""
         if unit.handle is not None:
+            if self._offloading is not None:
+                self._offloading.outdate([unit])
             unit.unshard(Phase.IDLE)
             if unit.handle.follow_requires_grad() or unit.hooked_generation != unit.handle.generation:
                 self._hook_leaves(unit)
             unit.handle.shown.show_leaves()
+
+    @contextmanager
+    def showing(self, unit: Unit) -> Iterator[None]:
+        """Lets the modules of a unit show its full parameters, also when backwards end meanwhile."""
+        self.show_unsharded(unit)
+        unit.running += 1
+        try:
+            yield
+        finally:
+            unit.running -= 1
+            unit.end_unsharded(Phase.BACKWARD)
 
     def reshard(self, unit: Unit) -> None:
         """Frees a unit's full parameters, unless its forward is running."""
@@ -510,6 +590,8 @@ class Schedule:
     def await_reduction(self) -> None:
         """Waits for the last reduction."""
         self._make_room()
+        if self._offloading is not None:
+            self._offloading.end_backward()
         self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
@@ -534,40 +616,112 @@ class Schedule:
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
+        if unit.over:  # the module's first unit does, whose own gather is to come before
+            return
         expected = self._order.next_in_backward(unit)
-        for target in unit.options.backward_targets or (expected,):
-            if target is not None and target.options.unshards_in_backward:
+        while expected is not None and expected.over and expected in unit.lenders:
+            expected = self._order.next_in_backward(expected)
+        targets: Iterable[Unit | None] = unit.options.backward_targets or (expected,)
+        if expected is not None and expected.lenders and not unit.options.backward_targets:
+            targets = expected.over_all_meshes[::-1]  # as their backwards begin
+        for target in targets:
+            if target is None or target.handle is None or not target.options.unshards_in_backward:
+                continue
+            if target.handle.travelling_nbytes > self._travel.most:
                 target.gather(Phase.BACKWARD)
+            elif target.handle.state is HandleState.SHARDED:
+                self._travel.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
+
+    def _next_to_unshard(self, unit: Unit) -> Unit | None:
+        """The unit whose prefetch will follow that of `unit` in backward, or whose backward will."""
+        if unit.options.backward_targets:
+            return unit.options.backward_targets[0]
+        expected = self._order.look_ahead_in_backward(unit)
+        return expected if expected is None or expected.options.unshards_in_backward else None
 
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:
         """Takes what gradients a unit has off its leaves, to be reduced or kept."""
-        if unit.handle is None or not unit.handle.holds_gradients:
+        handle = unit.handle
+        if handle is None or not (handle.holds_gradients or (handle.keeps_gradients and _completes(unit))):
             return
+        waiting, in_flight = self._travel.waiting, unit.options.most_reducing - 1
+        if waiting is not None and unit in waiting.taken:  # more have come
+            self._send_waiting(phase, in_flight)
         if self._reducing or self._prefetching_later:
-            self._make_room()  # one is in flight at most
-        if self.syncs and unit.options.syncs:
+            # What travels of this unit must have come before more of it is taken.
+            self._make_room(0 if handle.reduction is not None else in_flight)
+        if not (self.syncs and unit.options.syncs):
+            handle.accumulate_gradients()
+            return
+        alone = handle.travelling_nbytes > self._travel.most or phase is Phase.IDLE
+        if alone or not self._travel.take(unit):
             unit.reduce(phase)
-            self._reducing = unit
-        else:
-            unit.handle.accumulate_gradients()
+            self._reducing.append(unit)
+        waiting = self._travel.waiting
+        if waiting is not None and not waiting.missing:
+            self._send_waiting(phase, in_flight)
 
-    def _make_room(self) -> None:
-        """Finishes the reduction in flight, and issues the prefetch that waited for its memory."""
-        reducing, self._reducing = self._reducing, None
-        if reducing is not None:
-            reducing.finish_reduction()
+    def _send_waiting(self, phase: Phase, in_flight: int = 0) -> None:
+        """Issues the reduction of the gradients that wait for others, which come no more.
+
+        Args:
+            phase: Where in the iteration this is.
+            in_flight: How many reductions may stay so beside it.
+        """
+        if self._reducing:
+            self._make_room(in_flight)
+        sent = self._travel.send(phase)
+        if sent is not None:
+            self._reducing.append(sent)
+
+    def _make_room(self, leave: int = 0) -> None:
+        """Finishes reductions in flight, oldest first, and issues the prefetch that waited for their memory.
+
+        Args:
+            leave: How many may stay in flight.
+        """
+        while len(self._reducing) > leave:
+            reducing = self._reducing.popleft()
+            if isinstance(reducing, Unit) and self._offloading is not None:  # such units travel alone
+                self._offloading.finish_reduction(reducing)
+            else:
+                reducing.finish_reduction()
         waiting, self._prefetching_later = self._prefetching_later, None
         if waiting is not None:
             self._prefetch(waiting)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without communication while the context is open."""
-        before, self.syncs = self.syncs, False
+    def no_sync(self, reduce_within_copy: bool = False) -> Iterator[None]:
+        """Accumulates gradients while the context is open: without communication, or within each copy.
+
+        Raises:
+            NotIdleError: With `reduce_within_copy`, inside a backward.
+        """
+        if reduce_within_copy:
+            self.require_between_backwards("no_sync(reduce_within_copy=True)")
+            refuse_steps_between_sums(self._units)
+        before = self.syncs, self.sums_over_replicas
+        self.syncs, self.sums_over_replicas = reduce_within_copy, not reduce_within_copy
         try:
             yield
         finally:
-            self.syncs = before
+            self.syncs, self.sums_over_replicas = before
+
+    def companions_of(self, unit: Unit) -> list[str]:
+        """Returns the names of the units with which one is gathered in a forward; none if alone."""
+        return self._travel.companions_of(unit)
+
+    def require_between_backwards(self, doing: str) -> None:
+        """Refuses what must not happen in the middle of a backward, where some units have reduced already.
+
+        Raises:
+            NotIdleError: If one is in progress.
+        """
+        if self._backward_open and graph_task() != -1:
+            raise NotIdleError(
+                f"{doing} was called inside a backward of {self.root.name} on rank {dist.get_rank()}: some "
+                "of its gradients would be summed over the replicas, others not; call it between backwards"
+            )
 
     def require_idle(self, doing: str) -> None:
         """Refuses what must not happen in the middle of a forward or backward.
@@ -579,6 +733,15 @@ class Schedule:
         if running is not None or graph_task() != -1:
             where = f"the forward of {running.name}" if running is not None else "a backward"
             raise NotIdleError(f"{doing} must not run inside {where}")
+
+
+def _completes(unit: Unit) -> bool:
+    """Whether a backward that left a unit no gradients is to sum over the replicas what others left."""
+    handle, schedule = unit.handle, unit.schedule
+    if handle is None or schedule is None or handle.reduction is not None or unit.defers:
+        return False
+    partial = any(segment.gradients.partial is not None for segment in handle.segments)
+    return partial and schedule.syncs and unit.options.syncs
 
 
 def schedule_of(unit: Unit) -> Schedule:
@@ -594,6 +757,23 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
     """
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.require_idle(doing)
+
+
+def set_stay_bytes(units: Iterable[Unit], nbytes: int) -> None:
+    """Gives units another budget of full parameters that may stay; what does now is freed.
+
+    Raises:
+        NotIdleError: As `Schedule.require_idle`.
+        TypeError: If it is no int.
+        ValueError: If it is negative.
+    """
+    units = list(dict.fromkeys(units))
+    check_nbytes("keep_unsharded_bytes", nbytes)
+    require_idle(units, "set_keep_unsharded_bytes()")
+    for unit in units:
+        unit.set(stay_bytes=nbytes or 0)
+        if unit.handle is not None:
+            unit.handle.free_staying()
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import will_execute
-from fsdp_wrap._params import HandleState, ParamHandle
+from fsdp_wrap._params import HandleState, ParamHandle, Ride, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 if TYPE_CHECKING:
@@ -59,10 +59,15 @@ class UnitOptions:
         syncs: Whether gradients are reduced, or kept for a later backward.
         sums_over_replicas: Whether reduced gradients are summed over the replicas as well.
         counts_unused: Whether parameters that no rank used get gradients of zeros.
+        reduces_apart: Whether gradients are reduced in another process group than parameters are gathered in.
+        most_reducing: How many reductions may be in flight once this unit's is.
         forward_targets: Units whose all-gathers forward issues with this one; none for the default.
         backward_targets: The same for backward.
         gradients_in_place: Whether a gradient may take the memory of its parameter.
         full_in_eval: Whether mixed precision is left out while the module is in eval mode.
+        travel_together_bytes: How much memory small units may take to travel together; None for the default
+            of the device. The root's counts.
+        stay_bytes: So many bytes of full parameters may stay in the tree once some of this unit's do.
     """
 
     reshard_after_forward: bool = True
@@ -76,10 +81,14 @@ class UnitOptions:
     syncs: bool = True
     sums_over_replicas: bool = True
     counts_unused: bool = False
+    reduces_apart: bool = False
+    most_reducing: int = 1
     forward_targets: tuple[Unit, ...] = ()
     backward_targets: tuple[Unit, ...] = ()
     gradients_in_place: bool = False
     full_in_eval: bool = False
+    travel_together_bytes: int | None = None
+    stay_bytes: int = 0
 
     def copied(self, memo: dict[int, Any]) -> UnitOptions:
         """Returns the same for a unit's deep copy; units that are not copied stay what they are."""
@@ -98,10 +107,12 @@ class Unit:
         handle: Owner of its parameters; None where it owns none.
         options: How to schedule it.
         left: Tied parameters of the module that a unit above owns.
-        lenders: Owners of parameters that the module uses as well; they run whenever this unit does.
+        lenders: Owners of parameters that the module uses as well; they run whenever this unit does. Of its
+            own parameters those that lie on other meshes than this unit's.
         buffers: The casts of its buffers.
         parts: The modules of which each has a forward of its own, where `module` only holds them together.
         initial: What its parameters began with, if known.
+        over: What tells it from the module's units over other meshes; empty for the first.
 
     Attributes:
         running: Forward calls in progress.
@@ -111,9 +122,14 @@ class Unit:
         arrivals: What it has got of the running backward.
         hooked_generation: The generation of the handle's leaves that were hooked last.
         all_train: Whether every leaf needs a gradient.
+        over: What tells it from the module's units over other meshes; empty for the first.
+        stays: Segments of the tree whose full parameters stay within the budget when their units reshard.
+        stays_on: Those of them that stay when a backward has ended: optimizers do not change them.
     """
 
     positions: UnitPositions
+    lenders: Sequence[Unit] = ()
+    over = ""  # these two also of one that a deep copy has yet to make
 
     def __init__(
         self,
@@ -126,6 +142,7 @@ class Unit:
         buffers: BufferCasts | None = None,
         parts: Iterable[nn.Module] = (),
         initial: InitialValues | None = None,
+        over: str = "",
     ) -> None:
         self._module = weakref.ref(module, self._dissolve)
         self._keeps = module if parts else None  # for what holds parts together is held by nobody else
@@ -138,14 +155,17 @@ class Unit:
         self.left = left
         self.initial = initial
         self.lenders = lenders
+        self.over = over
         self.buffers = buffers or BufferCasts((), None)
-        self.fqn = ""
+        self.fqn = over
         self.running = 0
         self.nested = False
         self.schedule: Schedule | None = None
         self._hooked: set[nn.Parameter] = set()
         self.hooked_generation = -1
         self.all_train = handle is None
+        self.stays: Collection[Segment] = ()
+        self.stays_on: Collection[Segment] = ()
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
 
@@ -186,14 +206,22 @@ class Unit:
         self._hooked.clear()
 
     @property
+    def over_all_meshes(self) -> tuple[Unit, ...]:
+        """The units of the module that was sharded: this one first, then those over other meshes."""
+        over_others = [unit for unit in self.lenders if unit.over]
+        return self, *(unit for unit in over_others if unit._module() is self._module())
+
+    @property
     def name(self) -> str:
         """The unit as messages name it."""
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
-        return f"unit '{self.fqn}'" if self.fqn else f"the root unit ({type(wrapped).__name__})"
+        if self.fqn != self.over:
+            return f"unit '{self.fqn}'"
+        return f"the root unit ({type(wrapped).__name__}){self.over and f' {self.over}'}"
 
     def name_of(self, param: str) -> str:
         """Returns the name below the root of a parameter that is given by its name within the unit."""
-        prefix = self.fqn.split(", ")[0]
+        prefix = self.fqn.split(", ")[0].removesuffix(self.over).rstrip()
         return f"{prefix}.{param}" if prefix else param
 
     def join(self, schedule: Schedule, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
@@ -205,6 +233,7 @@ class Unit:
             tell: Makes that by which it tells other ranks what it does.
         """
         self.schedule = schedule
+        self.stays = self.stays_on = ()
         self.fqn = fqn
         self.positions = tell(self)
 
@@ -266,38 +295,98 @@ class Unit:
             )
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
-        gather = self.positions.gather if handle.kept is None else self.positions.gather_kept
-        gather.issue(phase, self.schedule.iteration)
-        freed = self.options.reshards_after_backward and self.schedule.syncs
+        if handle.staying:
+            self.drop_outdated(phase)
+        stayed = handle.staying_nbytes if handle.staying else 0
+        travels = not handle.staying or bool(handle.left)
+        if travels:
+            positions = self.positions
+            gather = positions.gather_part(handle.left) if handle.staying else positions.gather
+            if handle.kept is not None:
+                gather = positions.gather_kept
+            gather.issue(phase, self.schedule.iteration)
+        freed = self.options.reshards_after_backward and self.schedule.syncs and not self.stays
         handle.gather(lasting=phase is Phase.IDLE or not freed)
         if observers:
-            emit(EventKind.UNSHARD, self.fqn, phase, handle.unsharded_nbytes, handle.communicator.way)
+            self._tell_of_gather(phase, stayed, travels)
         return True
 
-    def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
+    def ride(self, ride: Ride, phase: Phase, together: tuple[str, ...]) -> None:
+        """Takes part in a gather that was issued for several units; it is sharded.
+
+        Args:
+            ride: What it waits for.
+            phase: Where in the iteration this is.
+            together: Names of the units.
+        """
+        handle = self.handle
+        assert handle is not None and self.schedule is not None
+        freed = self.options.reshards_after_backward and self.schedule.syncs and not self.stays
+        handle.ride(ride, lasting=not freed)
+        if observers:
+            way, nbytes = handle.communicator.way, handle.unsharded_nbytes
+            emit(EventKind.UNSHARD, self.fqn, phase, nbytes, way, together)
+
+    def _tell_of_gather(self, phase: Phase, stayed: int, travels: bool) -> None:
+        """Tells observers which bytes had stayed, and that the others travel, if any do."""
+        handle = self.handle
+        assert handle is not None
+        if stayed:
+            emit(EventKind.REUSE, self.fqn, phase, stayed)
+        if travels:
+            nbytes = handle.unsharded_nbytes - stayed
+            emit(EventKind.UNSHARD, self.fqn, phase, nbytes, handle.communicator.way)
+
+    def drop_outdated(self, phase: Phase) -> None:
+        """Frees what has stayed of the full parameters and may have other values by now."""
+        assert self.handle is not None
+        freed = self.handle.drop_outdated()
+        if freed and observers:
+            emit(EventKind.RESHARD, self.fqn, phase, freed)
+
+    def reshard(
+        self, phase: Phase, within: Communicator | None = None, stays: Collection[Segment] = ()
+    ) -> None:
         """Frees the full parameters, unless a forward that is running needs them.
 
         Args:
             phase: Where in the iteration this is.
             within: Ranks that keep the full parameters between them.
+            stays: Segments, of any units, whose full parameters this rank keeps.
         """
         handle = self.handle
         # A backward may run inside a forward, which still needs its leaves.
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
-        if handle.reshard(within):
+        stayed = handle.staying_nbytes if handle.staying else 0
+        if handle.reshard(within, stays):
             self._held = False
-            if observers:
-                emit(EventKind.RESHARD, self.fqn, phase, handle.unsharded_nbytes)
+            stayed = handle.unsharded_nbytes
+            if handle.staying and observers:
+                emit(EventKind.STAY, self.fqn, phase, handle.staying_nbytes)
+        elif not stayed:
+            return
+        if observers and not (handle.staying and handle.staying_nbytes == stayed):
+            emit(EventKind.RESHARD, self.fqn, phase, stayed - handle.staying_nbytes)
+
+    @property
+    def defers(self) -> bool:
+        """Whether what it reduces is summed over the replicas only with a later reduction."""
+        handle, schedule = self.handle, self.schedule
+        if self.options.sums_over_replicas and (schedule is None or schedule.sums_over_replicas):
+            return False
+        return handle is not None and handle.replicas.size > 1
 
     def reduce(self, phase: Phase) -> None:
         """Issues the reduction of the gradients; none may be in flight."""
         handle, options = self.handle, self.options
         assert handle is not None and self.schedule is not None
-        sums, positions = options.sums_over_replicas, self.positions
-        reduction = positions.reduction if sums else positions.reduction_in_copy
+        positions = self.positions
+        # Asked in a frame more only where it may be so.
+        defers = not (options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
+        reduction = positions.reduction_in_copy if defers else positions.reduction
         reduction.issue(phase, self.schedule.iteration)
-        nbytes = handle.start_reduction(sums, options.counts_unused)
+        nbytes = handle.start_reduction(not defers, options.counts_unused)
         if observers:
             emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator.way)
 
@@ -317,7 +406,7 @@ class Unit:
 
     @property
     def survives(self) -> bool:
-        """Whether a new iteration takes over its full parameters."""
+        """Whether a new iteration takes over all of its full parameters, whatever may stay of others."""
         handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
         if not wanted or handle is None or not handle.is_current:
             return False
@@ -429,9 +518,8 @@ class Unit:
         options, schedule = self.options, self.schedule
         accumulates = schedule is not None and not schedule.syncs
         if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
-            self.reshard(phase)
-            return
-        if self.handle is not None:
+            self.reshard(phase, stays=self.stays if accumulates or not options.syncs else self.stays_on)
+        elif self.handle is not None:
             self.hold()
             if not self.running:
                 self.handle.shown.show_sharded()
@@ -504,9 +592,13 @@ def _will_run(nodes: Iterable[Node]) -> int:
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:
-    """Returns the units at and below `module` by name, parents before children."""
+    """Returns the units at and below `module` by name, parents before children.
+
+    Where a module has several, over several meshes, the first has the module's name.
+    """
     return {
-        clean_fqn(name): child.__dict__[UNIT_ATTR]
+        f"{clean_fqn(name)} {unit.over}".strip(): unit
         for name, child in walk(module)
         if UNIT_ATTR in child.__dict__
+        for unit in child.__dict__[UNIT_ATTR].over_all_meshes
     }

@@ -44,7 +44,7 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
         _make_unit(each, layouts[each], memo)
     for each in reversed(units):  # so that the outermost names them last
         for fqn, below in units_in(memo[id(each)].module).items():
-            if below is not memo[id(each)]:
+            if below not in memo[id(each)].over_all_meshes:
                 below.nest(fqn)
     return copied
 
@@ -86,6 +86,7 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         lenders=[memo[id(lender)] for lender in old.lenders],
         buffers=copy.deepcopy(old.buffers, memo),
         parts=[copy.deepcopy(part, memo) for part in old.parts],
+        over=old.over,
     )
     if old.keeps_module:
         new.lend()

@@ -135,17 +135,33 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
     Raises:
         ReplacedError: If something else was put in the place of a sharded parameter.
         RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
+        NotImplementedError: If tensor parallelism has distributed a parameter.
     """
-    summoned = []
-    for each in used_by([unit]):
-        if not is_summoned(each):
-            if each.handle is not None:
-                sharded_handles([each])  # summoning would leave no trace of what was replaced
-                each.handle.summon(how)
-            summoned.append(each)
-        elif not how.rank0_only:
-            refuse_hidden(each)
+    used = used_by([unit])
+    summoned = [each for each in used if not is_summoned(each)]
+    for each in used if not how.rank0_only else ():
+        refuse_hidden(each)
+    for each in summoned:
+        _refuse_distributed(each)
+    sharded_handles(summoned)  # summoning would leave no trace of what was replaced
+    for handle in handles_of(summoned):
+        handle.summon(how)
     return summoned
+
+
+def _refuse_distributed(unit: Unit) -> None:
+    """Refuses to show in full what tensor parallelism has distributed.
+
+    Raises:
+        NotImplementedError: If it has.
+    """
+    found = unit.handle.distributed if unit.handle is not None else []
+    if found:
+        raise NotImplementedError(
+            f"parameter '{unit.name_of(found[0])}' was distributed by tensor parallelism before it was "
+            "wrapped, and cannot be shown in full in its module: take full values by state_dict() or "
+            "iter_full_params, and load what modules take in ways of their own under SHARDED_STATE_DICT"
+        )
 
 
 def refuse_hidden(unit: Unit) -> None:
@@ -175,7 +191,7 @@ def dismiss(units: Sequence[Unit], writeback: bool) -> None:
 def _take_edits(units: Iterable[Unit]) -> None:
     for unit in units:
         if unit.handle is not None:
-            unit.handle.take_edits(f"{unit.fqn}." if unit.fqn else "")
+            unit.handle.take_edits(unit.name_of(""))
 
 
 def refuse_summoned(units: Iterable[Unit], doing: str) -> None:

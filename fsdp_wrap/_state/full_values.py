@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator
+from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator, ranks_in
 from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
 from fsdp_wrap._core.torch_private import ShardedTensor, pytree
-from fsdp_wrap._params import FlatParameter, IntervalTensor, ParamHandle, assemble
+from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart, ParamHandle, assemble
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
 from fsdp_wrap._state.originals import Originals, handles_of, owned_places
@@ -39,6 +39,7 @@ class FullValue:
         communicator: Of the ranks.
         lengths: How many elements each rank holds.
         write: Writes this rank's elements into a 1-D tensor.
+        part: What they hold between them, if that is a part only: other ranks have the others.
     """
 
     key: Any
@@ -47,22 +48,36 @@ class FullValue:
     communicator: Communicator
     lengths: Sequence[int]
     write: Callable[[torch.Tensor], object]
+    part: LocalPart | None = None
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Of the full tensor, also where the ranks hold a part between them."""
+        return self.shape if self.part is None else self.part.shape
 
     @property
     def nbytes(self) -> int:
         """Bytes of the full tensor."""
-        return self.shape.numel() * self.dtype.itemsize
+        return self.full_shape.numel() * self.dtype.itemsize
 
     def travels_with(self, other: FullValue) -> bool:
         """Whether the two can be parts of one message from each rank."""
         same_ranks = self.communicator == other.communicator and self.communicator.size > 1
-        return same_ranks and self.dtype == other.dtype
+        return same_ranks and self.dtype == other.dtype and self.part is other.part is None
 
 
 def full_values(handle: ParamHandle) -> list[FullValue]:
     """Returns a handle's parameters, by layout and index; in master dtype."""
     return [
-        FullValue((layout, index), each.shape, layout.dtype, handle.communicator, lengths, copier(each.data))
+        FullValue(
+            (layout, index),
+            each.held_shape,
+            layout.dtype,
+            handle.communicator,
+            lengths,
+            copier(each.data),
+            each.part,
+        )
         for layout in handle.layouts
         for index, (each, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
     ]
@@ -141,7 +156,9 @@ def stream(
                 del full
     except GeneratorExit:
         while _issue(waiting, issued, budget):
-            _arrived(issued.popleft())
+            batch, makers = _arrived(issued.popleft())
+            if batch[0].part is not None:  # which travels alone, and once more
+                _made(batch[0], makers.pop(), False, to_host)
         raise
 
 
@@ -162,9 +179,12 @@ def _arrived(issued: _Issued) -> tuple[list[FullValue], list[Callable[[], torch.
 
 
 def _made(value: FullValue, make: Callable[[], torch.Tensor], wanted: bool, to_host: bool) -> torch.Tensor:
-    if not wanted:
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return make().cpu() if to_host else make()
+    full = make() if wanted or value.part is not None else None
+    if value.part is not None and full is not None:
+        full = value.part.whole(full)
+    if full is None or not wanted:
+        return torch.empty(value.full_shape, dtype=value.dtype, device="meta")
+    return full.cpu() if to_host else full
 
 
 def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValue]]:
@@ -311,7 +331,7 @@ class FullParams:
 
     def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Returns shapes and dtypes by name, in order."""
-        return {value.key: (value.shape, value.dtype) for value in self._values}
+        return {value.key: (value.full_shape, value.dtype) for value in self._values}
 
     def stream(
         self, *, budget: int | None = None, rank0_only: bool = False, offload_to_cpu: bool = False
@@ -413,6 +433,8 @@ class Announced:
 class FirstRank:
     """The way from the first rank to all that hold a module: over the replicas, then within each copy.
 
+    Before these, to the ranks that hold other parts of it, where tensor parallelism has distributed it.
+
     Args:
         module: Its first unit tells which ranks these are; without units nothing travels.
 
@@ -423,6 +445,7 @@ class FirstRank:
     def __init__(self, module: nn.Module) -> None:
         handles = handles_of(units_in(module).values())
         self._steps: list[Communicator] = [handles[0].replicas, handles[0].communicator] if handles else []
+        self._steps[:0] = _beside(handles)
         first_of_all = not dist.is_initialized() or dist.get_rank() == 0
         self.is_here = all(each.rank == 0 for each in self._steps) if handles else first_of_all
 
@@ -454,6 +477,17 @@ class FirstRank:
         for communicator in self._steps:
             communicator.broadcast(value.view(-1).view(torch.uint8) if value.numel() else value)
         return value
+
+
+def _beside(handles: Iterable[ParamHandle]) -> list[Communicator]:
+    """Returns what leads to the ranks that hold other parts, where tensor parallelism has distributed any."""
+    for handle in handles:
+        for part in (
+            part for layout in handle.layouts for part in layout.distributed or () if part is not None
+        ):
+            device = handle.communicator.device
+            return [make_communicator(ranks_in(group), device) for group in part.other_groups]
+    return []
 
 
 def _announced(tensor: torch.Tensor) -> Any:

@@ -27,7 +27,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import NormBase, pytree
-from fsdp_wrap._params import FlatParameter, IntervalTensor
+from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
@@ -65,18 +65,19 @@ class ReadsOnAccess(ABC):
 
 @dataclass(frozen=True)
 class _Target:
-    """What this rank keeps of one value: elements of a full tensor from `start` on."""
+    """What this rank keeps of one value: elements of a full tensor, or of a part of one, from `start` on."""
 
     shape: torch.Size
     start: int
     data: torch.Tensor
+    part: LocalPart | None = None
 
     @property
     def stop(self) -> int:
         return self.start + self.data.numel()
 
     def matches(self, piece: IntervalTensor) -> bool:
-        return (piece.start, piece.stop) == (self.start, self.stop)
+        return (piece.start, piece.stop, piece.part) == (self.start, self.stop, self.part)
 
     def takes(self, value: Any, pieces: bool) -> bool:
         """Whether a value can be copied here at once."""
@@ -92,10 +93,12 @@ class _Target:
     def load(self, value: Any) -> None:
         if isinstance(value, IntervalTensor):
             part = value.piece
-        elif isinstance(value, ReadsOnAccess):
+        elif isinstance(value, ReadsOnAccess) and self.part is None:
             part = value.read(self.start, self.stop)
         else:
-            part = torch.detach(value).reshape(-1)[self.start : self.stop]
+            full = value.whole() if isinstance(value, ReadsOnAccess) else torch.detach(value)
+            held = full if self.part is None else self.part.cut(full)
+            part = held.reshape(-1)[self.start : self.stop]
         self.data.copy_(part.view_as(self.data))
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
@@ -232,7 +235,7 @@ def _all_targets(module: nn.Module, owned: Mapping[Place, Original]) -> Iterator
     for fqn, place, tensor in named(module, _entries, all_names=True):
         if place in owned:
             interval = owned[place].interval
-            yield fqn, _Target(interval.shape, interval.start, interval.data)
+            yield fqn, _Target(interval.shape, interval.start, interval.data, interval.part)
         elif place[1] == _EXTRA:
             yield fqn, None
         elif tensor is not None and not isinstance(tensor, FlatParameter):

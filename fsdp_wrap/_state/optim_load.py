@@ -144,7 +144,8 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str]) -> 
     """Returns this rank's piece of a value, or the value where it is not elementwise."""
     interval, value = original.interval, unsharded(value)
     if isinstance(value, IntervalTensor):
-        if (value.shape, value.start, value.stop) != (interval.shape, interval.start, interval.stop):
+        own = interval.shape, interval.start, interval.stop, interval.part
+        if (value.shape, value.start, value.stop, value.part) != own:
             raise ValueError(
                 f"optimizer state '{key}' of parameter '{original.fqn}' has elements {value.start} to "
                 f"{value.stop} of {tuple(value.shape)}, this rank {interval.start} to {interval.stop} of "

@@ -72,7 +72,8 @@ def _full_value(
     shape = original.shape
     held = [each for each in known if each.start < each.stop]
     starts, stops = [each.start for each in held], [each.stop for each in held]
-    if [*starts, shape.numel()] != [0, *stops] or {each.shape for each in known} != {shape}:
+    held_shape = original.interval.held_shape
+    if [*starts, held_shape.numel()] != [0, *stops] or {each.shape for each in known} != {shape}:
         parts = ", ".join(f"[{each.start}, {each.stop}) of {tuple(each.shape)}" for each in known)
         raise ValueError(
             f"optimizer state '{key}' of parameter '{original.fqn}', of shape {tuple(shape)}, cannot be "
@@ -80,7 +81,8 @@ def _full_value(
             "with torch.distributed.checkpoint, which fits it to other numbers of ranks"
         )
     write = copier(piece.piece) if isinstance(piece, IntervalTensor) else torch.Tensor.zero_
-    return FullValue((original.fqn, key), shape, known[0].dtype, communicator, lengths, write)
+    dtype, part = known[0].dtype, original.interval.part
+    return FullValue((original.fqn, key), held_shape, dtype, communicator, lengths, write, part)
 
 
 # to save

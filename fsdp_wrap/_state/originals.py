@@ -75,19 +75,19 @@ class Original:
     @property
     def left_out(self) -> bool:
         """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
-        return self.source.numel() == 0 and self.shape.numel() > 0
+        return self.source.numel() == 0 and self.interval.held_shape.numel() > 0
 
     def piece(self, held: torch.Tensor) -> IntervalTensor:
         """Returns what this rank holds of something of the parameter's shape."""
         spread = None
         if self.handle is not None and self.layout is not None:
             spread = Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
-        return IntervalTensor(self.shape, self.interval.start, held.reshape(-1), spread=spread)
+        start, part = self.interval.start, self.interval.part
+        return IntervalTensor(self.shape, start, held.reshape(-1), spread=spread, part=part)
 
     def piece_of(self, full: torch.Tensor) -> IntervalTensor:
         """Cuts this rank's piece, in memory of its own, out of something of the parameter's shape."""
-        part = full.reshape(-1)[self.interval.start : self.interval.stop]
-        return self.piece(part.to(self.source.device, copy=True))
+        return self.piece(self.interval.own(full).to(self.source.device, copy=True))
 
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.

@@ -219,6 +219,8 @@ def take_state_dict(
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     if kind is not StateDictType.FULL_STATE_DICT:
         refuse_summoned([unit], f"taking a state dict of type {kind.name}")
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        _refuse_distributed(unit)
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
             call.note_aliased(unit, offload)
@@ -287,6 +289,16 @@ def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
     shard = torch.empty(layout.shard_numel, dtype=layout.dtype, device="cpu" if to_host else like.device)
     layout.write_shard(shard)
     return shard
+
+
+def _refuse_distributed(unit: Unit) -> None:
+    for handle in handles_of([unit]):
+        if handle.distributed:
+            raise NotImplementedError(
+                f"parameter '{unit.name_of(handle.distributed[0])}' was distributed by tensor parallelism "
+                "before it was wrapped, and no name tells flat shards of its parts apart: take a state dict "
+                "of type SHARDED_STATE_DICT"
+            )
 
 
 def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: str, offload: bool) -> None:

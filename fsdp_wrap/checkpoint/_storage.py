@@ -200,7 +200,7 @@ def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
     dtype = entry.properties.dtype
     if isinstance(like, torch.Tensor) and like.shape == entry.size and like.dim() > 0:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty(entry.size, dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype, device="cpu")
 
 
 class _KnownReader(FileSystemReader):

@@ -21,6 +21,7 @@ from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import HandleState, Segment
 from fsdp_wrap._runtime import Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
+from fsdp_wrap.compat.pipelines import adapt_stages
 from fsdp_wrap.fully_shard import fully_shard
 
 __all__ = ["adapt_fully_shard", "fully_shard_names", "state_of"]
@@ -98,13 +99,17 @@ class UnitState(_Told):
 
     _auto_reshard_after_forward = _option("keeps_as_root", "Whether it keeps its parameters as the root.")
 
-    _fsdp_param_groups = property(lambda self: [] if self.unit.handle is None else [UnitGroup(self.unit)])
+    @property
+    def _fsdp_param_groups(self) -> list[UnitGroup]:
+        return [UnitGroup(unit) for unit in self.unit.over_all_meshes if unit.handle is not None]
+
     _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
     _modules = property(lambda self: _modules_of(self.unit))
 
     _device = property(attrgetter("unit.handle.communicator.device"))  # refused where it has no parameters
     _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
     _state_ctx = property(lambda self: TreeState(schedule_of(self.unit).root))
+    _comm_ctx = property(lambda self: schedule_of(self.unit))  # of use to tell whether two roots share one
 
     def _lazy_init(self) -> None:
         """Makes this unit the root of those below, unless another unit runs it already."""
@@ -120,7 +125,10 @@ class TreeState(_Told):
 
     torchs = torchs.FSDPStateContext
 
-    all_states = property(lambda self: [UnitState(unit) for unit in schedule_of(self.unit).units])
+    @property
+    def all_states(self) -> list[UnitState]:
+        units = schedule_of(self.unit).units
+        return [UnitState(unit) for unit in units if not unit.over]  # others are groups of these
 
 
 class UnitGroup(_Told):
@@ -267,9 +275,11 @@ _TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in torchs.torc
 _IMPORTERS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 """Small modules of torch that name FSDP2's things, loaded first so that they get torch's back at the end."""
 
+_STAGES = "torch.distributed.pipelining.stage"
+
 _LATER = (
     "torch.distributed.pipelining.schedules",
-    "torch.distributed.pipelining.stage",
+    _STAGES,
     "torch.distributed._tools.fsdp2_mem_tracker",
 )
 """Large ones, which are adapted when they are imported."""
@@ -321,6 +331,8 @@ def _adapt_importer(installation: Installation, module: Any) -> None:
             setattr(module, name, old)
             if name != "FSDPModule":
                 installation.rebind(module, name, new)
+    if module.__name__ == _STAGES:
+        adapt_stages(installation)
 
 
 def _state_of(module: nn.Module) -> Any:

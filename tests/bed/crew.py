@@ -21,6 +21,8 @@ _PRELOADED = ["torch.distributed.tensor.debug", "torch.distributed.checkpoint", 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CLEAN_UP_LIMIT = 20.0
 _OUTPUT_TAIL = 6000
+_MOST_THREADS = 150
+"""Those of gloo groups that something still holds wake up every 10 ms, and slow all tests that follow."""
 
 
 def warm_up() -> None:
@@ -53,6 +55,12 @@ class _Member:
         process.start()
         far_end.close()  # so that the rank's death shows as the end of the link
         return cls(rank, process, link, log, stacks)
+
+    @property
+    def threads(self) -> int:
+        """How many threads it has, where the system tells."""
+        tasks = Path(f"/proc/{self.pid}/task")
+        return len(os.listdir(tasks)) if tasks.is_dir() else 0
 
     def send(self, message: Job | str) -> None:
         with contextlib.suppress(OSError):  # it died meanwhile: receive() will say how
@@ -110,6 +118,8 @@ class Crew:
 
     def run(self, job: Job, grace: float) -> list[Outcome]:
         """Run ``job`` on the first ranks. Once one did not pass, the others have ``grace`` seconds."""
+        if any(member.threads > _MOST_THREADS for member in self._members):
+            self.close()
         folder = self._grow(job.world_size)
         self._jobs += 1
         members = self._members[: job.world_size]

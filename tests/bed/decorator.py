@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ from bed.pool import GRACE, TIMEOUT, make_job, run_on_pool
 from bed.report import RankFailure
 
 _Test = Callable[..., None]
+Backend = str | Callable[[Mapping[str, Any]], str] | None
+"""Of the default process group: a name, what chooses one by a test's parameters, or None for no group."""
 
 
 def ranks(
-    *world_sizes: int, timeout: float = TIMEOUT, grace: float = GRACE, backend: str | None = "gloo"
+    *world_sizes: int, timeout: float = TIMEOUT, grace: float = GRACE, backend: Backend = "gloo"
 ) -> Callable[[_Test], _Test]:
     """Run a test ``(rank, world_size, **others)`` once for each world size, its body in every rank.
 
@@ -30,8 +32,9 @@ def ranks(
 
         @functools.wraps(body)
         def test(*, world_size: int, **others: Any) -> None:
+            chosen = backend(others) if callable(backend) else backend
             try:
-                run_on_pool(make_job(body, (), others, world_size, timeout, backend), grace)
+                run_on_pool(make_job(body, (), others, world_size, timeout, chosen), grace)
             except (RankFailure, CannotTravel) as failure:
                 report = str(failure)
             else:

@@ -108,6 +108,7 @@ def _prepare(job: Job, rank: int) -> None:
         return
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no host name look-ups
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # all ranks are here, and there may be no other network
     # Longer than the job may take: a stuck rank is to be found stuck, with its stack.
     patience = timedelta(seconds=job.timeout + 30)
     store = dist.FileStore(job.store, job.world_size)  # type: ignore[attr-defined]
@@ -149,6 +150,7 @@ def _clean_up(environment: dict[str, str], ending: _EndingGroups) -> Outcome:
             os.environ.clear()
             os.environ.update(environment)
         _collect()
+        _reset_cuda()
         return Outcome(kind="passed", pid=os.getpid())
     except BaseException as failure:
         return _failed(failure)
@@ -169,3 +171,14 @@ def _reset_torch() -> None:
     torch.autograd.set_detect_anomaly(False)
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
+
+
+def _reset_cuda() -> None:
+    """Leaves nothing of a job on the GPU, if it used one; a fault of a kernel shows here at the latest."""
+    if not torch.cuda.is_initialized():
+        return
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.reset_peak_memory_stats()

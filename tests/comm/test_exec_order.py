@@ -35,8 +35,8 @@ from fronts import each_form, each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events
 from fsdp_wrap._comm import positions as _positions
-from fsdp_wrap._comm import watch as _watch
 from fsdp_wrap._comm.messages import Messages
+from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -248,7 +248,7 @@ def test_detail_does_not_count_recomputations_and_failed_forwards(rank, world_si
 
 @ranks(2)
 def test_other_levels_compare_nothing(rank, world_size):
-    model = wrapped()
+    model = wrapped(travel_together_bytes=0)
     with silence(), count_collectives() as traffic:
         step(model, "abc")
         step(model, "cba")
@@ -300,7 +300,7 @@ def _loss(output):
 @each_form
 @ranks(2)
 def test_mix_up_in_forward(rank, world_size, use_orig_params, widths):
-    model = wrapped(widths, use_orig_params=use_orig_params)
+    model = wrapped(widths, use_orig_params=use_orig_params, travel_together_bytes=0)
     step(model, "abc")
     with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
         step(model, "abc" if rank == 0 else "acb")
@@ -350,8 +350,9 @@ def test_mix_up_of_two_roots_of_one_kind(rank, world_size):
 @ranks(2)
 def test_mix_up_with_a_collective_of_no_unit(rank, world_size):
     """The other rank's numbers stay behind, while the two collectives match."""
-    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"  # where they would not match
-    model = wrapped()
+    # Where they would not match; nor do they at once.
+    os.environ.update(FSDP_WRAP_SHARED_MEMORY="0", FSDP_WRAP_GLOO="plain")
+    model = wrapped(travel_together_bytes=0)
     step(model)
     shard = 2 * (64 + 8) // 2
     if rank == 1:
@@ -647,7 +648,9 @@ def stop():
 
 def run_until(rank, world_size, folder, end, strategy, way):
     """Trains until a rank is killed or stops; the others leave a report and end, as failing ranks do."""
-    os.environ["FSDP_WRAP_GLOO"] = way
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1" if way == "shared" else "0"
+    if way in ("plain", "exchange"):  # small tensors go at once by themselves
+        os.environ["FSDP_WRAP_GLOO"] = way
     model = wrapped(process_group=limited_group(), sharding_strategy=ShardingStrategy[strategy])
     if rank == end.victim:
         act_in(model, end)
@@ -676,7 +679,7 @@ def reports_of(folder, world_size, end, strategy="FULL_SHARD", way="plain"):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("way", ["plain", "exchange"])
+@pytest.mark.parametrize("way", ["plain", "exchange", "at once", "shared"])
 @pytest.mark.parametrize(("phase", "unit"), [("forward", "b"), ("backward", "c"), ("backward", "a")])
 def test_killed_rank(phase, unit, way, tmp_path):
     report = reports_of(tmp_path, 2, End(kill, 1, phase, unit, 2), way=way)[0]
@@ -695,7 +698,7 @@ def test_killed_rank_before_its_peers_have_looked(tmp_path):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("way", ["plain", "exchange"])
+@pytest.mark.parametrize("way", ["plain", "exchange", "at once", "shared"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_stopped_rank(phase, way, tmp_path):
     report = reports_of(tmp_path, 2, End(stop, 1, phase, "b", 2), way=way)[0]
@@ -743,7 +746,7 @@ def test_random_kills(seed, tmp_path):
     victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
     unit, iteration = draw.choice("abc"), draw.choice([1, 2, 9])
     strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    way = draw.choice(["plain", "exchange"])
+    way = draw.choice(["plain", "exchange", "at once", "shared"])
     reports = reports_of(tmp_path, world_size, End(kill, victim, phase, unit, iteration), strategy, way)
     for report in reports.values():
         expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"

@@ -22,6 +22,7 @@ from fsdp_wrap._core.precision import SegmentPolicy
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy
+from fsdp_wrap._params.parallel import DataMesh
 from fsdp_wrap.api import MixedPrecision
 
 RANKS = 128
@@ -60,7 +61,7 @@ def handle_of(policy: MixedPrecision, mesh: DeviceMesh) -> tuple[ParamHandle, nn
         slot.places.add(module, str(index))
     communicator = ThreadCommunicator(mesh.get_group())
     layout = DTensorLayout(
-        slots, communicator, mesh=mesh, dims=[0] * len(slots), name="all", offload=False, pin=False
+        slots, communicator, mesh=DataMesh(mesh), dims=[0] * len(slots), name="all", offload=False, pin=False
     )
     policies = [SegmentPolicy.of(policy)]
     alone = SoloCommunicator(communicator.device)

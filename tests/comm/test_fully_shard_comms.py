@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+import tp_nets
 from bed import ranks
 from bed.threads import threads_as_ranks
 from fsdp_wrap import (
@@ -30,6 +31,7 @@ class Comm:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.groups: set[Any] = set()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(tuple(size), 7, dtype=dtype, device=device)
@@ -38,6 +40,7 @@ class Comm:
 class Gather(Comm):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self.calls += 1
+        self.groups.add(group)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -46,6 +49,7 @@ class Reduce(Comm):
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         self.calls += 1
+        self.groups.add(group)
         dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
 
 
@@ -91,6 +95,34 @@ def test_collectives_of_the_users(rank, world_size, low):
         model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(AssertionError, match="set_custom_all_gather"):
         model.set_symm_mem_for_comm()
+    raises(RuntimeError, "for unit 'blocks.0'.* by gloo on cpu", usual.blocks[0].set_symm_mem_for_comm)
+    comms = {"set_custom_all_gather": gather, "set_custom_reduce_scatter": reduce}
+    for method, comm in comms.items():
+        for wrong in (None, comm.allocate, Comm()):
+            with pytest.raises(
+                TypeError, match=rf"^{method}\(\) of the root unit .* takes an object .*allocate"
+            ):
+                getattr(usual, method)(wrong)
+    usual(tokens(rank, 0))
+
+
+@ranks(4)
+def test_collectives_of_the_users_beside_tensor_parallelism(rank, world_size):
+    """They get the group over which is sharded, not one of ranks that share a layer."""
+    _, data, tensor = tp_nets.mesh_of("flat")
+    usual, model = (
+        tp_nets.shard_blocks(tp_nets.parallelize(tp_nets.net(), tensor, "sequence"), fully_shard, mesh=data)
+        for _ in range(2)
+    )
+    gather, reduce = Gather(), Reduce()
+    for unit in units(model):
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)
+    for each in (usual, model):
+        tp_nets.loss_of(each, tp_nets.batches(1, 0)[0])
+    assert gather.calls and reduce.calls and gather.groups == reduce.groups == {data.get_group()}
+    for found, expected in zip(model.parameters(), usual.parameters()):
+        torch.testing.assert_close(found.grad.to_local(), expected.grad.to_local())
 
 
 @ranks(4)
@@ -114,6 +146,17 @@ def test_all_reduce_hook(rank, world_size):
     assert shards <= sum(sizes) / 2 < 1.1 * shards, "gradients only, and what aligns them"
     with pytest.raises(ValueError, match="replicas"):
         usual.set_all_reduce_hook(average, stream=torch.Stream("cpu"))
+    with pytest.raises(ValueError, match="'blocks.0' .*computes on the CPU, .* leave stream out"):
+        model.blocks[0].set_all_reduce_hook(lambda reduced: None, stream=torch.Stream("cpu"))
+    with pytest.raises(TypeError, match="'blocks.0' .*takes a function of one tensor, not 3"):
+        model.blocks[0].set_all_reduce_hook(3)
+    before = len(sizes)
+    loss_of(model, tokens(rank, 0)).backward()
+    assert len(sizes) == before + len(units(model)), "what was refused has changed nothing"
+    for unit in units(model):
+        unit.set_all_reduce_hook(None)
+    loss_of(model, tokens(rank, 0)).backward()
+    assert len(sizes) == before + len(units(model))
 
 
 @ranks(2)
@@ -126,7 +169,9 @@ def test_hints_change_no_numbers(rank, world_size):
     model.set_separate_reduce_scatter_group()
     model.set_force_sum_reduction_for_comms(True)
     model.set_allocate_memory_from_process_group_for_comm(True)
-    model.set_symm_mem_for_comm()
+    raises(RuntimeError, f"on rank {rank}: symmetric memory is NCCL's.*'nccl'", model.set_symm_mem_for_comm)
+    with pytest.raises(ValueError, match="no backend but 'NCCL'"):
+        model.set_symm_mem_for_comm("NVSHMEM")
     assert_same_steps(model, usual, rank, rtol=0, atol=0)
     with pytest.raises(ValueError, match="not a Linear"):
         share_comm_ctx([model.head])

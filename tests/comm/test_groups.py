@@ -28,6 +28,7 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.objects import all_gather_object, broadcast_object
 from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -127,6 +128,14 @@ def on_group(front: str, group: dist.ProcessGroup) -> nn.Module:
     if front != "composable":
         return FSDP(net(), process_group=group, use_orig_params=front == "orig")
     return fully_shard(net(), mesh=dist.DeviceMesh.from_group(group, "cpu"))
+
+
+@ranks(2)
+def test_objects_travel_without_a_warning(rank, world_size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all_gather_object(rank, dist.group.WORLD) == [0, 1]
+        assert broadcast_object(rank, dist.group.WORLD) == 0
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from datetime import timedelta
 from unittest import mock
@@ -21,7 +22,14 @@ from fsdp_wrap import MixedPrecision, ShardingStrategy
 from fsdp_wrap._comm import messages as _exchange
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks
-from fsdp_wrap._comm.messages import ExchangeCommunicator, Messages, exchange_gather, exchange_reduce
+from fsdp_wrap._comm.messages import (
+    ExchangeCommunicator,
+    Messages,
+    all_reduce_at_once,
+    exchange_gather,
+    exchange_reduce,
+    reduce_at_once,
+)
 from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap._comm.select import make_communicator
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -55,6 +63,13 @@ def communicator(group=None):
     return make_communicator(Ranks(group, dist.get_rank(group), dist.get_world_size(group)), CPU)
 
 
+def over_gloo():
+    """What a group has whose ranks do not share memory, by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_communicators._SHARED_MEMORY, "0")
+        return communicator()
+
+
 def train(model, rank, steps=3):
     """Accumulates two batches per step, the first of them unreduced; returns the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -75,15 +90,17 @@ def train(model, rank, steps=3):
 def test_training_is_bit_equal_to_ddp(rank, world_size, front):
     torch.manual_seed(0)
     plain = Transformer().to(torch.bfloat16 if front == "orig" else torch.float32)
-    models, traffics, exchanged = {}, {}, {}
+    models, traffics, exchanged, at_once = {}, {}, {}, {}
     for way in ("plain", "by size", "exchange"):
         with pytest.MonkeyPatch.context() as patch, count_collectives() as traffic:
             choose(patch, way)
             spy = mock.Mock(wraps=exchange_reduce)
             patch.setattr(_exchange, "exchange_reduce", spy)
-            models[way] = shard(front, copy.deepcopy(plain), auto_wrap_policy=BLOCKS)
+            small = mock.Mock(wraps=reduce_at_once)
+            patch.setattr(_exchange, "reduce_at_once", small)
+            models[way] = shard(front, copy.deepcopy(plain), auto_wrap_policy=BLOCKS, travel_together_bytes=0)
             losses = train(models[way], rank)
-        traffics[way], exchanged[way] = (traffic, losses), spy.call_count
+        traffics[way], exchanged[way], at_once[way] = (traffic, losses), spy.call_count, small.call_count
     ddp = DDP(plain)
     losses = train(ddp, rank)
     for way, model in models.items():
@@ -92,6 +109,7 @@ def test_training_is_bit_equal_to_ddp(rank, world_size, front):
         for name, param in named_state(ddp):
             assert torch.equal(state[name], param.detach()), (way, name)
     assert exchanged == {"plain": 0, "by size": 3 * 3, "exchange": 3 * (3 + 1)}
+    assert at_once == {"plain": 0, "by size": 3, "exchange": 0}
 
 
 @ranks(3, 4)
@@ -147,11 +165,67 @@ def test_all_dtypes_and_several_at_once(rank, world_size):
         assert torch.all((result.double() - wanted).abs() <= 2 * bound)
 
 
+@ranks(2, 3, 4)
+def test_small_tensors_are_reduced_at_once(rank, world_size):
+    """By every operation, in the order of the ranks: all have the same bits, and zeros keep their sign."""
+    ours = over_gloo()
+    operations = {
+        dist.ReduceOp.SUM: lambda rows: functools.reduce(torch.add, rows),
+        dist.ReduceOp.MAX: lambda rows: rows.amax(0),
+        dist.ReduceOp.MIN: lambda rows: rows.amin(0),
+        dist.ReduceOp.PRODUCT: lambda rows: functools.reduce(torch.mul, rows),
+    }
+    spy = mock.Mock(wraps=all_reduce_at_once)
+    torch.manual_seed(rank)  # else the order would not matter
+    with mock.patch.object(_exchange, "all_reduce_at_once", spy), count_collectives() as traffic:
+        for dtype in (*FLOATS, torch.int64):
+            for op, reference in operations.items():
+                own = (10 * torch.randn(100)).to(dtype)
+                reduced, scalar = own.clone().view(5, 20), own[0].clone()
+                ours.all_reduce([reduced, scalar], op).wait()
+                rows = torch.stack(gather_objects(own))
+                wanted = reference(rows)
+                assert torch.equal(reduced.view(-1), wanted), (dtype, op)
+                assert scalar == wanted[0]
+                assert len({*map(str, gather_objects(reduced))}) == 1
+        assert spy.call_count == 5 * 4 * 2
+        large = torch.full((1 << 18,), rank + 1.0)
+        ours.all_reduce([large]).wait()
+        ours.all_reduce([own], dist.ReduceOp.BXOR).wait()  # no bytes of floats: gloo's own
+    assert spy.call_count == 5 * 4 * 2 and large[-1] == sum(range(1, world_size + 1))
+    assert traffic["all_reduce"].calls == 5 * 4 * 2 + 2
+    zeros, shard = torch.full((world_size,), -0.0), torch.ones(1)
+    ours.reduce_scatter([shard], [zeros]).wait()
+    ours.all_reduce([zeros]).wait()
+    assert torch.signbit(zeros).all() and torch.signbit(shard).all()
+
+
+@ranks(2)
+def test_who_has_issued_at_once_need_not_wait_for_others(rank, world_size):
+    """What the first rank gathers and reduces comes while the other one is elsewhere, and only once."""
+    ours = over_gloo()
+    full, shard, total = torch.full((4,), float(rank)), torch.empty(2), torch.ones(3)
+    works = [
+        ours.all_gather([full], lambda: None),
+        ours.reduce_scatter([shard], [torch.full((4,), rank + 1.0)]),
+        ours.all_reduce([total]),
+    ]
+    if rank == 0:
+        dist.barrier()
+    for work in works:
+        work.wait()
+        work.wait()  # without effect
+    if rank != 0:
+        dist.barrier()
+    assert full.tolist() == [0, 0, 1, 1]
+    assert shard.tolist() == [3, 3] and total.tolist() == [2, 2, 2]
+
+
 @ranks(4)
 def test_subgroups(rank, world_size):
     """Copies of two ranks each: the same bits as by gloo's own collectives, which run beside the messages."""
     found = []
-    for way in ("plain", "exchange"):
+    for way in ("plain", "by size", "exchange"):
         with pytest.MonkeyPatch.context() as patch:
             choose(patch, way)
             mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
@@ -165,8 +239,9 @@ def test_subgroups(rank, world_size):
                 use_orig_params=True,
             )
         found.append((train(model, rank), full_state(model)))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(value, state[name]) for name, value in found[0][1].items())
 
 
 @ranks(2)

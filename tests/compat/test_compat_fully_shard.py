@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import fsdp as composable_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as ImportedBefore
 from torch.distributed.fsdp import _fully_shard as package
 from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_init, _fsdp_param_group, _fsdp_state
@@ -158,6 +159,22 @@ def test_programs_read_the_state_by_torchs_names(rank, world_size):
         for param in params:
             if param._orig_size.numel() == 2 * param.sharded_size.numel():
                 assert torch.equal(param._sharded_param_data, param.sharded_param.to_local().view(-1))
+
+
+@ranks(2)
+def test_parameters_on_several_meshes_are_groups_of_one_state(rank, world_size):
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    info = fsdp_wrap.api.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    told = {model.bias: fsdp_wrap.api.ShardPlacementResult(None, info)}
+    fsdp_wrap.fully_shard(model, shard_placement_fn=told.get)
+    with compat.install(fully_shard=True):
+        state = private.fully_shard.state(model)
+        state._lazy_init()
+        names = [[each._param_fqn for each in group.fsdp_params] for group in state._fsdp_param_groups]
+        assert names == [["weight"], ["bias"]]
+        assert state._fsdp_param_groups[1].mesh_info.mesh == mesh and state._fsdp_param_groups[1]._is_hsdp
+        assert state._state_ctx.all_states == [state]
 
 
 @ranks(2)

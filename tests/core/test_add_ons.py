@@ -50,6 +50,9 @@ ADD_ONS = {
             "comm/test_lost_ranks.py",
             "whole/test_examples.py",
             "clients/test_exports.py",
+            "parallel/test_distributed_parameters.py",
+            "parallel/test_mesh_per_parameter.py",
+            "parallel/test_tensor_parallel_checkpoints.py",
             "gpu/test_cuda_checkpoint.py",
         ],
         "import fsdp_wrap.checkpoint",
@@ -57,7 +60,7 @@ ADD_ONS = {
     ),
     "compat": AddOn(
         ["compat/"],
-        ["compat/", "params/test_attributes.py", "clients/"],
+        ["compat/", "params/test_attributes.py", "clients/", "parallel/test_pipelines.py"],
         "import fsdp_wrap.compat",
         "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",
     ),

@@ -115,3 +115,25 @@ def test_a_scaler_for_a_device_that_is_not_there_is_refused():
     with pytest.warns(UserWarning, match="CUDA is not available"):  # as in torch, whose default it is
         assert not ShardedGradScaler().is_enabled()
     assert not ShardedGradScaler(device="xpu", enabled=False).is_enabled()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offloaded"])
+@each_front
+@ranks(2)
+def test_the_default_device_is_the_users(rank, world_size, front, offload):
+    """What is made beside the user's tensors lies where it belongs, whatever is the default elsewhere."""
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), torch.ones(2, 4)
+    torch.set_default_device("meta")
+    model = shard(front, module, cpu_offload=CPUOffload(offload))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    if front != "composable":
+        with FSDP.summon_full_params(model, writeback=True, offload_to_cpu=True, rank0_only=True):
+            pass
+    assert {value.device.type for value in state.values()} == {"cpu"}
+    assert torch.isfinite(model(x)).all()

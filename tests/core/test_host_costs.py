@@ -1,4 +1,4 @@
-"""What a step costs the host, counted in calls: per unit, per parameter, and with more units and ranks.
+"""What a step costs the host, counted in calls: per unit, per parameter, by cause, with more units and ranks.
 
 On a process group that sends nothing, in a process of its own.
 """
@@ -22,6 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_wrap
 from bed.paths import ROOT, TESTS
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks.causes import BACKWARD, CAUSES, FORWARD, LEAF, TORCH, calls_by_cause
 from fsdp_wrap import FullyShardedDataParallel
 from fsdp_wrap._runtime import Unit
 
@@ -31,8 +35,46 @@ FRONTS = {
     "fully_shard": fsdp_wrap.fully_shard,
 }
 # Python functions that a step may call for one more unit of four parameters, and for one more parameter.
-MOST = {"original": (126, 2), "flat": (125, 2), "fully_shard": (128, 2)}
-# Those that make the parameters of a unit usable.
+MOST = {"original": (124, 2), "flat": (124, 2), "fully_shard": (123, 2)}
+# The same where each unit travels alone.
+MOST_ALONE = {"original": (126, 2), "flat": (125, 2), "fully_shard": (128, 2)}
+# Of the library's, by cause: those that one more unit takes, and one more parameter. Where nothing is due, a
+# unit keeps its parameters, and its gradients accumulate.
+MOST_BY_CAUSE = {
+    "fsdp_wrap, due": {
+        "hooks": (12, 1),
+        "deciding": (51, 0),
+        "showing parameters": (9, 0),
+        "shards and gradients": (31, 0.2),
+        "buffers and collectives": (8, 0),
+        "positions and waiting": (1, 0),
+    },
+    "fsdp_wrap_grad_op, not due": {
+        "hooks": (13, 1),
+        "deciding": (40, 0),
+        "showing parameters": (23, 0),
+        "shards and gradients": (29, 2),
+        "buffers and collectives": (1, 0),
+        "positions and waiting": (0, 0),
+    },
+    "fully_shard, due": {
+        "hooks": (12, 1),
+        "deciding": (51, 0),
+        "showing parameters": (9, 0),
+        "shards and gradients": (37, 2),
+        "buffers and collectives": (8, 0),
+        "positions and waiting": (3, 0),
+    },
+    "fully_shard_keep, not due": {
+        "hooks": (13, 1),
+        "deciding": (40, 0),
+        "showing parameters": (23, 0),
+        "shards and gradients": (33, 3),
+        "buffers and collectives": (1, 0),
+        "positions and waiting": (0, 0),
+    },
+}
+# Those that make the parameters of a unit usable: where it travels alone, since another may have gathered.
 MOST_TO_UNSHARD = {"original": 14, "flat": 14, "fully_shard": 16}
 
 
@@ -51,14 +93,14 @@ class Sum(nn.Module):
         return x
 
 
-def calls_of_a_step(front: str, units: int, params: int) -> tuple[int, int]:
+def calls_of_a_step(front: str, units: int, params: int, together: bool = True) -> tuple[int, int]:
     """Counts the calls of Python functions in one step; on the CPU backward runs in this thread as well.
 
     Returns:
         All of them, and those that the first unshard of a unit takes.
     """
     model: Any = nn.Sequential(*(FRONTS[front](Sum(params)) for _ in range(units)))
-    model = FRONTS[front](model)
+    model = FRONTS[front](model, travel_together_bytes=together << 30)  # whatever padding there is
     x = torch.randn(8, 8)
     calls, first, last = 0, 0, 0
 
@@ -92,25 +134,38 @@ def main() -> None:
                 for units, params in ((2, 4), (6, 4), (6, 16), (24, 4)):
                     key = f"{ranks} {front} {units} {params}"
                     found[key] = calls_of_a_step(front, units, params)
+                    if ranks == 8:
+                        found[f"alone {key}"] = calls_of_a_step(front, units, params, together=False)
             dist.destroy_process_group()
-    print(json.dumps(found))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        causes = {
+            case: calls_by_cause(case.partition(",")[0], case.endswith(", due")) for case in MOST_BY_CAUSE
+        }
+        dist.destroy_process_group()
+    print(json.dumps([found, causes]))
 
 
 @cache
-def counted() -> dict[str, tuple[int, int]]:
+def _found() -> Any:
     command = [sys.executable, __file__]
     environment = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, tuple[int, int]] = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def counted() -> dict[str, tuple[int, int]]:
+    """Calls of a step, and of an unshard, by ranks, front, units and parameters of each."""
+    found: dict[str, tuple[int, int]] = _found()[0]
     return found
 
 
+@pytest.mark.parametrize(("travels", "most"), [("", MOST), ("alone ", MOST_ALONE)], ids=["together", "alone"])
 @pytest.mark.parametrize("front", FRONTS)
-def test_calls_per_unit_and_parameter_are_few(front):
-    small, more, wider = (counted()[f"8 {front} {size}"][0] for size in ("2 4", "6 4", "6 16"))
+def test_calls_per_unit_and_parameter_are_few(front, travels, most):
+    small, more, wider = (counted()[f"{travels}8 {front} {size}"][0] for size in ("2 4", "6 4", "6 16"))
     per_unit, per_param = (more - small) / 4, (wider - more) / 6 / 12
-    most_per_unit, most_per_param = MOST[front]
+    most_per_unit, most_per_param = most[front]
     assert per_unit <= most_per_unit
     assert per_param <= most_per_param
 
@@ -128,6 +183,17 @@ def test_calls_per_unit_do_not_grow_with_units_or_ranks(front):
 def test_an_unshard_takes_few_calls(front):
     taken = [unshard for size, (_, unshard) in counted().items() if f" {front} " in size]
     assert max(taken) <= MOST_TO_UNSHARD[front]
+
+
+@pytest.mark.parametrize("case", MOST_BY_CAUSE)
+def test_calls_by_cause_are_few(case):
+    table = _found()[1][case]
+    taken = {cause: (row[FORWARD] + row[BACKWARD], row[LEAF]) for cause, row in table.items()}
+    assert taken.pop(TORCH)[0] < 40
+    assert set(taken) == {*CAUSES} - {TORCH} == set(MOST_BY_CAUSE[case])
+    for cause, (unit, leaf) in taken.items():
+        most, most_per_leaf = MOST_BY_CAUSE[case][cause]
+        assert unit <= most and leaf <= most_per_leaf, cause
 
 
 if __name__ == "__main__":

@@ -198,6 +198,7 @@ def test_frozen_first_layer_and_adapter_on_the_last(rank, world_size, front):
         front,
         lambda: nn.Sequential(nn.Linear(16, 16), *[_AdapterLast() for _ in range(3)]),
         auto_wrap_policy=ModuleWrapPolicy({_AdapterLast}),
+        travel_together_bytes=0,
     )
     ddp = DDP(plain)
     x = torch.randn(3, 16)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.fx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
@@ -250,6 +251,21 @@ def test_copied_modules_can_be_wrapped_into_a_whole_but_not_again(rank, world_si
     train((model, plain), seed=1)
     assert_same(model, plain)
     assert second[1].check_is_root() is False
+
+
+@ranks(2)
+def test_a_copied_state_dict_of_shards_stays_as_it_was(rank, world_size):
+    model, _ = make_pair(per_block, "composable")
+    kept = copy.deepcopy(model.state_dict())
+    before = {name: value.to_local().clone() for name, value in kept.items() if isinstance(value, DTensor)}
+    assert len(before) == len({*model.parameters()}) + 2, "two are tied"
+    for param in model.parameters():
+        param.data.add_(1)
+    for name, value in before.items():
+        assert torch.equal(kept[name].to_local(), value)
+        assert torch.equal(model.state_dict()[name].to_local(), value + 1), "of the model's own memory"
+    model.load_state_dict(kept)
+    assert all(torch.equal(model.state_dict()[name].to_local(), value) for name, value in before.items())
 
 
 @each_form

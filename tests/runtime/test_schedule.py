@@ -81,6 +81,7 @@ def test_forward_order_and_backward_pre(rank, world_size, use_orig_params, kind,
         lambda: _checkpointed_transformer(kind),
         auto_wrap_policy=ModuleWrapPolicy({unit}),
         use_orig_params=use_orig_params,
+        travel_together_bytes=0,
     )
     for step in range(2):
         with record_events() as events:
@@ -125,6 +126,7 @@ def test_forward_prefetch(rank, world_size, use_orig_params):
         auto_wrap_policy=WRAPPINGS["block"](),
         use_orig_params=use_orig_params,
         forward_prefetch=True,
+        travel_together_bytes=0,
     )
     b0, b1, b2 = (f"blocks.{index}" for index in range(3))
     _run(model, rank)

@@ -16,7 +16,8 @@ def _run(program, records=False):
     """Runs a program on one simulated accelerator; returns that."""
     device = Simulation(records)
     with simulations(), device.use():
-        program(device)
+        kept = program(device)
+    del kept  # which is compared in the end
     return device
 
 
@@ -38,6 +39,7 @@ def test_what_no_event_orders_is_named_with_both_sides():
         side = device.stream("side")
         with side:
             values.mul_(2)
+        return values
 
     fault = _fault(program)
     for told in ("aten::mul_ on side", "aten::ones on compute", "256 bytes", "no event orders them"):
@@ -137,6 +139,7 @@ def test_a_gradient_copied_to_the_host_before_its_reduction_ends():
         device.compute.wait_event(reduced)
         home.copy_(gradient, non_blocking=True)
         device.compute.wait_stream(replicas)
+        return home
 
     fault = _fault(program)
     assert "aten::copy_ on compute" in fault and "aten::mul_ on replicas" in fault
@@ -159,6 +162,7 @@ def test_the_host_that_writes_what_a_copy_still_reads():
         home.fill_(1)
         there.copy_(home, non_blocking=True)
         home.fill_(2)
+        return there
 
     assert "aten::fill_ on host" in _fault(program)
     _differs(program)

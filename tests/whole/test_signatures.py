@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from enum import Enum
 
@@ -26,8 +27,8 @@ def comparable(default: object) -> object:
     return (type(default).__name__, default.name) if isinstance(default, Enum) else default
 
 
-OURS_ALONE = "shared_memory"
-"""The one argument that torch does not have; by keyword only."""
+OURS_ALONE = ("shared_memory", "travel_together_bytes", "keep_unsharded_bytes", "reduce_within_copy")
+"""The arguments that torch does not have; by keyword only."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ OURS_ALONE = "shared_memory"
 )
 def test_signatures_equal_those_of_torch(name):
     ours = getattr(FullyShardedDataParallel, name)
-    shared = [each for each in parameters(ours) if each[0] != OURS_ALONE]
+    shared = [each for each in parameters(ours) if each[0] not in OURS_ALONE]
     assert shared == parameters(getattr(torch_fsdp.FullyShardedDataParallel, name))
 
 
@@ -73,16 +74,46 @@ def test_enums_equal_those_of_torch(name):
 OF_LATER_TORCH = {("MixedPrecisionPolicy", "param_dtype_override_fn")}
 """What the oldest supported torch has not got, and is offered on it all the same."""
 
+FIELDS_OURS_ALONE = {
+    ("CPUOffload", "offload_optimizer_state"),
+    ("CPUOffloadPolicy", "offload_params"),
+    ("CPUOffloadPolicy", "offload_optimizer_state"),
+}
+"""The fields that torch does not have; by keyword only."""
 
-@pytest.mark.parametrize(
-    "name", [name for name in api.__all__ if dataclasses.is_dataclass(getattr(api, name))]
-)
+
+OF_MESHES = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult")
+"""What torch has, but does not export."""
+
+NOT_IN_OLDEST = () if hasattr(torch_fsdp, "DataParallelMeshDims") else ("DataParallelMeshDims",)
+CONFIGURATIONS = [
+    name
+    for name in api.__all__
+    if dataclasses.is_dataclass(getattr(api, name)) and name not in (*OF_MESHES, *NOT_IN_OLDEST)
+]
+
+
+def fields(cls: type) -> list[tuple[str, object]]:
+    """Returns the arguments of a configuration, and their defaults."""
+    return [(field.name, field.default) for field in dataclasses.fields(cls) if field.init]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_configurations_equal_those_of_torch(name):
-    def fields(cls: type) -> list[tuple[str, object]]:
-        return [(field.name, field.default) for field in dataclasses.fields(cls)]
-
     theirs, ours = fields(getattr(torch_fsdp, name)), fields(getattr(api, name))
-    assert [each for each in ours if each in theirs or (name, each[0]) not in OF_LATER_TORCH] == theirs
+    more = OF_LATER_TORCH | FIELDS_OURS_ALONE
+    assert [each for each in ours if each in theirs or (name, each[0]) not in more] == theirs
+    by_keyword = {(name, each.name) for each in dataclasses.fields(getattr(api, name)) if each.kw_only}
+    assert by_keyword - OF_LATER_TORCH == {each for each in FIELDS_OURS_ALONE if each[0] == name}
+
+
+def test_infos_of_meshes_equal_those_of_torch():
+    theirs = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    for name in OF_MESHES:
+        if hasattr(theirs, name):  # torch 2.11 lacks one, and the last fields of the others
+            expected = fields(getattr(theirs, name))
+            assert fields(getattr(api, name))[: len(expected)] == expected
+            assert len(expected) == 2 if name == "ShardPlacementResult" else len(expected) in (3, 5)
 
 
 def test_both_kinds_of_api_objects_are_compared():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from fsdp_wrap._comm.shared_memory.channel import Channel
-from fsdp_wrap._comm.watch import InFlight, Watch
+from fsdp_wrap._comm.watching.watch import InFlight, Watch
 
 _PAUSE = 0.001  # seconds between looks for room
 

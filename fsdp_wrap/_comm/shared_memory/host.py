@@ -8,28 +8,22 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from ctypes import memmove, string_at
-from functools import cache, partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm.buffer import Buffer
-from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending, Then
+from fsdp_wrap._comm.objects import REDUCTIONS, combine
 from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Op, Tensors
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
 from fsdp_wrap._comm.shared_memory.collective import Collective, Room
 from fsdp_wrap._comm.shared_memory.lending import Lending
 from fsdp_wrap._comm.shared_memory.memory import Lease, SharedBuffer
-from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, number_of_dispatch_modes
-
-_REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-}
+from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _PIECE = 1 << 17
 """Bytes of a broadcast at a time: initialisation promises to hold no more than so much twice."""
@@ -95,7 +89,7 @@ class HostCommunicator(GroupCommunicator):
     def _tell_of_gathers(self, full: Iterable[torch.Tensor]) -> None:
         if number_of_dispatch_modes():
             for tensor in full:
-                self._listening()._allgather_base(tensor, self.own_part(tensor))
+                listening(self.rank, self.size)._allgather_base(tensor, self.own_part(tensor))
 
     def _gather_one(self, full: torch.Tensor) -> Collective:
         own = self.own_part(full)
@@ -153,7 +147,9 @@ class HostCommunicator(GroupCommunicator):
     def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         if number_of_dispatch_modes():
             for shard, source in zip(shards, full):
-                self._listening()._reduce_scatter_base(shard, source, dist.ReduceScatterOptions())
+                listening(self.rank, self.size)._reduce_scatter_base(
+                    shard, source, dist.ReduceScatterOptions()
+                )
         self._prepare(len(full))
         return _all([*map(self._reduce_one, shards, full)])
 
@@ -161,30 +157,30 @@ class HostCommunicator(GroupCommunicator):
         kind, nbytes, own = Kind.REDUCE_SCATTER, full.nbytes, self.own_part(full)
 
         def take(number: int) -> None:
-            _reduce(self._shares(number, kind, nbytes, self.rank * own.nbytes, own), shard, torch.add)
+            combine(self._shares(number, kind, nbytes, self.rank * own.nbytes, own), shard, torch.add)
 
         return self._collective(self._channel.post_tensor(kind, full, in_place=True), take)
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
-        if op not in _REDUCTIONS:
+        if op not in REDUCTIONS:
             return super().all_reduce(tensors, op)
         if number_of_dispatch_modes():
             for tensor in tensors:
-                self._listening().allreduce([tensor])
+                listening(self.rank, self.size).allreduce([tensor])
         self._prepare(len(tensors))
-        return _all([self._combine(each, _REDUCTIONS[op]) for each in tensors])
+        return _all([self._combine(each, REDUCTIONS[op]) for each in tensors])
 
     def _combine(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Collective:
         kind, row = Kind.ALL_REDUCE, tensor.detach().view(-1)
 
         def take(number: int) -> None:
-            _reduce(self._shares(number, kind, row.nbytes, 0, row), row, operation)
+            combine(self._shares(number, kind, row.nbytes, 0, row), row, operation)
 
         return self._collective(self._channel.post_tensor(kind, row), take)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if number_of_dispatch_modes():
-            self._listening().broadcast([tensor])
+            listening(self.rank, self.size).broadcast([tensor])
         for piece in torch.split(tensor.detach().view(-1), max(1, _PIECE // tensor.element_size())):
             self._prepare(1)
             shown, wanted = (piece, {}) if self.rank == 0 else (None, {0: piece})
@@ -193,7 +189,7 @@ class HostCommunicator(GroupCommunicator):
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         if number_of_dispatch_modes():
             outputs = [] if full is None else [list(full.chunk(self.size))]
-            self._listening().gather(outputs, [own], dist.GatherOptions())
+            listening(self.rank, self.size).gather(outputs, [own], dist.GatherOptions())
         parts: Parts = {}
         if full is not None:
             parts = _by_rank(full, self.size)
@@ -206,7 +202,7 @@ class HostCommunicator(GroupCommunicator):
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         if number_of_dispatch_modes():
             inputs = [] if full is None else [list(full.chunk(self.size))]
-            self._listening().scatter([own], inputs, dist.ScatterOptions())
+            listening(self.rank, self.size).scatter([own], inputs, dist.ScatterOptions())
         if full is not None:
             own.copy_(self.own_part(full))
         wanted = {} if self.rank == 0 else {0: own}
@@ -231,53 +227,18 @@ class HostCommunicator(GroupCommunicator):
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         if number_of_dispatch_modes():
-            self._listening().alltoall_base(received, sent, [], [])
+            listening(self.rank, self.size).alltoall_base(received, sent, [], [])
         own = self.own_part(sent)
         parts = _by_rank(received, self.size)
         parts.pop(self.rank).copy_(own)
         self._prepare(1)
         return self._exchange(Kind.ALL_TO_ALL, sent, sent.nbytes, parts, self.rank * own.nbytes)
 
-    def _listening(self) -> dist.ProcessGroup:
-        """Returns what to call in the group's place where somebody listens, and may spoil what it is given.
-
-        `CommDebugMode` and the like count c10d's operators, which no collective here calls.
-        """
-        return _make_stand_in(self.rank, self.size)
-
 
 def _all(pending: list[Collective]) -> Pending:
     return pending[0] if len(pending) == 1 else Then(pending)
 
 
-@cache
-def _make_stand_in(rank: int, size: int) -> dist.ProcessGroup:
-    """Makes a group that carries nothing."""
-    group = dist.ProcessGroup(HashStore(), rank, size)
-    backend = FakeProcessGroup._create_internal(rank, size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    return group
-
-
 def _by_rank(full: torch.Tensor, size: int) -> Parts:
     """Returns each rank's part of an evenly sharded 1-D tensor."""
     return dict(enumerate(full.view(size, full.numel() // size).unbind()))
-
-
-def _reduce(sources: Tensors, target: torch.Tensor, operation: Callable[..., torch.Tensor]) -> None:
-    """Combines all ranks' tensors, in the order of the ranks, into one that may be that of a rank.
-
-    Where theirs are of another dtype, it is done in that of the target.
-    """
-    if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
-        target.copy_(reduce(operation, [source.float() for source in sources]))
-        return
-    first, second, *rest = sources
-    if first.dtype != target.dtype:
-        target.copy_(first)
-        first, second, *rest = target, *(source.to(target.dtype) for source in sources[1:])
-    rest = [source.clone() if source is target else source for source in rest]
-    operation(first, second, out=target)
-    for source in rest:
-        operation(target, source, out=target)

@@ -21,7 +21,7 @@ from fsdp_wrap._comm.groups import Ranks
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
-from fsdp_wrap._comm.watch import InFlight, Watch
+from fsdp_wrap._comm.watching.watch import InFlight, Watch
 from fsdp_wrap._core.torch_private import default_store
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import schedule_of, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients
@@ -24,6 +25,12 @@ from fsdp_wrap._state.gradients.norms import (
     powers_and_presence,
     root,
     scale,
+)
+from fsdp_wrap._state.gradients.over_meshes import power_over
+
+_UNREDUCED = (
+    "gradients that no_sync() has left unreduced are not clipped; call clip_grad_norm_() after a backward "
+    "outside of no_sync()"
 )
 
 
@@ -73,20 +80,34 @@ class GradientNorms:
                 f"clip_grad_norm_() must be called on the root, and this is {known.units[0].name}: gradients "
                 "are clipped by the norm of all of them"
             )
+        if unreduced := known.unreduced:
+            _warn(_UNREDUCED)
+        if known.distributed:
+            return self._clip_parts(known, unreduced, p, bound)
         grads = {share: by_kind(known.held(share)) for share in known.shares}
         powers = {share: power(held, p, known.device) for share, held in grads.items()}
         total = root(merged(over_ranks(powers, p), p), p).squeeze(0)
-        if unreduced := known.unreduced:
-            _warn(
-                "gradients that no_sync() has left unreduced are not clipped; call clip_grad_norm_() after a "
-                "backward outside of no_sync()"
-            )
+        if unreduced:
             grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
         elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
             _warn("clip_grad_norm_() found no gradients: the norm is zero")
         scale(chain.from_iterable(grads.values()), total, bound)
         first = next(known.params(), total)
         return total.to(first.device, known.widest_dtype())
+
+    def _clip_parts(
+        self, known: HeldGradients, unreduced: list[ParamHandle], p: float, bound: float
+    ) -> torch.Tensor:
+        """As `clip`, where tensor parallelism has distributed parameters: ranks of two meshes hold them.
+
+        One all-reduce of a number for each mesh, or dimension of one, over which parameters are cut.
+        """
+        held = known.by_ranks()
+        powers = [power_over(over, parts, p, known.device) for over, parts in held.items()]
+        total = root(merged(powers, p), p).squeeze(0)
+        kept = known.by_ranks(unreduced) if unreduced else held
+        scale(by_kind(chain.from_iterable(kept.values())), total, bound)
+        return total.to(next(known.params(), total).device, known.widest_dtype())
 
     @torch.no_grad()
     def by_name(self, norm_type: float) -> dict[str, torch.Tensor]:
@@ -106,9 +127,16 @@ class GradientNorms:
         Raises:
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
+            NotImplementedError: If tensor parallelism has distributed a parameter.
         """
         p = _norm_type(norm_type)
         known = self._found("grad_norms()")
+        if known.distributed:
+            raise NotImplementedError(
+                "grad_norms() knows no norms of parameters that tensor parallelism has distributed; "
+                "clip_grad_norm_(float('inf')) returns the total norm, and fully_shard gives DTensors, whose "
+                "gradients have norms each"
+            )
         named = {share: known.named(share) for share in known.shares}
         values = {
             share: powers_and_presence([piece for _, piece in each], p, known.device)

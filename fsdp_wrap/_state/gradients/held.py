@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
@@ -24,6 +25,9 @@ _BASE = operator.attrgetter("grad._base")
 _GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")
 _END = object()  # of what is watched: more there would go unseen
 _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
+
+Over = tuple[Communicator | None, tuple[DeviceMesh, tuple[int, ...]] | None]
+"""Ranks that hold a tensor between them: those of a unit, and those of dimensions of another mesh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +131,31 @@ class HeldGradients:
         if None in handles:
             strided = map(_strided, self.replicated)
             found += [grad for grad in strided if grad is not None and grad.numel() > 0]
+        return found
+
+    @property
+    def distributed(self) -> bool:
+        """Whether tensor parallelism has distributed a parameter, so that ranks of other units hold parts."""
+        return any(segment.layout.distributed is not None for segment in self._segments)
+
+    def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
+        """Returns what this rank holds of gradients, by the ranks that hold the rest; none of them empty.
+
+        Args:
+            without: Those of these are passed over.
+        """
+        found: dict[Over, list[torch.Tensor]] = {(None, None): []}
+        for handle in self._handles:
+            for layout in handle.layouts:
+                cut = handle.communicator if layout.sharded and handle.communicator.size > 1 else None
+                parts = layout.distributed or repeat(None)
+                for part, grad in zip(parts, layout.gradients()):
+                    over = None if part is None else (part.mesh, part.cut_dims)
+                    held = found.setdefault((cut, over), [])
+                    if grad is not None and grad.numel() and handle not in without:
+                        held.append(grad)
+        strided = map(_strided, self.replicated)
+        found[None, None] += [grad for grad in strided if grad is not None and grad.numel()]
         return found
 
     def named(self, share: Share) -> list[tuple[Original, torch.Tensor | None]]:

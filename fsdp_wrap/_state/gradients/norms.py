@@ -8,17 +8,19 @@ once. An infinite p needs maxima in place of sums, and no division.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm import Communicator
+from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm
 from fsdp_wrap._state.gradients.held import Share
 
+_AllReduce = Callable[[torch.Tensor, Any], object]
 _GROUP = attrgetter("group")
 
 _ROW = 2**16
@@ -122,19 +124,33 @@ def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Ten
 
 
 def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Tensor:
+    def all_reduce(tensor: torch.Tensor, op: Any) -> None:
+        group.all_reduce([tensor], op).wait()
+
+    return reduced(values, p, all_reduce)
+
+
+def reduced(values: torch.Tensor, p: float, all_reduce: _AllReduce) -> torch.Tensor:
+    """Merges powers over ranks, all of which get the same.
+
+    Args:
+        values: The powers.
+        p: Of the norms.
+        all_reduce: Changes a tensor in place to the ranks' sum, or what another operation makes of them.
+    """
     if not math.isinf(p):
-        group.all_reduce([values]).wait()
+        all_reduce(values, dist.ReduceOp.SUM)
         return values
     # Backends drop a NaN from a maximum, or not, by the order of the ranks.
     both = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values)])
-    group.all_reduce([both], dist.ReduceOp.MAX).wait()
+    all_reduce(both, dist.ReduceOp.MAX)
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def scale(kinds: Iterable[list[torch.Tensor]], total: torch.Tensor, bound: float) -> None:
     """Scales gradients, from `by_kind`, of a total norm, which is 0-d, so that it is at most `bound`."""
     factor: float | torch.Tensor
-    if total.is_cpu:  # elsewhere, looking would wait for the device
+    if accelerator_of(total.device) is None:  # elsewhere, looking would wait for the device
         factor = bound / (total.item() + 1e-6)
         if factor >= 1.0:
             return

@@ -6,10 +6,9 @@ operators touch the same bytes and no event orders them, and does everything aga
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -17,19 +16,9 @@ from bed.accelerator.group import BACKEND, SimulatedGroup
 from bed.accelerator.replay import Different, replay
 from bed.accelerator.simulation import Simulation, simulations
 from bed.threads import threads_as_ranks
+from fsdp_wrap._comm.positions import _Sheet
 
 __all__ = ["Different", "Simulation", "replay", "run_simulated", "simulations"]
-
-
-@contextmanager
-def _quick_switches() -> Iterator[None]:
-    """Lets threads that come back from an operator go on soon: ranks take turns at every one."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def run_simulated(
@@ -39,7 +28,8 @@ def run_simulated(
 
     Args:
         size: How many ranks.
-        body: Gets the rank and its accelerator.
+        body: Gets the rank and its accelerator. What is there in other orders in the end is compared: that is
+            what it returns, and what lives beside it.
         records: Whether all is done again in other orders.
         seeds: In how many by chance.
 
@@ -47,14 +37,16 @@ def run_simulated(
         AssertionError: If a simulation objects to anything.
     """
     torch.set_num_threads(1)  # the ranks are threads already
-    all_ranks = [Simulation(records) for _ in range(size)]
+    all_ranks, kept = [Simulation(records) for _ in range(size)], []
 
     def rank_body(rank: int) -> None:
         with all_ranks[rank].use():
-            body(rank, all_ranks[rank])
+            kept.append(body(rank, all_ranks[rank]))
 
     SimulatedGroup._meetings.clear()
-    with simulations(), threads_as_ranks(size, BACKEND) as run, _quick_switches():
+    SimulatedGroup._arrivals.clear()
+    alive = mock.patch.object(_Sheet, "lives", lambda *_: True)  # threads share what a process locks
+    with simulations(), alive, threads_as_ranks(size, BACKEND) as run:
         run(rank_body)
     faults = [f"rank {rank}: {fault}" for rank, one in enumerate(all_ranks) for fault in one.faults]
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])

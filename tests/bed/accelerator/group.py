@@ -6,6 +6,7 @@ The bytes move at once, when all ranks have come. The simulation notes what each
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,7 @@ class _Meeting:
             self._data[rank] = data
             mine = self._round
             if len(self._data) == self._size:
-                with _disable_current_modes():
+                with _disable_current_modes(), _nobody_looks():
                     work.work([self._data[each] for each in range(self._size)])
                 self._data = {}  # nobody's memory outlives this by us
                 self._round += 1
@@ -44,10 +45,37 @@ class _Meeting:
                     raise RuntimeError("another rank has failed")
 
 
+class _Arrivals:
+    """One collective for which no host waits; it completes when all ranks have come with as much data.
+
+    Nothing moves: by then a host that has gone on may have given the memory to others.
+
+    Attributes:
+        done: Whether it has.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.done = False
+        self._size, self._sizes = size, dict[int, tuple[int, ...]]()
+        self._lock = threading.Lock()
+
+    def come(self, rank: int, data: Any) -> None:
+        with self._lock:
+            self._sizes[rank] = tuple(each.numel() for each in tree_leaves(data))
+            self.done = len(self._sizes) == self._size and len({*self._sizes.values()}) == 1
+
+
+def _nobody_looks() -> AbstractContextManager[None]:
+    """In which this rank's simulation does not take what all ranks do together for its own doing."""
+    simulation = Simulation.here()
+    return nullcontext() if simulation is None else simulation.aside()
+
+
 class SimulatedGroup(threaded.ProcessLocalGroup):
     """A group whose collectives run on the stream that is current."""
 
     _meetings: ClassVar[dict[str, _Meeting]] = {}
+    _arrivals: ClassVar[dict[tuple[str, int], _Arrivals]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, rank: int, size: int) -> None:
@@ -60,6 +88,13 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
         if simulation is not None:
             part = Part((self.pg_name, self._issued), self._rank, self._world_size, work, data)
             over = simulation.collective(what, part, tree_leaves(reads), tree_leaves(writes))
+            if simulation.runs_ahead:
+                with self._lock:
+                    place = (self.pg_name, self._issued)
+                    arrivals = self._arrivals.setdefault(place, _Arrivals(self._world_size))
+                simulation.current_stream().follow(arrivals)
+                arrivals.come(self._rank, data)
+                return threaded.ret_work(None)
         with self._lock:
             meeting = self._meetings.setdefault(self.pg_name, _Meeting(self._world_size))
         meeting.come(self._rank, data, work)

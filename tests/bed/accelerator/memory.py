@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -116,12 +117,23 @@ def intervals_of(tensor: torch.Tensor) -> Sequence[Interval]:
     """The bytes of its storage in which a tensor lies, in order."""
     size = tensor.element_size()
     start = tensor.storage_offset() * size
-    if tensor.numel() == 0:
-        return ()
     if tensor.is_contiguous():
-        return ((start, start + tensor.numel() * size),)
+        return ((start, start + tensor.numel() * size),) if tensor.numel() else ()
+    return _apart(start, size, tensor.size(), tensor.stride()) if tensor.numel() else ()
+
+
+@lru_cache(maxsize=4096)
+def _apart(start: int, size: int, lengths: tuple[int, ...], strides: tuple[int, ...]) -> Sequence[Interval]:
+    """The bytes of a tensor that is not contiguous.
+
+    Args:
+        start: Its first byte.
+        size: Bytes of an element.
+        lengths: Of its dimensions.
+        strides: Of them, in elements.
+    """
     run, outer = size, []
-    for stride, length in sorted(zip(tensor.stride(), tensor.size())):
+    for stride, length in sorted(zip(strides, lengths)):
         if stride == 0 or length == 1:
             continue
         if stride * size == run:

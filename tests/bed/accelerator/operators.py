@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,46 @@ _WRITES_NOTHING = frozenset(
 _SHAPED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+class Facts:
+    """What the schema of an operator tells.
+
+    Attributes:
+        name: Its.
+        tensors_in: Which arguments may hold tensors: position, name, whether they are written.
+        is_view: Whether it only looks at the same memory in another way.
+        random: Whether it draws numbers.
+        shaped_by_data: Whether the host needs numbers to know the shape of what it returns.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self.name: str = operator._schema.name
+        self.tensors_in = tuple(
+            (position, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+            for position, argument in enumerate(operator._schema.arguments)
+            if "Tensor" in str(argument.type)
+        )
+        self.is_view: bool = operator.is_view
+        self.random = torch.Tag.nondeterministic_seeded in operator.tags
+        self.shaped_by_data = not _SHAPED_BY_DATA.isdisjoint(operator.tags)
+
+
+_FACTS: dict[int, Facts] = {}
+
+
+def facts_of(operator: Any) -> Facts:
+    """Returns what is known of an operator; operators live as long as the process."""
+    known = _FACTS.get(id(operator))
+    if known is None:
+        known = _FACTS[id(operator)] = Facts(operator)
+    return known
+
+
 class Call:
     """One call of an operator: its tensors by what happens to them.
 
     Attributes:
         name: The operator.
+        places: Which arguments hold tensors: the position or the name, and what lies there.
         given: The tensors among its arguments.
         written: Those of them that it writes.
         read: Those whose numbers it looks at.
@@ -38,32 +73,37 @@ class Call:
     """
 
     def __init__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        schema = operator._schema
-        self.operator, self.name = operator, schema.name
+        facts = facts_of(operator)
+        self.operator, self.name = operator, facts.name
+        self.places: list[tuple[int | str, Any]] = []
         self.given: list[torch.Tensor] = []
         self.written: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
-        for argument, value in _named(schema.arguments, args, kwargs):
-            tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+        for position, name, writes in facts.tensors_in:
+            place = position if position < len(args) else name
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                tensors = [value]
+            elif isinstance(value, (list, tuple)):
+                tensors = [each for each in value if isinstance(each, torch.Tensor)]
+            else:
+                continue  # a number may stand for a tensor
+            self.places.append((place, value))
             self.given += tensors
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            (self.written if written else others).extend(tensors)
+            (self.written if writes else others).extend(tensors)
         self.read = [] if self.name in _ONLY_METADATA else others
         self.leaves_undefined = self.name in _WRITES_NOTHING
-        self.random = torch.Tag.nondeterministic_seeded in operator.tags
+        self.random, self._shaped_by_data = facts.random, facts.shaped_by_data
 
     def tells_the_host(self, result: Any) -> bool:
         """Whether the host needs numbers of a tensor to go on."""
         if not self.read:
             return False
-        if _SHAPED_BY_DATA & set(self.operator.tags):
-            return True
-        return any(isinstance(each, (bool, int, float, complex)) for each in tree_leaves(result))
+        return self._shaped_by_data or any(
+            isinstance(each, (bool, int, float, complex)) for each in leaves(result)
+        )
 
 
-def _named(arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for position, argument in enumerate(arguments):
-        if position < len(args):
-            yield argument, args[position]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def leaves(result: Any) -> Sequence[Any]:
+    """What an operator returns, one by one."""
+    return (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)

@@ -7,19 +7,20 @@ the end, must have the bits that the program has seen.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from bed.accelerator.memory import Action, Block
-from bed.accelerator.operators import Call
-from bed.accelerator.streams import Clock
+from bed.accelerator.operators import Call, leaves
+from bed.accelerator.streams import HOST, Clock
 
 _POISON = 0xFF
 """Of these bytes every floating-point number is a NaN."""
@@ -62,6 +63,32 @@ class Part:
     data: Any
 
 
+@dataclass(eq=False)
+class Arguments:
+    """What an operator was called with, views in the place of tensors.
+
+    Attributes:
+        given: The arguments by position.
+        named: Those by name.
+        places: Which of them hold tensors: the position or the name, and views as they lie there.
+    """
+
+    given: Sequence[Any]
+    named: dict[str, Any]
+    places: Sequence[tuple[int | str, View | list[View | None]]]
+
+    def within(self, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the arguments as they are in some memory."""
+        given, named = list(self.given), self.named and dict(self.named)
+        for place, views in self.places:
+            found = memory.tensor(views) if isinstance(views, View) else memory.tensors(views)
+            if isinstance(place, int):
+                given[place] = found
+            else:
+                named[place] = found
+        return given, named
+
+
 class Recording:
     """How one rank's actions are done again.
 
@@ -74,7 +101,7 @@ class Recording:
         self.queues: dict[str, list[Action]] = defaultdict(list)
         self.parts: dict[Action, Part] = {}
         self._again: dict[Action, Callable[[Memory], object]] = {}
-        self._last: list[tuple[Block, torch.Tensor]] = []
+        self._last: list[tuple[Block, torch.Tensor, torch.Tensor]] = []
         self._block_of = block_of
 
     def view(self, tensor: torch.Tensor) -> View:
@@ -85,12 +112,23 @@ class Recording:
         """Puts views in the place of tensors."""
         return _replaced(tree, torch.Tensor, self.view)
 
+    def arguments(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+        """Describes what an operator is called with, before it runs."""
+        places = [(place, _replaced(value, torch.Tensor, self.view)) for place, value in call.places]
+        given, named = list(args), dict(kwargs)
+        for place, _ in places:  # which lets the tensors go
+            if isinstance(place, int):
+                given[place] = None
+            else:
+                named[place] = None
+        return Arguments(given, named, places)
+
     def add(self, action: Action, again: Callable[[Memory], object]) -> None:
         """Adds what was done last."""
         self._again[action] = again
 
     def add_call(
-        self, action: Action, call: Call, arguments: Any, result: Any, fresh: list[torch.Tensor]
+        self, action: Action, call: Call, arguments: Arguments, result: Any, fresh: list[torch.Tensor]
     ) -> None:
         """Adds an operator; what is random has the outcome that it had."""
         if call.leaves_undefined:
@@ -99,13 +137,13 @@ class Recording:
             known = [(self.view(each), each.clone()) for each in (*fresh, *call.written)]
             self.add(action, lambda memory: [memory.tensor(view).copy_(values) for view, values in known])
             return
-        ids, leaves = {id(each) for each in fresh}, tree_leaves(result)
-        targets = [self.view(each) if id(each) in ids else None for each in leaves]
-        seen = [None if isinstance(each, torch.Tensor) else each for each in leaves]
+        operator, ids, returned = call.operator, {id(each) for each in fresh}, leaves(result)
+        targets = [self.view(each) if id(each) in ids else None for each in returned]
+        seen = [None if isinstance(each, torch.Tensor) else each for each in returned]
 
         def again(memory: Memory) -> None:
-            args, kwargs = memory.tensors(arguments)
-            for target, known, found in zip(targets, seen, tree_leaves(call.operator(*args, **kwargs))):
+            args, kwargs = arguments.within(memory)
+            for target, known, found in zip(targets, seen, leaves(operator(*args, **kwargs))):
                 if target is not None:
                     memory.tensor(target).copy_(found)
                 elif known is not None and known != found and known == known:
@@ -128,13 +166,24 @@ class Recording:
         self.add(action, lambda memory: memory.poison(block))
 
     def end(self, left: list[tuple[Block, torch.UntypedStorage]]) -> None:
-        """Notes what is there in the end."""
-        self._last = [(block, bytes_of(storage.clone())) for block, storage in left if storage.nbytes()]
+        """Notes what is there in the end, where anything was written."""
+        written: dict[Block, set[tuple[int, int]]] = defaultdict(set)
+        for queue in self.queues.values():
+            for action in queue:
+                for region in action.writes:
+                    written[region.block].update(region.intervals)
+        for block, storage in left:
+            if storage.nbytes() and written[block]:
+                touched = torch.zeros(block.nbytes, dtype=torch.bool)
+                for start, stop in written[block]:
+                    touched[start:stop] = True
+                self._last.append((block, bytes_of(storage).clone(), touched))
 
     def do(self, action: Action, memory: Memory) -> None:
         """Does an action again that is no part of a collective."""
-        if action in self._again:
-            self._again[action](memory)
+        again = self._again.get(action)
+        if again is not None:
+            again(memory)
 
     def compare(self, memory: Memory) -> None:
         """Compares what is there in the end, where anything was written.
@@ -142,23 +191,22 @@ class Recording:
         Raises:
             Different: If it is something else.
         """
-        written: dict[Block, list[Action]] = defaultdict(list)
-        for queue in self.queues.values():
-            for action in queue:
-                for region in action.writes:
-                    written[region.block].append(action)
-        for block, expected in self._last:
-            touched = torch.zeros(block.nbytes, dtype=torch.bool)
-            for action in written[block]:
-                for region in action.writes:
-                    for start, stop in region.intervals if region.block is block else ():
-                        touched[start:stop] = True
-            wrong = (memory.bytes(block) != expected) & touched
+        for block, expected, touched in self._last:
+            found = memory.bytes(block)
+            if torch.equal(found, expected):
+                continue
+            wrong = (found != expected) & touched
             if wrong.any():
                 byte = int(wrong.nonzero()[0])
+                writers = [
+                    action
+                    for queue in self.queues.values()
+                    for action in queue
+                    if any(region.block is block for region in action.writes)
+                ]
                 raise Different(
                     f"byte {byte} of {block.nbytes} has another value in the end; written by "
-                    + ", then ".join(map(str, written[block][-3:]))
+                    + ", then ".join(map(str, writers[-3:]))
                 )
 
 
@@ -167,6 +215,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._bytes: dict[Block, torch.Tensor] = {}
+        self._storages: dict[Block, torch.UntypedStorage] = {}
 
     def bytes(self, block: Block) -> torch.Tensor:
         if block not in self._bytes:
@@ -180,7 +229,9 @@ class Memory:
         self.bytes(block).fill_(_POISON)
 
     def tensor(self, view: View) -> torch.Tensor:
-        storage = self.bytes(view.block).untyped_storage()
+        storage = self._storages.get(view.block)
+        if storage is None:
+            storage = self._storages[view.block] = self.bytes(view.block).untyped_storage()
         return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
 
     def tensors(self, tree: Any) -> Any:
@@ -188,19 +239,76 @@ class Memory:
         return _replaced(tree, View, self.tensor)
 
 
+class _Queue:
+    """One queue of one rank in one run.
+
+    Attributes:
+        rank: Whose.
+        name: Its.
+        done: How many of its actions are.
+        in_meeting: Whether its next one is a part of a collective for which other ranks have not come.
+
+    Args:
+        needs: What each of its actions comes after, in other queues, that those before it did not.
+    """
+
+    def __init__(
+        self, rank: int, name: str, actions: Sequence[Action], needs: Sequence[Sequence[tuple[str, int]]]
+    ) -> None:
+        self.rank, self.name, self.done, self.in_meeting = rank, name, 0, False
+        self._actions, self._needs = actions, needs
+
+    @property
+    def next(self) -> Action:
+        return self._actions[self.done]
+
+    @property
+    def left(self) -> int:
+        return len(self._actions) - self.done
+
+    def is_ready(self, others: dict[str, _Queue]) -> bool:
+        """Whether its next action may run.
+
+        Args:
+            others: The queues of its rank.
+        """
+        if self.in_meeting or self.done == len(self._actions):
+            return False
+        return all(others[name].done >= ticks for name, ticks in self._needs[self.done])
+
+
+def _needs(name: str, actions: Sequence[Action]) -> list[Sequence[tuple[str, int]]]:
+    """What each action of a queue comes after that those before it did not."""
+    before: Clock = {}
+    found: list[Sequence[tuple[str, int]]] = []
+    for action in actions:
+        clock = action.clock
+        found.append([(q, n) for q, n in clock.items() if q != name and n > before.get(q, 0)])
+        before = clock
+    return found
+
+
 class _Run:
     """One run of all ranks.
 
     Args:
         recordings: One of each rank.
-        first: Which of two queues, given as (rank, name), is to go on first: that with the smaller number.
+        queues: Of all ranks.
+        turns: Tells in which order to look for a queue that can go on.
     """
 
-    def __init__(self, recordings: Sequence[Recording], first: Callable[[tuple[int, str]], float]) -> None:
-        self._recordings, self._first = recordings, first
+    def __init__(
+        self,
+        recordings: Sequence[Recording],
+        queues: Sequence[_Queue],
+        turns: Callable[[], Iterable[_Queue]],
+    ) -> None:
+        self._recordings, self._queues, self._turns = recordings, queues, turns
         self._memories = [Memory() for _ in recordings]
-        self._done: list[Clock] = [Clock() for _ in recordings]
-        self._arrived: dict[Key, list[tuple[int, Action]]] = defaultdict(list)
+        self._of_rank: list[dict[str, _Queue]] = [{} for _ in recordings]
+        for queue in queues:
+            self._of_rank[queue.rank][queue.name] = queue
+        self._arrived: dict[Key, list[_Queue]] = defaultdict(list)
 
     def run(self) -> None:
         """Does everything and compares.
@@ -208,52 +316,34 @@ class _Run:
         Raises:
             Different: If another order leads to other numbers.
         """
-        left = sum(len(queue) for each in self._recordings for queue in each.queues.values())
+        left = sum(queue.left for queue in self._queues)
         while left:
-            ready = [
-                (rank, name)
-                for rank, recording in enumerate(self._recordings)
-                for name in recording.queues
-                if self._is_ready(rank, name)
-            ]
-            if not ready:
+            queue = next((one for one in self._turns() if one.is_ready(self._of_rank[one.rank])), None)
+            if queue is None:
                 raise Different("the queues wait for each other")
-            rank, name = min(ready, key=self._first)
-            left -= self._go_on(rank, name)
+            left -= self._go_on(queue)
         for recording, memory in zip(self._recordings, self._memories):
             recording.compare(memory)
 
-    def _next(self, rank: int, name: str) -> Action | None:
-        queue, done = self._recordings[rank].queues[name], self._done[rank].get(name, 0)
-        return queue[done] if done < len(queue) else None
-
-    def _is_ready(self, rank: int, name: str) -> bool:
-        action, done = self._next(rank, name), self._done[rank]
-        if action is None or any(
-            done.get(queue, 0) < ticks for queue, ticks in action.clock.items() if queue != name
-        ):
-            return False
-        part = self._recordings[rank].parts.get(action)
-        return part is None or (rank, action) not in self._arrived[part.key]
-
-    def _go_on(self, rank: int, name: str) -> int:
+    def _go_on(self, queue: _Queue) -> int:
         """Does the next action of a queue; returns how many are done by that."""
-        action, recording = self._next(rank, name), self._recordings[rank]
-        assert action is not None
-        part = recording.parts.get(action)
+        recording = self._recordings[queue.rank]
+        part = recording.parts.get(queue.next)
         if part is None:
-            recording.do(action, self._memories[rank])
-            self._done[rank][name] = action.tick
+            recording.do(queue.next, self._memories[queue.rank])
+            queue.done += 1
             return 1
         arrived = self._arrived[part.key]
-        arrived.append((rank, action))
+        arrived.append(queue)
+        queue.in_meeting = True
         if len(arrived) < part.size:
             return 0  # it goes on when the others have come
         by_rank: dict[int, Any] = {}
-        for member, theirs in arrived:
-            of_member = self._recordings[member].parts[theirs]
-            by_rank[of_member.rank] = self._memories[member].tensors(of_member.data)
-            self._done[member][theirs.queue] = theirs.tick
+        for each in arrived:
+            theirs = self._recordings[each.rank].parts[each.next]
+            by_rank[theirs.rank] = self._memories[each.rank].tensors(theirs.data)
+            each.done += 1
+            each.in_meeting = False
         part.work.work([by_rank[each] for each in sorted(by_rank)])
         return len(arrived)
 
@@ -271,9 +361,7 @@ def _replaced(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 def poison(storage: torch.UntypedStorage) -> None:
     """Fills memory that nobody has written to yet."""
-    held = bytes_of(storage)
-    with _disable_current_modes():
-        held.fill_(_POISON)
+    ctypes.memset(storage.data_ptr(), _POISON, storage.nbytes())
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -288,14 +376,30 @@ def replay(recordings: Sequence[Recording], seeds: int) -> None:
     Raises:
         Different: If another order leads to other numbers.
     """
-    beside = {name for each in recordings for name in each.queues} - {"compute", "host"}
-    orders: list[Callable[[tuple[int, str]], float]] = [
-        lambda queue: queue[1] in beside,
-        lambda queue: queue[1] not in beside,
+    told = [
+        (rank, name, actions, _needs(name, actions))
+        for rank, each in enumerate(recordings)
+        for name, actions in each.queues.items()
     ]
-    for seed in range(seeds):
-        generator = random.Random(seed)
-        orders.append(lambda _, generator=generator: generator.random())  # type: ignore[misc]
+
+    def run(turns_of: Callable[[list[_Queue]], Callable[[], Iterable[_Queue]]]) -> None:
+        queues = [_Queue(*each) for each in told]
+        _Run(recordings, queues, turns_of(queues)).run()
+
     with torch.no_grad():
-        for order in orders:
-            _Run(recordings, order).run()
+        run(lambda queues: partial(iter, sorted(queues, key=_is_beside)))
+        run(lambda queues: partial(iter, sorted(queues, key=_is_beside, reverse=True)))
+        for seed in range(seeds):
+            run(lambda queues, seed=seed: _by_chance(queues, random.Random(seed)))  # type: ignore[misc]
+
+
+def _is_beside(queue: _Queue) -> bool:
+    return queue.name not in ("compute", HOST)
+
+
+def _by_chance(queues: list[_Queue], generator: random.Random) -> Callable[[], Iterable[_Queue]]:
+    def turns() -> Iterable[_Queue]:
+        first = generator.randrange(len(queues))
+        return queues[first:] + queues[:first]
+
+    return turns

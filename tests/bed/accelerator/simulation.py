@@ -12,28 +12,29 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
 )
-from torch.utils._pytree import tree_leaves
 
 from bed.accelerator.memory import Action, Block, Region, conflicts, intervals_of
-from bed.accelerator.operators import Call
+from bed.accelerator.operators import Call, facts_of, leaves
 from bed.accelerator.replay import Part, Recording, bytes_of, poison
 from bed.accelerator.streams import HOST, Clock, Event, Stream, join
 from fsdp_wrap._comm.device import Accelerator, simulating
 from fsdp_wrap._core import Phase
 from fsdp_wrap._runtime.unit import Unit
 
-_HOST_READS = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
+_OURS = "/fsdp_wrap/"
+_TELLING = ("unit", "self", "use", "phase")
+"""Local variables that tell where the program is."""
 
 
 class Simulation(Accelerator):
@@ -44,6 +45,8 @@ class Simulation(Accelerator):
         host_waits: What the host waited for: by what, and where.
         actions: All that was done, in the order of the program.
         group_has_stream: Whether process groups run collectives on a stream of their own.
+        runs_ahead: Whether the host goes on before the other ranks have come to a collective, which moves
+            nothing then: for tests of who does not come, not of numbers.
         recording: What can be done again in another order, if that was asked for.
 
     Args:
@@ -56,7 +59,7 @@ class Simulation(Accelerator):
         self.faults: list[str] = []
         self.host_waits: list[str] = []
         super().__init__(torch.device("cpu"))
-        self.group_has_stream = False
+        self.group_has_stream = self.runs_ahead = False
         self.actions: list[Action] = []
         self.recording = Recording(self._block) if records else None
         self._host_clock: Clock = {}
@@ -87,7 +90,7 @@ class Simulation(Accelerator):
         self._of_thread.simulation = self
         self._active = True
         try:
-            with _Functions(self), _Operators(self):
+            with _Operators(self):
                 yield self
         finally:
             self._active = False
@@ -115,6 +118,11 @@ class Simulation(Accelerator):
         peaks, self._peaks = dict(self._peaks), Counter(self._live)
         return waits, peaks
 
+    @property
+    def live_bytes(self) -> int:
+        """What the allocators of all streams have given away now."""
+        return sum(self._live.values())
+
     # what the package asks for
 
     def stream(self, name: str) -> Stream:
@@ -129,12 +137,18 @@ class Simulation(Accelerator):
     def new_stream(self, purpose: str) -> Any:
         return self.stream(purpose)
 
+    def prepare_to_ask(self) -> None:
+        return None
+
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
         with _disable_current_modes():
             tensor = torch.empty(numel, dtype=dtype)
             poison(tensor.untyped_storage())
         self._new_block(tensor.untyped_storage(), HOST, pin)
         return tensor
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self._block(tensor).on_host
 
     def beside(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return self.fetched(tensor) if self._block(other).on_host else tensor
@@ -143,8 +157,8 @@ class Simulation(Accelerator):
         """Returns a copy in host memory, for which the host waits, of what is on the device."""
         if self._block(tensor).on_host:
             return tensor
-        copied = self.empty_on_host(tensor.numel(), tensor.dtype, pin=False).view(tensor.shape)
-        return copied.copy_(tensor.detach())
+        copied = self.empty_on_host(tensor.numel(), tensor.dtype, pin=False)
+        return copied.copy_(tensor.detach().reshape(-1)).view(tensor.shape)  # of no dimension it also waits
 
     def lies_on_host(self, tensor: torch.Tensor) -> None:
         """Notes that a tensor which was made just now lies in host memory."""
@@ -190,15 +204,12 @@ class Simulation(Accelerator):
     def note_call(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Runs an operator, and notes it."""
         given = [self._block(each) for each in call.given]
-        arguments = None if self.recording is None else self.recording.describe((args, kwargs))
+        arguments = None if self.recording is None else self.recording.arguments(call, args, kwargs)
         result = call.operator(*args, **kwargs)
-        outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        known = {each.untyped_storage()._cdata for each in call.given}
-        real = [each for each in outputs if each.untyped_storage().device.type == "cpu"]  # not a fake one
-        fresh = [each for each in real if each.untyped_storage()._cdata not in known]
+        fresh = self._fresh(call, result)
         tells = call.tells_the_host(result)
         if not (fresh or call.written or tells):
-            return result  # a view
+            return result
         on_host = bool(given) and all(block.on_host for block in given)
         for each in fresh:
             self._new_block(each.untyped_storage(), HOST if on_host else self._current[-1].name)
@@ -207,10 +218,22 @@ class Simulation(Accelerator):
         if call.name in ("aten::copy_", "aten::_foreach_copy_") and not on_host:
             on_host = all(self._block(each).on_host for each in call.written + call.read)
         action = self.act(call.name, call.read, [*call.written, *fresh], HOST if on_host else None)
-        if self.recording is not None:
+        if self.recording is not None and arguments is not None:
             self.recording.add_call(action, call, arguments, result, fresh)
         self._note_host(call, args, kwargs, tells and not on_host)
         return result
+
+    @staticmethod
+    def _fresh(call: Call, result: Any) -> list[torch.Tensor]:
+        """Those tensors that an operator returns which have memory of their own."""
+        known = {each.untyped_storage()._cdata for each in call.given}
+        found = []
+        for each in leaves(result):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata not in known and storage.device.type == "cpu":  # not a fake one
+                    found.append(each)
+        return found
 
     def _note_host(self, call: Call, args: Any, kwargs: Any, tells: bool) -> None:
         """Notes where the host waits for an operator on the device."""
@@ -224,7 +247,8 @@ class Simulation(Accelerator):
         if "copy" not in call.name:
             self.faults.append(f"{call.name} ({self._where()}) mixes memory of the host and of the device")
         later = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        if not later or not all(block.pinned for block in of_host):
+        casts = len({each.dtype for each in call.given}) > 1  # by memory of the host that is not pinned
+        if not later or casts or not all(block.pinned for block in of_host):
             way = "to" if any(self._block(each).on_host for each in call.written) else "from"
             self.host_waits_for(stream.clock, f"{call.name} {way} the host")
 
@@ -320,7 +344,7 @@ class Simulation(Accelerator):
         frame = sys._getframe(2)
         unit = phase = None
         while frame is not None and (unit is None or phase is None):
-            if "/fsdp_wrap/" in frame.f_code.co_filename:
+            if _tells(frame.f_code):
                 local = frame.f_locals
                 for name in ("unit", "self", "use"):
                     found = local.get(name)
@@ -336,8 +360,19 @@ class Simulation(Accelerator):
         return f"{self._unit}, {phase.value if phase else 'backward' if in_backward else 'forward'}"
 
 
+@cache
+def _tells(code: Any) -> bool:
+    """Whether the frames of some code may tell a unit or a phase."""
+    names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    return _OURS in code.co_filename and any(each in names for each in _TELLING)
+
+
 class _Operators(TorchDispatchMode):
     """Sees every operator that reaches a plain tensor."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nobody compiles this, and a wrapper around each operator takes its time
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
@@ -349,40 +384,12 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if not all(map(_is_plain, types)):
             return NotImplemented  # which calls operators on plain tensors
+        if facts_of(func).is_view:
+            return func(*args, **kwargs)
         call = Call(func, args, kwargs)
-        if any(each.device.type != "cpu" for each in call.given):
+        if not all(each.is_cpu for each in call.given):
             return func(*args, **kwargs)
         return self._simulation.note_call(call, args, kwargs)
-
-
-class _Functions(TorchFunctionMode):
-    """Sees what no operator tells: numbers that the host reads, and tensors in its memory."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        super().__init__()
-        self._simulation = simulation
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._simulation.is_aside:
-            return func(*args, **kwargs)
-        plain = bool(args) and _is_plain(type(args[0]))
-        if func is torch.tensor:
-            return self._made(func(*args, **kwargs), kwargs.get("device", "cpu"))
-        if plain and func in _HOST_READS:
-            self._simulation.read_by_host(args[0], _HOST_READS[func])
-        by_name = func is torch.Tensor.to and args[1:2] == ("cpu",) and "copy" in kwargs
-        if plain and (func is torch.Tensor.cpu or by_name):
-            return self._simulation.fetched(args[0])
-        return func(*args, **kwargs)
-
-    def _made(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
-        """Notes where a tensor of numbers of the program lies; a device by its name is the real CPU."""
-        if device is None or device == "cpu":
-            self._simulation.lies_on_host(tensor)
-        else:
-            self._simulation.host_waits_for(self._simulation.compute.clock, "torch.tensor to the device")
-        return tensor
 
 
 def _is_plain(kind: type) -> bool:
@@ -393,15 +400,65 @@ def _is_plain(kind: type) -> bool:
 def simulations() -> Iterator[None]:
     """Lets threads use simulations while the context is open.
 
-    torch has no mode for storages. So the one method by which they lose and get memory is replaced.
+    Some of what matters is no operator: how storages lose and get memory, how the host reads numbers, and
+    which tensors lie in its memory. The few functions of torch that do so are replaced. A mode for all of
+    torch's functions would see them too, but every other call would pay for it.
     """
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        simulation = Simulation.here()
-        if simulation is None:
-            return resize(storage, nbytes)
-        return simulation.resized(storage, nbytes, lambda size: resize(storage, size))
-
-    with simulating(Simulation.here), mock.patch.object(torch.UntypedStorage, "resize_", resized):
+    with ExitStack() as stack:
+        stack.enter_context(simulating(Simulation.here))
+        for owner, name, instead in _REPLACED:
+            original = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, _unless_nobody_looks(original, instead)))
         yield
+
+
+def _unless_nobody_looks(original: Any, instead: Any) -> Any:
+    """Calls `instead` with the thread's simulation and the original, if there is a simulation."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        simulation = Simulation.here()
+        if simulation is None or simulation.is_aside:
+            return original(*args, **kwargs)
+        return instead(simulation, original, *args, **kwargs)
+
+    return function
+
+
+def _resized(simulation: Simulation, resize: Any, storage: torch.UntypedStorage, nbytes: int) -> Any:
+    return simulation.resized(storage, nbytes, lambda size: resize(storage, size))
+
+
+def _read(simulation: Simulation, read: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _is_plain(type(tensor)):
+        simulation.read_by_host(tensor, read.__name__)
+    return read(tensor, *args, **kwargs)
+
+
+def _to_host(simulation: Simulation, cpu: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return simulation.fetched(tensor) if _is_plain(type(tensor)) else cpu(tensor, *args, **kwargs)
+
+
+def _to(simulation: Simulation, to: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    by_name = args[:1] == ("cpu",) and "copy" in kwargs  # a device by its name is the real CPU
+    return simulation.fetched(tensor) if by_name and _is_plain(type(tensor)) else to(tensor, *args, **kwargs)
+
+
+def _made(simulation: Simulation, make: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    """Notes where a tensor of numbers of the program lies; a device by its name is the real CPU."""
+    tensor = make(*args, device=device, **kwargs)
+    if device is None or device == "cpu":
+        simulation.lies_on_host(tensor)
+    else:
+        simulation.host_waits_for(simulation.compute.clock, "torch.tensor to the device")
+    return tensor
+
+
+_REPLACED = (
+    (torch.UntypedStorage, "resize_", _resized),
+    (torch.Tensor, "tolist", _read),
+    (torch.Tensor, "numpy", _read),
+    (torch.Tensor, "cpu", _to_host),
+    (torch.Tensor, "to", _to),
+    (torch, "tensor", _made),
+)
+"""Whose function of which name, and what is called in its place."""

@@ -6,8 +6,17 @@ A clock tells of each queue how many of its actions come before. The queues are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 Clock = dict[str, int]
+
+
+class Arrivals(Protocol):
+    """A collective that completes when all ranks have come."""
+
+    done: bool
+
+
 HOST = "host"
 
 
@@ -30,6 +39,7 @@ class Stream:
     def __init__(self, name: str, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
         self.name, self.clock = name, Clock()
         self._current, self._host_waits = current, host_waits
+        self.behind: list[Arrivals] = []
 
     def __enter__(self) -> Stream:
         self._current.append(self)
@@ -40,12 +50,20 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         join(self.clock, other.clock)
+        self.follow(*other.behind)
 
     def wait_event(self, event: Event) -> None:
         join(self.clock, event.clock)
+        self.follow(*event.behind)
+
+    def follow(self, *collectives: Arrivals) -> None:
+        """Lets what follows complete only after some collectives, whose ranks the host has not waited for."""
+        self.behind = [each for each in dict.fromkeys([*self.behind, *collectives]) if not each.done]
 
     def record_event(self) -> Event:
-        return Event(dict(self.clock), self._current, self._host_waits)
+        event = Event(dict(self.clock), self._current, self._host_waits)
+        event.behind = list(self.behind)
+        return event
 
     def synchronize(self) -> None:
         self._host_waits(self.clock, "Stream.synchronize")
@@ -56,6 +74,10 @@ class Event:
 
     def __init__(self, clock: Clock, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
         self.clock, self._current, self._host_waits = clock, current, host_waits
+        self.behind: list[Arrivals] = []
+
+    def query(self) -> bool:
+        return all(each.done for each in self.behind)
 
     def wait(self) -> None:
         self._current[-1].wait_event(self)

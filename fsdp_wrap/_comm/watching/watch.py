@@ -1,12 +1,13 @@
 """Waits for collectives, and tells of ranks that do not come.
 
 Where the host waits (gloo), what takes long is reported once, and what cannot complete, or does not shortly
-before the group's time limit, ends in an error. Where it does not (NCCL), waiting is an order to a stream:
-nothing is noticed here, and the process group alone enforces its limit, without telling where ranks stand.
+before the group's time limit, ends in an error. Where it does not (NCCL), waiting is an order to a stream,
+and `_comm/watching/monitor.py` looks from a thread of its own.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
@@ -15,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.groups import time_limit
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
+from fsdp_wrap._core.torch_private import all_groups, dump_flight_records
 
 _FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
 _FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
@@ -30,6 +33,7 @@ _LAST_LOOK = 0.01  # what rounds to no milliseconds would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
 _PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
 _TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
+_MOST_RECORDS = 4  # of torch's flight recorder
 _BURIAL = 0.2  # seconds from the end of a killed process's connections to that of its file locks, at most
 
 
@@ -46,6 +50,19 @@ class Watch:
         self._group = weakref.ref(group)
         self._device = device
         self.positions = positions
+        self._registry = id(all_groups())  # of this thread, where ranks are threads
+
+    @property
+    def lives(self) -> bool:
+        """Whether the group was not destroyed, as far as the thread that asks can know."""
+        group, groups = self._group(), all_groups()
+        return group is not None and (group in groups or id(groups) != self._registry)
+
+    def when_gone(self, wakes: SimpleQueue[None]) -> None:
+        """Puts something into a queue when the group has gone."""
+        group = self._group()
+        if group is not None:
+            weakref.finalize(group, wakes.put, None).atexit = False
 
     def failure(self, error: RuntimeError) -> RuntimeError:
         """Returns what to raise for a failed collective.
@@ -96,28 +113,48 @@ class Watch:
             RuntimeError: If it cannot complete, or no time is left.
         """
         self.positions.compare_all()
+        self.require_living(number)
+        left = self.time_left(waited)
+        if left <= 0:
+            raise RuntimeError(self.report(waited))
+        return left
+
+    def require_living(self, number: int) -> None:
+        """Raises a RuntimeError if a rank has died without whom a collective cannot complete."""
         for rank in self.positions.dead_before(number):
             raise RuntimeError(f"a collective cannot complete without rank {rank}\n{self.positions.table()}")
-        limit = self._limit()
-        left = limit - min(_MARGIN * limit, _LONGEST_MARGIN) - waited
-        if left <= 0:
-            raise RuntimeError(self._report(waited))
-        return left
+
+    def time_left(self, waited: float) -> float:
+        """Returns for how many seconds more a collective is to be waited for, given for how many it was."""
+        limit = self.limit()
+        return limit - min(_MARGIN * limit, _LONGEST_MARGIN) - waited
+
+    def is_late(self, waited: float) -> bool:
+        """Whether a collective takes unusually long, given how many seconds it was waited for."""
+        return waited > min(_PATIENCE * self.limit(), _LONGEST_PATIENCE)
 
     def warn_if_late(self, waited: float) -> bool:
         """Warns if a collective takes unusually long; returns whether it does."""
-        late = waited > min(_PATIENCE * self._limit(), _LONGEST_PATIENCE)
+        late = self.is_late(waited)
         if late:
-            warnings.warn(self._report(waited), stacklevel=2)
+            warnings.warn(self.report(waited), stacklevel=2)
         return late
 
-    def _report(self, waited: float) -> str:
+    def report(self, waited: float, what: str = "") -> str:
+        """Tells of a collective that takes long.
+
+        Args:
+            waited: Seconds since it was issued.
+            what: Which one, if known.
+        """
+        named = f" ({what})" if what else ""
         return (
-            f"a collective issued {waited:.1f} s ago has not completed; the group's time limit is "
-            f"{self._limit():.1f} s\n{self.positions.table()}"
+            f"a collective issued {waited:.1f} s ago has not completed{named}; the group's time limit is "
+            f"{self.limit():.1f} s\n{self.positions.table()}"
         )
 
-    def _limit(self) -> float:
+    def limit(self) -> float:
+        """Returns how many seconds a collective of the group may take."""
         return time_limit(self._group(), self._device).total_seconds()
 
 
@@ -243,7 +280,34 @@ def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
     if not is_gloo:
         return False
     try:
-        backend.send([torch.zeros(1, dtype=torch.uint8)], rank, _TAG)
+        backend.send([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, _TAG)
     except RuntimeError:
         return True
     return False
+
+
+def flight_records() -> str:
+    """Tells on lines of their own what torch's flight recorder has not seen complete; "" if that is nothing.
+
+    The recorder runs where torch is told so, mostly by TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE.
+    """
+    try:
+        entries = json.loads(dump_flight_records(True, True)).get("entries", [])
+    except (RuntimeError, TypeError, ValueError):  # a build without one, or one of another form
+        return ""
+    active = [each for each in entries if each.get("state") != "completed" and not each.get("retired")]
+    if not active:
+        return ""
+    lines = ["Torch's flight recorder has not seen complete:", *map(_record, active[:_MOST_RECORDS])]
+    if len(active) > _MOST_RECORDS:
+        lines.append(f"  {len(active) - _MOST_RECORDS} more")
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _record(entry: dict[str, Any]) -> str:
+    group = " ".join(map(str, entry.get("process_group", ["?"])))
+    number, sizes = entry.get("collective_seq_id", "?"), entry.get("input_sizes", "?")
+    return (
+        f"  {entry.get('profiling_name', '?')} of {sizes}, number {number} of group {group}: "
+        f"{entry.get('state', '?')}"
+    )

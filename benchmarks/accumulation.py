@@ -1,0 +1,133 @@
+"""Ways to accumulate gradients on a hybrid mesh: what waits for the last backward, and traffic of a step.
+
+python -m benchmarks.accumulation
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks
+from fsdp_wrap import FullyShardedDataParallel, ShardingStrategy
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+RANKS, COPIES = 4, 2
+BACKWARDS = 4
+WIDTH, LAYERS = 512, 8
+WAYS = ("all reductions each time", "no_sync(reduce_within_copy=True)", "no_sync()")
+
+
+class Travelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts collectives that are issued, and the bytes of what they gather or reduce, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind = func._schema.name.split("::")[1].strip("_")
+            self.calls[kind] += 1
+            self.nbytes[kind] += max(map(_nbytes, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes(arg: Any) -> int:
+    if isinstance(arg, torch.Tensor):
+        return arg.nbytes
+    return sum(map(_nbytes, arg)) if isinstance(arg, (list, tuple)) else 0
+
+
+def _made() -> FullyShardedDataParallel:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return FullyShardedDataParallel(
+        layers,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (COPIES, dist.get_world_size() // COPIES)),
+        use_orig_params=True,
+        shared_memory=False,
+    )
+
+
+def _context(model: FullyShardedDataParallel, way: str) -> AbstractContextManager[None]:
+    if way == WAYS[0]:
+        return nullcontext()
+    return model.no_sync(reduce_within_copy=way == WAYS[1])
+
+
+def measure() -> Table:
+    """Called on every rank: a row for each way."""
+    return {way: _of(way) for way in WAYS}
+
+
+def _of(way: str) -> dict[str, float]:
+    model = _made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward() -> None:
+        model(torch.ones(1, WIDTH)).sum().backward()
+
+    def accumulate() -> None:
+        with _context(model, way):
+            for _ in range(BACKWARDS - 1):
+                backward()
+
+    for step in range(2):  # the first step compares units, and the last is measured
+        optimizer.zero_grad()
+        with Travelling() as travelling:
+            before = _live_bytes()
+            accumulate()
+            waits = _live_bytes() - before
+            backward()
+        if step == 0:
+            optimizer.step()
+    full = sum(each.numel() * each.element_size() for each in model.parameters()) * RANKS / COPIES
+    return {
+        "waits, of all gradients": waits / full,
+        "gathers": travelling.calls["allgather_base"],
+        "reduce-scatters": travelling.calls["reduce_scatter_base"],
+        "all-reduces": travelling.calls["allreduce"],
+        "reduced in the copy MB": travelling.nbytes["reduce_scatter_base"] / 1e6,
+        "summed over copies MB": travelling.nbytes["allreduce"] / 1e6,
+    }
+
+
+def _live_bytes() -> int:
+    """Bytes of the tensors that are there."""
+    gc.collect()
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    storages = [each.untyped_storage() for each in found]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def ask(settings: Settings) -> Figures:
+    """One table."""
+    return {f"{COPIES} copies of {RANKS // COPIES} ranks": run_ranks(measure, RANKS)}
+
+
+QUESTION = Question(
+    "accumulation",
+    "Accumulation on a hybrid mesh",
+    f"""\
+A step of {BACKWARDS} backwards, {LAYERS} layers of width {WIDTH} in fp32, each a unit, HYBRID_SHARD: {COPIES}
+copies of {RANKS // COPIES} ranks over gloo. Of a rank: `waits`, live tensors before the last backward that
+were not there before the first, relative to the full gradients; collectives of a step; megabytes that enter
+reduce-scatters within the copy, and all-reduces over the copies: between hosts where a copy is a host.""",
+    ask,
+    chart="waits, of all gradients",
+)
+
+
+if __name__ == "__main__":
+    ask_alone(QUESTION)

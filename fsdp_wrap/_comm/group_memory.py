@@ -1,0 +1,110 @@
+"""Memory from which a process group sends faster: its own allocator's, and symmetric memory (NCCL)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._comm.buffer import Buffer
+from fsdp_wrap._comm.device import Accelerator, accelerator_of
+from fsdp_wrap._comm.groups import once_for
+from fsdp_wrap._core import UnfitBackendError
+
+
+class GroupMemory:
+    """Memory that the process group's backend allocates and registers.
+
+    Args:
+        accelerator: Whose memory it is.
+        pool: Where its allocator takes it from.
+    """
+
+    def __init__(self, accelerator: Accelerator, pool: Any) -> None:
+        self._accelerator, self._pool = accelerator, pool
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Lets this thread allocate there while the context is open."""
+        return self._accelerator.allocating_in(self._pool)
+
+    def admit(self, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Prepares tensors of this memory that are about to travel, alike on all ranks."""
+        return None
+
+
+class SymmetricMemory(GroupMemory):
+    """Memory that lies alike on all ranks, so that copy engines or kernels can reach it from any of them."""
+
+    def admit(self, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+        for tensor in tensors:
+            self._accelerator.meet_in_symmetric_memory(tensor, group.group_name)
+
+
+class PooledBuffer(Buffer):
+    """A buffer in a group's memory."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, memory: GroupMemory) -> None:
+        with memory.allocating():
+            super().__init__(numel, dtype, device)
+        self._memory = memory
+
+    def allocate(self) -> None:
+        if self._storage.nbytes() != self.nbytes:
+            with self._memory.allocating():
+                self._storage.resize_(self.nbytes)
+
+
+def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | None:
+    """Returns the memory of a group's own allocator; None where the backend has none that tensors can use."""
+    accelerator, backend = accelerator_of(device), _backend_of(group, device)
+    if accelerator is None or backend is None or not backend.supports_tensor_alloc(device):
+        return None
+    if getattr(backend, "register_mem_pool", None) is None:  # it allocates, but not what comes and goes
+        return None
+
+    def make() -> GroupMemory:
+        pool = accelerator.new_pool(backend.mem_allocator)
+        backend.register_mem_pool(pool)  # and what it grows by later
+        return GroupMemory(accelerator, pool)
+
+    return once_for(group, ("registered memory", device), make)
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device, user: str) -> SymmetricMemory:
+    """Returns memory that lies alike on all ranks of a group; collective at first.
+
+    Args:
+        group: The group.
+        device: Where the memory is.
+        user: What asks for it, for the error's text.
+
+    Raises:
+        UnfitBackendError: If the group does not communicate by NCCL on this device.
+    """
+    accelerator, backend = accelerator_of(device), _backend_of(group, device)
+    name = "" if backend is None else backend.name()
+    if accelerator is None or name != "nccl":
+        raise UnfitBackendError(
+            f"{user} on rank {dist.get_rank()}: symmetric memory is NCCL's, and the group communicates by "
+            f"{name or 'no known backend'} on {device}; initialise it with backend='nccl' and shard on a "
+            "CUDA device, or leave the call out"
+        )
+
+    def make() -> SymmetricMemory:
+        pool = accelerator.new_symmetric_pool()
+        dist.barrier(
+            group=group
+        )  # tensors meet by the group's communicator, which the first collective makes
+        return SymmetricMemory(accelerator, pool)
+
+    return once_for(group, ("symmetric memory", device), make)
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None

@@ -1,0 +1,275 @@
+"""Watches, from a thread of its own, collectives for which the host does not wait.
+
+On an accelerator waiting is an order to a stream, so nobody notices there that a collective does not
+complete. Each lane notes the event behind what it has issued. A thread asks the oldest ones, about once a
+second. It does nothing that synchronises. While nothing is pending it sleeps, and it ends with the groups.
+
+What it finds is told before the process group's own watchdog ends the process: in a warning or in the log,
+and by an error at the next collective, if the program gets there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from fsdp_wrap._comm.device import Accelerator
+from fsdp_wrap._comm.positions import GroupPositions
+from fsdp_wrap._comm.watching.bulletin import Bulletin, bulletin_of
+from fsdp_wrap._comm.watching.watch import Watch, flight_records
+
+_log = logging.getLogger(__name__)
+
+_PACE = 1.0  # seconds between two looks at what is pending
+_REST = 60.0  # of a thread with nothing pending, until it looks whether other ranks ask for this one
+_FIRST_LOOK, _FIRST_PART = (
+    5.0,
+    0.05,
+)  # when to look at the ranks of the host: seconds, at most this part of the limit
+_ASK, _ASK_PART = 30.0, 0.1  # when to ask those of other hosts, likewise
+_ASK_PACE, _ASK_PACE_PER_RANK = 5.0, 0.02  # seconds until they are asked again
+
+
+class _Issued(NamedTuple):
+    """Something that a lane has issued.
+
+    Attributes:
+        event: Completes with it.
+        since: When it was issued, by the monotonic clock.
+        lane: Where it runs, such as "gather".
+        watch: Of the group.
+        entry: What this rank had noted last in the group.
+    """
+
+    event: Any
+    since: float
+    lane: str
+    watch: Watch
+    entry: bytes
+
+    @property
+    def done(self) -> bool:
+        """Whether it has completed, or has failed, which is not our business."""
+        try:
+            return bool(self.event.query())
+        except RuntimeError:
+            return True
+
+    def __str__(self) -> str:
+        number, what = GroupPositions.told(self.entry)
+        if not number:
+            return f"on the {self.lane} lane, before any unit's"
+        return f"on the {self.lane} lane; number {number} of the group, this rank {what}, or what followed"
+
+
+class Monitor:
+    """Watches what the lanes of one accelerator have issued.
+
+    Args:
+        accelerator: It.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._lock = threading.Lock()
+        self._reset()
+        _all.add(self)
+
+    def _reset(self) -> None:
+        self._noted: deque[_Issued] = deque()  # written by all threads, read by ours
+        self._pending: dict[str, deque[_Issued]] = {}  # by lane, whose order is that of completion
+        self._watched: dict[GroupPositions, Watch] = {}
+        self._told: dict[GroupPositions, tuple[float, int]] = {}  # by the time of issue: how grave it was
+        self._asked_at = 0.0
+        self._rests = True
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # may be written while garbage is collected
+        self._thread: threading.Thread | None = None
+
+    def forget_parent(self) -> None:
+        """Begins anew in a forked process, which has no thread; the parent's events are left alone."""
+        self._of_parent = self._noted, self._pending
+        self._lock = threading.Lock()
+        self._reset()
+
+    def note(self, event: Any, lane: str, watch: Watch) -> None:
+        """Watches an event.
+
+        Args:
+            event: It.
+            lane: The purpose of the lane that has recorded it.
+            watch: Of the group that communicates.
+        """
+        self._noted.append(_Issued(event, time.monotonic(), lane, watch, watch.positions.latest()))
+        if self._rests:
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._rests = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="fsdp_wrap watch", daemon=True)
+                self._thread.start()
+        self._wakes.put(None)
+
+    # in the thread
+
+    def _run(self) -> None:
+        accelerator = self._accelerator()
+        if accelerator is not None:
+            accelerator.prepare_to_ask()
+            del accelerator
+        while not self._ends():
+            self._rests = not any(self._pending.values())
+            if self._rests and self._noted:  # looked at after saying so: who notes looks the other way round
+                self._rests = False
+            try:
+                self._wakes.get(timeout=_REST if self._rests else _PACE)
+            except Empty:
+                if self._rests:
+                    self._answer()
+            try:
+                self._look()
+            except Exception:  # whatever it is, it is not what stops training
+                _log.exception("cannot look after collectives")
+
+    def _ends(self) -> bool:
+        """Whether nothing is left to watch, and never will be by this thread."""
+        for positions in [each for each, watch in self._watched.items() if not watch.lives]:
+            del self._watched[positions]
+            self._told.pop(positions, None)
+        with self._lock:
+            self._rests = True  # said before looking, as in `_run`
+            ends = not (self._watched or self._noted or any(self._pending.values()))
+            if ends:
+                self._thread = None
+        return ends
+
+    def _look(self) -> None:
+        """Takes over what was noted, drops what is done, and sees to the oldest of what is not."""
+        while self._noted:
+            issued = self._noted.popleft()
+            self._pending.setdefault(issued.lane, deque()).append(issued)
+            if issued.watch.positions not in self._watched:
+                self._watched[issued.watch.positions] = issued.watch
+                issued.watch.when_gone(self._wakes)
+        for lane in self._pending.values():
+            _drop_done(lane)
+        oldest = [lane[0] for lane in self._pending.values() if lane]
+        for positions, (since, _) in list(self._told.items()):
+            if all(each.since > since for each in oldest):  # it has completed after all
+                del self._told[positions]
+                positions.verdict = None
+        if oldest:
+            self._see_to(min(oldest, key=lambda each: each.since))
+
+    def _see_to(self, issued: _Issued) -> None:
+        """Does about the oldest collective what its age asks for."""
+        watch, waited = issued.watch, time.monotonic() - issued.since
+        limit = watch.limit()
+        if waited < min(_FIRST_LOOK, _FIRST_PART * limit):
+            return
+        number, _ = GroupPositions.told(issued.entry)
+        try:
+            watch.positions.compare_all()
+            watch.require_living(number)
+            others = self._ask(watch, waited) if waited >= min(_ASK, _ASK_PART * limit) else ""
+        except RuntimeError as error:
+            self._tell(issued, 2, str(error))
+            return
+        if watch.time_left(waited) <= 0:
+            self._tell(issued, 2, f"{watch.report(waited, str(issued))}{others}")
+        elif watch.is_late(waited):
+            self._tell(issued, 1, f"{watch.report(waited, str(issued))}{others}")
+
+    def _tell(self, issued: _Issued, gravity: int, text: str) -> None:
+        """Tells the user: once that it is late, once that it will not complete.
+
+        Args:
+            issued: What.
+            gravity: 1 if it may still complete, 2 if not: then the next collective raises.
+            text: What is the matter.
+        """
+        positions = issued.watch.positions
+        since, before = self._told.get(positions, (0.0, 0))
+        if since == issued.since and before >= gravity:
+            return
+        self._told[positions] = issued.since, gravity
+        text += flight_records()
+        if gravity == 2:
+            positions.verdict = text
+            _log.error(text)
+            return
+        try:
+            warnings.warn(text, stacklevel=2)
+        except UserWarning:  # where warnings are errors: there is nobody here to catch one
+            _log.warning(text)
+
+    def _ask(self, watch: Watch, waited: float) -> str:
+        """Tells ranks of other hosts where this one stands, and what they have told.
+
+        Raises:
+            RuntimeError: If one has issued another collective in the place of one of ours.
+        """
+        elsewhere = watch.positions.elsewhere
+        if not elsewhere:
+            return ""
+        now, bulletin = time.monotonic(), bulletin_of(watch.positions)
+        if now - self._asked_at > max(_ASK_PACE, _ASK_PACE_PER_RANK * len(elsewhere)):
+            self._asked_at = now
+            self._pin_up(f"waits since {waited:.0f} s")
+            bulletin.ask()
+        return bulletin.look(elsewhere)
+
+    def _answer(self) -> None:
+        """Tells where this rank stands if another one has asked."""
+        if any(bulletin.asked for bulletin in self._bulletins()):
+            self._pin_up("waits for nothing")
+
+    def _pin_up(self, state: str) -> None:
+        for bulletin in self._bulletins():
+            bulletin.pin_up(state)
+
+    def _bulletins(self) -> list[Bulletin]:
+        there = [positions for positions, watch in self._watched.items() if watch.lives]
+        return [bulletin_of(positions) for positions in there if positions.elsewhere]
+
+
+def _drop_done(lane: deque[_Issued]) -> None:
+    """Drops what has completed, all of which comes before what has not: so few events are asked."""
+    first, end = 0, len(lane)
+    while first < end:
+        middle = (first + end) // 2 if first else 0  # mostly the first is not done, or all are
+        if lane[middle].done:
+            first = middle + 1
+        else:
+            end = middle
+    for _ in range(first):
+        lane.popleft()
+    while lane and not lane[0].watch.lives:
+        lane.popleft()
+
+
+def monitor_of(accelerator: Accelerator) -> Monitor:
+    """Returns the one monitor of an accelerator."""
+    if accelerator.monitor is None:
+        accelerator.monitor = Monitor(accelerator)
+    monitor: Monitor = accelerator.monitor
+    return monitor
+
+
+_all: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for monitor in list(_all):
+        monitor.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,117 @@
+"""`Gathered`: what one parameter's subclass has given to be gathered, and what it makes of what has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Buffer
+from fsdp_wrap._params.extensions.methods import POST, Whole
+
+
+class Gathered:
+    """The memory of one parameter on its way through its subclass.
+
+    Args:
+        whole: What the subclass is told of the parameter.
+        dtype: In which to compute, which it is told as well.
+
+    Attributes:
+        inputs: What is to be gathered of this rank's part.
+        travels: The shape and dtype of each.
+        buffers: For each, the bytes of all ranks.
+    """
+
+    def __init__(self, whole: Whole, dtype: torch.dtype) -> None:
+        self._whole, self._dtype = whole, dtype
+        self._metadata: Any = None
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._besides: list[tuple[torch.UntypedStorage, int]] = []
+        self.inputs: Sequence[torch.Tensor] = ()
+        self.travels: list[tuple[torch.Size, torch.dtype]] = []
+        self.buffers: Sequence[Buffer] = ()
+
+    def ask(self, local: torch.Tensor, module: nn.Module) -> bool:
+        """Asks a part what is to be gathered; returns whether that is known for the first time.
+
+        Raises:
+            TypeError, ValueError: As `Whole.inputs_of` does.
+            RuntimeError: If it is of other shapes or dtypes than before.
+        """
+        self.inputs, self._metadata = self._whole.inputs_of(local, module)
+        before, self.travels = self.travels, [(each.shape, each.dtype) for each in self.inputs]
+        if before and before != self.travels:
+            self.travels, found = before, self.travels
+            raise RuntimeError(
+                f"the {type(local).__name__} in parameter '{self._whole.fqn}' gave tensors of (shape, dtype) "
+                f"{found} to be gathered, and {before} before; they must stay the same"
+            )
+        return not before
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each of the tensors."""
+        return [shape.numel() * dtype.itemsize for shape, dtype in self.travels]
+
+    def lie_in(self, buffers: Sequence[Buffer]) -> None:
+        """Goes over to buffers, one for each of the tensors, that are allocated."""
+        self.buffers = buffers
+        pairs = zip(buffers, self.inputs)
+        self._outputs = tuple(self._whole.joined(buffer.tensor.data, like) for buffer, like in pairs)
+
+    def first(self, local: torch.Tensor) -> torch.Tensor:
+        """Lets the subclass make the full tensor of what has come."""
+        method: Any = getattr(local, POST)
+        unsharded, inner = method(self._outputs, self._metadata, self._dtype)
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in inner}
+        for buffer in self.buffers:
+            storages.pop(buffer.tensor.untyped_storage()._cdata, None)
+        self._besides = [(storage, storage.nbytes()) for storage in storages.values()]
+        return unsharded  # type: ignore[no-any-return]
+
+    def again(self, local: torch.Tensor, leaf: nn.Parameter) -> None:
+        """Lets the subclass fill the leaf that was made of the full tensor."""
+        for storage, nbytes in self._besides:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+        method: Any = getattr(local, POST)
+        method(self._outputs, self._metadata, self._dtype, out=leaf)
+
+    def free(self) -> None:
+        """Frees what the leaf computes with."""
+        if all([buffer.free() for buffer in self.buffers]):
+            for storage, _ in self._besides:
+                storage.resize_(0)
+
+
+class Several(Buffer):
+    """Buffers that come and go together.
+
+    Args:
+        buffers: These.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+        self.nbytes = sum(buffer.nbytes for buffer in buffers)
+
+    @property
+    def allocated(self) -> bool:
+        return all(buffer.allocated for buffer in self._buffers)
+
+    @property
+    def resizable(self) -> bool:
+        return all(buffer.resizable for buffer in self._buffers)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(buffer.holds(tensor) for buffer in self._buffers)
+
+    def allocate(self) -> None:
+        for buffer in self._buffers:
+            buffer.allocate()
+
+    def free(self) -> bool:
+        return all([buffer.free() for buffer in self._buffers])

@@ -1,0 +1,191 @@
+"""`ExtensionLayout`: parameters whose tensors are subclasses that say what travels of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core import MixedPrecisionPolicy, ParamSlot
+from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
+from fsdp_wrap._params.dtensor import DTensorLayout
+from fsdp_wrap._params.extensions.methods import Whole, plain
+from fsdp_wrap._params.layout import Interval, Written
+from fsdp_wrap._params.parallel import DataMesh, held_by_this_rank
+
+_MARK = "_is_param"  # by which torch tells parameters of other classes than its own
+
+
+class ExtensionLayout(DTensorLayout):
+    """Parameters, each cut along its first dimension; the parts stay tensors of the subclass.
+
+    Gradients are plain tensors, which lie and travel as in any `DTensorLayout`. There is no flat shard: an
+    empty one, of the same dtype and device, is in its place.
+
+    Args:
+        slots: The parameters, of one dtype.
+        communicator: Knows the rank.
+        mesh: The ranks over which they are sharded and replicated.
+        name: Name of the segment within its unit.
+        mp_policy: What the subclasses are told of dtypes.
+        offload: Whether the parts live in host memory.
+        pin: Whether that is pinned.
+
+    Attributes:
+        wholes: What each subclass is told of its parameter.
+    """
+
+    extended = True
+
+    def __init__(
+        self,
+        slots: Sequence[ParamSlot],
+        communicator: Communicator,
+        *,
+        mesh: DataMesh,
+        name: str,
+        mp_policy: MixedPrecisionPolicy,
+        offload: bool,
+        pin: bool,
+    ) -> None:
+        self._offload, self._pin = offload, pin
+        dims = [0] * len(slots)
+        super().__init__(slots, communicator, mesh=mesh, dims=dims, name=name, offload=offload, pin=pin)
+        shards = _shard_mesh(mesh)
+        self.wholes = [
+            Whole(cut.fqn, shards, cut.shape, mp_policy, cut.chunk, self._ranks) for cut in self.extents
+        ]
+
+    @property
+    def locals(self) -> Sequence[torch.Tensor]:
+        """This rank's parts, of the subclasses."""
+        return self._pieces
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """For each parameter, a module that holds it."""
+        return [next(iter(places))[0] for places in self.places]
+
+    def _take_over(self, slots: Sequence[ParamSlot]) -> None:
+        params = [slot.param for slot in slots]
+        self._attributes = [*map(_users_attributes, params)]
+        self._adopt_all([self._cut_out(index, held_by_this_rank(each)) for index, each in enumerate(params)])
+        self._stand_for(params)
+        self._follow_places()
+        self.hide_full()
+
+    def _cut_out(self, index: int, param: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a parameter, in memory of its own.
+
+        By the operations that subclasses implement for torch's `fully_shard`, and by no others.
+        """
+        full, rows = param.detach(), self.extents[index].rows(self._rank)
+        chunks = torch.chunk(full, self._ranks, dim=0)
+        own = full.new_zeros(chunks[0].size())
+        if rows:
+            own.narrow(0, 0, rows).copy_(chunks[self._rank])
+        if self._offload and not own.is_meta:
+            own = own.cpu()
+            if self._pin and self._accelerator is not None:
+                own = own.pin_memory()
+        return own.narrow(0, 0, rows)
+
+    def _adopt_all(self, parts: Sequence[torch.Tensor]) -> None:
+        first = parts[0]
+        self._pieces = [*parts]
+        self._shard = torch.empty(0, dtype=first.dtype, device="meta" if first.is_meta else first.device)
+        self.dtype, self.flat_param = first.dtype, nn.Parameter(self._shard, requires_grad=False)
+        self._inner = [*map(_names_of_inner, parts)]
+        self._specs = self._specs_in(self.dtype)
+        self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
+
+    def _adopt_copies(self) -> None:
+        self._adopt_all([piece.new_zeros(piece.size()).copy_(piece) for piece in map(_detached, self.locals)])
+
+    def _take_values(self, found: Sequence[nn.Parameter]) -> None:
+        self._adopt_all([*map(held_by_this_rank, found)])
+
+    # what there is
+
+    def written(self) -> Written:
+        versions, places = [], []
+        for source, piece, names in zip(self.sources, self._pieces, self._inner):
+            inner = [each for each in map(piece.__dict__.get, names) if each is not None] or [piece]
+            versions.append(source._version + piece._version + sum(each._version for each in inner))
+            places.append(hash((id(piece), *(each.data_ptr() for each in inner))))
+        return versions, places
+
+    def intervals(self) -> list[Interval]:
+        raise self._without_numbers()
+
+    def held_by_rank(self) -> list[list[int]]:
+        raise self._without_numbers()
+
+    def write_shard(self, out: torch.Tensor) -> None:
+        raise self._without_numbers()
+
+    def read_shard(self, own: torch.Tensor) -> None:
+        raise self._without_numbers()
+
+    def _without_numbers(self) -> TypeError:
+        return TypeError(
+            f"parameter '{self.fqns[0]}' is a {type(self.locals[0]).__name__}, whose values are no plain "
+            "numbers that could be shown or saved piece by piece: use the DTensor that state_dict() of its "
+            "module has"
+        )
+
+    # buffers
+
+    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return super().split(index, plain(tensor))
+
+    def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
+        """Makes what stands for the leaves until the first values have come; see `become`."""
+        # What subclasses compute with is their own affair.
+        self.memory = [torch.empty(cut.shape, dtype=self.dtype, device="meta") for cut in self.extents]
+        self.leaves = [*map(self._leaf, range(len(self.extents)), self.memory)]
+        self._follow_places()
+        return self.leaves
+
+    def _leaf(self, index: int, unsharded: torch.Tensor) -> nn.Parameter:
+        part = self._parts[index]
+        leaf = nn.Parameter(unsharded, requires_grad=False) if part is None else part.parameter(unsharded)
+        leaf.__dict__.update(self._attributes[index])
+        return leaf
+
+    def become(self, unsharded: Sequence[torch.Tensor]) -> None:
+        """Makes the leaves of what the subclasses have made of the values of all ranks.
+
+        They need gradients where what stood for them did.
+        """
+        for index, (tensor, cut) in enumerate(zip(unsharded, self.extents)):
+            if tensor.size() != cut.shape:  # with the padding
+                tensor = torch.as_strided(tensor, cut.shape, self.wholes[index].stride, 0)
+            leaf = self._leaf(index, tensor)
+            leaf.requires_grad_(self.leaves[index].requires_grad)
+            self.leaves[index] = leaf
+        self._follow_places()
+
+
+_detached = torch.Tensor.detach
+
+
+def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """Returns what users have set on a parameter: not what its class has, which may be the values."""
+    own = param.detach().__dict__
+    return {name: value for name, value in param.__dict__.items() if name not in own and name != _MARK}
+
+
+def _names_of_inner(tensor: torch.Tensor) -> Sequence[str]:
+    """Names the tensors of which a subclass is made."""
+    return tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+
+
+def _shard_mesh(mesh: DataMesh) -> DeviceMesh:
+    """Returns the ranks that have different parts."""
+    names = mesh.mesh.mesh_dim_names
+    return mesh.mesh if mesh.mesh.ndim == 1 or names is None else mesh.mesh[names[-1]]

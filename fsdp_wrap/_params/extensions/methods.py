@@ -1,0 +1,165 @@
+"""The methods by which a tensor subclass says what travels of it, and what is made of what has come.
+
+`fsdp_pre_all_gather` and `fsdp_post_all_gather` are those of `torch.distributed.fsdp.fully_shard`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._core import MixedPrecisionPolicy
+from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
+from fsdp_wrap._params.parallel import held_by_this_rank
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_SIGNATURES = {1, 5}
+
+
+def is_extension(param: torch.Tensor) -> bool:
+    """Whether a parameter's tensor is a subclass that may say itself what travels of it.
+
+    One that is made of other tensors may get the methods later, by an assignment to its instances.
+    """
+    local = held_by_this_rank(param)
+    if type(local) in _PLAIN:
+        return False
+    return hasattr(local, PRE) or hasattr(local, POST) or is_traceable_wrapper_subclass(local)
+
+
+def check_extension(fqn: str, param: torch.Tensor) -> None:
+    """Checks the methods of a subclass, where it has any yet.
+
+    Raises:
+        TypeError: If it has only one of the two, or the first takes neither set of arguments.
+    """
+    local = held_by_this_rank(param)
+    if hasattr(local, PRE) or hasattr(local, POST):
+        check_methods(fqn, local)
+
+
+def check_methods(fqn: str, local: torch.Tensor) -> int:
+    """Checks the methods of a subclass; returns how many arguments the first takes.
+
+    Raises:
+        TypeError: If it has not both, or the first takes neither set of arguments.
+    """
+    missing = [name for name in (PRE, POST) if not hasattr(local, name)]
+    if missing:
+        raise TypeError(
+            f"parameter '{fqn}' is a {type(local).__name__} without {' and '.join(missing)}, so that nothing "
+            "says what is to be gathered of it: define both methods, ignore the parameter with "
+            "ignored_params, or make it a plain torch.nn.Parameter"
+        )
+    method: Any = getattr(local, PRE)
+    arguments = inspect.signature(method).parameters
+    if len(arguments) not in _SIGNATURES:
+        raise TypeError(
+            f"{PRE} of the {type(local).__name__} in parameter '{fqn}' takes "
+            f"{', '.join(arguments) or 'nothing'}; it must take (mesh), or (mesh, outer_size, outer_stride, "
+            "module, mp_policy)"
+        )
+    return len(arguments)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a subclass is told of the whole of which it is a part.
+
+    Attributes:
+        fqn: Name of the parameter within its unit.
+        mesh: The ranks that have the other parts.
+        size: The parameter's.
+        mp_policy: Dtypes of computation and communication.
+        padded: Rows of the largest part.
+        ranks: How many have parts.
+    """
+
+    fqn: str
+    mesh: DeviceMesh
+    size: torch.Size
+    mp_policy: MixedPrecisionPolicy
+    padded: int
+    ranks: int
+
+    @functools.cached_property
+    def stride(self) -> tuple[int, ...]:
+        """The parameter's."""
+        return torch.empty(self.size, device="meta").stride()
+
+    def inputs_of(self, local: torch.Tensor, module: nn.Module) -> tuple[list[torch.Tensor], Any]:
+        """Asks a part what is to be gathered.
+
+        Args:
+            local: The part.
+            module: That holds the parameter.
+
+        Returns:
+            Plain tensors, of the same shapes on all ranks, and what `fsdp_post_all_gather` is told.
+
+        Raises:
+            TypeError: If the methods are not there, or something else than tensors is to be gathered.
+            ValueError: If this part has fewer rows than others, and what is to be gathered of it has not.
+        """
+        arguments: tuple[Any, ...] = (self.mesh,)
+        if check_methods(self.fqn, local) > 1:
+            arguments = (self.mesh, self.size, self.stride, module, self.mp_policy)
+        given: Any = getattr(local, PRE)(*arguments)
+        inputs, metadata = given
+        if isinstance(inputs, torch.Tensor) or not all(isinstance(each, torch.Tensor) for each in inputs):
+            raise TypeError(
+                f"{PRE} of the {type(local).__name__} in parameter '{self.fqn}' must return a tuple of "
+                f"tensors, and what {POST} is to get beside them, not {type(inputs).__name__}"
+            )
+        return [self._padded(plain(each), local) for each in inputs], metadata
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some part has fewer rows than others."""
+        return self.size[0] != self.padded * self.ranks
+
+    def _padded(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Gives what is of a smaller part the shape of what is of the largest."""
+        if not self.uneven:
+            return tensor
+        rows = local.shape[0] if local.numel() else 0
+        if not tensor.ndim or tensor.shape[0] not in (rows, self.padded):  # on all ranks alike
+            raise ValueError(
+                f"parameter '{self.fqn}' of shape {tuple(self.size)} is not divided evenly, and {PRE} of its "
+                f"{type(local).__name__} returned a tensor of shape {tuple(tensor.shape)} on rank "
+                f"{dist.get_rank()}: the first dimension must have its {rows} rows, or {self.padded} as "
+                "on the first rank"
+            )
+        if tensor.shape[0] == self.padded:
+            return tensor
+        full = tensor.new_zeros((self.padded, *tensor.shape[1:]))
+        full[:rows].copy_(tensor)
+        return full
+
+    def joined(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Views bytes of all ranks as `fsdp_post_all_gather` takes them: joined along the first dimension.
+
+        Without the padding, which would not fit the parameter.
+        """
+        values = memory.view(like.dtype)
+        if not like.ndim:
+            return values
+        rows = values.view(self.ranks * like.shape[0], *like.shape[1:])
+        return rows[: self.size[0]] if self.uneven else rows
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that is no subclass, of the same values."""
+    if type(tensor) in _PLAIN:
+        return tensor.detach()
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return values.copy_(tensor.detach())

@@ -1,0 +1,154 @@
+"""`ExtensionSegment`: the memory of parameters that say themselves what travels of them."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from sys import getrefcount
+
+import torch
+
+from fsdp_wrap._comm import Buffer, Communicator
+from fsdp_wrap._core import SegmentDtypes
+from fsdp_wrap._core.torch_private import set_version_counters
+from fsdp_wrap._params.extensions.gathered import Gathered, Several
+from fsdp_wrap._params.extensions.layout import ExtensionLayout
+from fsdp_wrap._params.layout import round_up
+from fsdp_wrap._params.parallel import held_by_this_rank
+from fsdp_wrap._params.segment import Segment
+
+_ALIGNMENT_BYTES = 16
+"""Start of everything in a buffer that travels."""
+
+_VERSION = attrgetter("_version")
+
+
+class ExtensionSegment(Segment):
+    """Parameters of tensor subclasses with what is gathered of them, their leaves and their gradients.
+
+    The buffers hold bytes. How many is known when the subclasses are asked first, so they are empty before.
+    The leaves are made when the first values have come; afterwards the subclasses fill them. What these have
+    in memory besides the buffers is freed and allocated with those.
+
+    Args:
+        layout: How the parameters are cut, and their gradients lie.
+        dtypes: Of which the subclasses are told the param dtype.
+        communicator: Allocates the buffers.
+        contributors: By how much summed gradients are divided.
+    """
+
+    layout: ExtensionLayout
+
+    def __init__(
+        self, layout: ExtensionLayout, dtypes: SegmentDtypes, communicator: Communicator, contributors: float
+    ) -> None:
+        self._values = [Gathered(whole, dtypes.param) for whole in layout.wholes]
+        self._is_made = False
+        self._own_rows: list[torch.Tensor] = []
+        super().__init__(layout, dtypes, communicator, contributors)
+
+    def _make_buffers(self) -> tuple[Buffer, Buffer]:
+        nothing = self._communicator.buffer(0, torch.uint8)
+        return nothing, nothing
+
+    def _alias_full(self) -> None:
+        self._copies = [], []
+        self._write_from_shard()
+
+    def _write_from_shard(self) -> None:
+        self.shard, self.from_host = self.layout.flat_param.data, None
+        self.write_shard = self._write_inputs
+
+    # what travels
+
+    @torch.no_grad()
+    def prepare(self) -> bool:
+        """Asks the subclasses what is to be gathered; returns whether leaves are to be made of it.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As `Gathered.ask` does.
+        """
+        with torch.inference_mode(False):
+            anew = False
+            for values, local, module in zip(self._values, self.layout.locals, self.layout.modules):
+                if local.device != self._communicator.device:
+                    local = local.to(self._communicator.device, non_blocking=True)
+                anew = values.ask(local, module) or anew
+            if anew:
+                self._lay_out()
+        return not self._is_made
+
+    def _lay_out(self) -> None:
+        """Makes the buffers: one of a single tensor; several tensors are taken apart after they travelled."""
+        ranks = self._communicator.size
+        sizes = [nbytes for values in self._values for nbytes in values.nbytes]
+        if len(sizes) == 1:
+            self.full = self.gathered = self._communicator.buffer(ranks * sizes[0], torch.uint8)
+            rows = [self.gathered.data.view(ranks, -1)]
+            apart = [self.full]
+        else:
+            steps = [round_up(size, _ALIGNMENT_BYTES) for size in sizes]
+            self.gathered = self._communicator.buffer(ranks * sum(steps), torch.uint8)
+            wide = torch.split_with_sizes(self.gathered.data.view(ranks, -1), steps, dim=1)
+            rows = [row[:, :size] for row, size in zip(wide, sizes)]
+            # Each has memory of its own: subclasses ask where in its storage a tensor begins.
+            apart = [Buffer(ranks * size, torch.uint8, self._communicator.device) for size in sizes]
+            self.full = Several(apart)
+            self._copies = [each.data.view(ranks, -1) for each in apart], rows
+        self._own_rows = [row[self._communicator.rank] for row in rows]
+        following = iter(apart)
+        for values in self._values:
+            values.lie_in([next(following) for _ in values.travels])
+        self.full.free()
+        self.gathered.free()
+
+    def _write_inputs(self) -> None:
+        inputs = [tensor for values in self._values for tensor in values.inputs]
+        for row, tensor in zip(self._own_rows, inputs):
+            row.copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=True)
+        for values in self._values:
+            values.inputs = ()
+
+    # what comes
+
+    def admit(self, changed: bool, in_place: bool) -> None:
+        stayed = self._rests
+        super().admit(changed, in_place)
+        if not stayed:
+            with torch.inference_mode(False), torch.no_grad():
+                self._convert()
+            set_version_counters(self.counted, tuple(self.versions))
+
+    def _convert(self) -> None:
+        """Lets the subclasses make the leaves of what has come, or fill them."""
+        if self._is_made:
+            for values, local, leaf in zip(self._values, self.layout.locals, self.leaves):
+                values.again(local, leaf)
+            return
+        pairs = zip(self._values, self.layout.locals)
+        self.layout.become([values.first(local) for values, local in pairs])
+        if self.dtypes.arriving != self.dtypes.param:
+            for leaf in self.leaves:
+                leaf.grad_dtype = self.dtypes.arriving
+        self.places = {leaf: index for index, leaf in enumerate(self.leaves)}
+        others = () if self.layout.distributed is None else map(held_by_this_rank, self.leaves)
+        self.counted = (*self.leaves, *others)
+        self._is_made = True
+
+    def free(self) -> None:
+        """Frees what the leaves compute with, save those that somebody keeps.
+
+        What a subclass computes with is not for others to copy. So its memory stays, and gets other values.
+        """
+        if self._admitted:
+            self.versions = [*map(_VERSION, self.counted)]
+            set_version_counters(self.counted, self._freed)
+        self._admitted = self._rests = False
+        if self._held:
+            references = [*map(getrefcount, self.leaves)]
+            self._held = {index: alone for index, alone in self._held.items() if references[index] > alone}
+        for index, values in enumerate([] if self._keeps_memory else self._values):
+            if index not in self._held:
+                values.free()
+
+    def take_in_place(self, index: int) -> None:
+        """Leaves the gradient where it is: what lies in the buffer has another size."""

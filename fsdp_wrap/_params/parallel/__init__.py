@@ -1,0 +1,18 @@
+"""Parameters that are `DTensor`s before they are sharded, as tensor parallelism makes them.
+
+Lives here: which part of such a parameter a rank has, what modules compute with, and how the sharded one lies
+over all meshes.
+May import: `_core`, `_comm`.
+Must never know: how layouts cut what a rank has, and when that happens.
+"""
+
+from fsdp_wrap._params.parallel.data_mesh import DataMesh
+from fsdp_wrap._params.parallel.local_part import (
+    LocalPart,
+    check_beside,
+    dtensor_of,
+    held_by_this_rank,
+    holding,
+    local_parts,
+    make_copyable,
+)

@@ -1,0 +1,221 @@
+"""`DataMesh`: the mesh over which units shard, beside those over which parameters are distributed already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from fsdp_wrap._comm import ShardMesh, ranks_of
+from fsdp_wrap._core import DataParallelMeshDims, WrongKindError
+from fsdp_wrap._core.torch_private import StridedShard, concatenated_mesh, flattened_mesh
+from fsdp_wrap._params.parallel.local_part import LocalPart
+
+Placed = tuple[DeviceMesh, tuple[Placement, ...]]
+"""A mesh, and how a tensor lies over it."""
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """The ranks over which parameters are sharded and replicated.
+
+    Attributes:
+        mesh: Of one dimension (shard, or replicate) or two (replicate, shard).
+        whole: The mesh on which all parameters lie already, if `mesh` is a part of it.
+        dims: The dimensions of `whole` that `mesh` consists of.
+        only_copies: Whether all of `mesh` replicates; where `dims` are given, they say so.
+    """
+
+    mesh: DeviceMesh
+    whole: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
+    only_copies: bool = False
+
+    @classmethod
+    def of(cls, info: Any, device_type: str) -> DataMesh:
+        """Returns what a `FSDPMeshInfo`, `HSDPMeshInfo` or `DDPMeshInfo`, also of torch's, tells.
+
+        Args:
+            info: It.
+            device_type: Of the devices on which the unit computes.
+
+        Raises:
+            TypeError: If it is none.
+            ValueError: If its mesh is on other devices, this rank is not part of it, or its dimensions are
+                not those that shard and replicate.
+        """
+        if not isinstance(getattr(info, "mesh", None), DeviceMesh) or not hasattr(info, "shard_mesh_dim"):
+            raise WrongKindError(
+                f"mesh_info must be a FSDPMeshInfo, HSDPMeshInfo or DDPMeshInfo, not {info!r}"
+            )
+        dims = getattr(info, "dp_mesh_dims", None)
+        mesh = info.mesh if dims is None or info.spmd_mesh is None else info.spmd_mesh
+        if mesh.device_type != device_type:
+            raise ValueError(
+                f"{mesh} is of {mesh.device_type} devices, and the unit computes on {device_type}: pass a "
+                "mesh of the same devices, or shard the module of this parameter by a call of its own"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not part of {mesh}: give each rank the mesh that it belongs to "
+                "(a dimension of one that init_device_mesh made of all ranks)"
+            )
+        if dims is not None:
+            return cls.within(mesh, dims)
+        numbers = [info.replicate_mesh_dim, info.shard_mesh_dim]
+        found = [number + mesh.ndim if number < 0 else number for number in numbers if number is not None]
+        if found != [*range(mesh.ndim)]:
+            raise ValueError(
+                f"replicate_mesh_dim={numbers[0]} and shard_mesh_dim={numbers[1]} of {mesh} must be all of "
+                "its dimensions, in this order: pass the part of it that they stand for, such as mesh['dp'] "
+                "or mesh['replicate', 'shard']"
+            )
+        return cls(mesh, only_copies=info.shard_mesh_dim is None)
+
+    @classmethod
+    def within(cls, whole: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+        """Returns what some dimensions of a mesh make.
+
+        Several that shard, or several that replicate, become one; that makes a process group, and so is
+        collective.
+
+        Raises:
+            ValueError: If the mesh does not have them, or one is named twice.
+        """
+        names, wanted = whole.mesh_dim_names or (), (*dims.replicate_names, *dims.shard_names)
+        missing = [name for name in wanted if name not in names]
+        if missing or len({*wanted}) < len(wanted):
+            raise ValueError(
+                f"dp_mesh_dims names {wanted}, and mesh has the dimensions {names}: name some of these, "
+                "each once (init_device_mesh takes mesh_dim_names)"
+            )
+        parts = [_as_one(whole, each) for each in (dims.replicate_names, dims.shard_names) if each]
+        return cls(parts[0] if len(parts) == 1 else concatenated_mesh(parts), whole, dims)
+
+    @property
+    def ranks(self) -> ShardMesh:
+        """The same, as units take it."""
+        found = ranks_of(self.mesh)
+        only_copies = self.only_copies if self.dims is None else not self.dims.shard_names
+        return ShardMesh(None, found.shard, self.mesh) if only_copies else found
+
+    @property
+    def label(self) -> str:
+        """The names of the dimensions, or their sizes where they have none."""
+        return " x ".join(self.mesh.mesh_dim_names or map(str, self.mesh.shape))
+
+    @property
+    def own_dims(self) -> tuple[str, ...]:
+        """Names of the dimensions of the mesh of distributed parameters that are among these ranks'."""
+        return () if self.dims is None else (*self.dims.replicate_names, *self.dims.shard_names)
+
+    def check(self, fqn: str, param: torch.Tensor) -> None:
+        """Refuses a parameter that is distributed in a way that cannot be sharded further.
+
+        Raises:
+            ValueError: If it is.
+        """
+        part = LocalPart.of(param)
+        if self.whole is not None:
+            self._check_within(fqn, part, self.whole)
+        if part is None:
+            return
+        if not all(isinstance(each, (Shard, StridedShard, Replicate)) for each in part.placements):
+            raise ValueError(
+                f"parameter '{fqn}' is a DTensor with placements {part.placements}; only sharded and "
+                "replicated ones have values that could be sharded further: redistribute it"
+            )
+        try:
+            self.placed(part, 0)
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            raise ValueError(
+                f"parameter '{fqn}' is a DTensor on {part.mesh}, and the mesh to shard over is {self.mesh}; "
+                "both must be slices of one mesh and share no rank but this: make one mesh, say (dp, tp), by "
+                "init_device_mesh(..., mesh_dim_names=('dp', 'tp')), parallelise over mesh['tp'] and pass "
+                f"mesh['dp'] ({error})"
+            ) from error
+
+    def _check_within(self, fqn: str, part: LocalPart | None, whole: DeviceMesh) -> None:
+        found = "a plain tensor" if part is None else f"a DTensor on {part.mesh}"
+        if part is None or part.mesh != whole:
+            raise ValueError(
+                f"parameter '{fqn}' is {found}; with dp_mesh_dims all parameters must be DTensors on "
+                f"the mesh that was passed, {whole} (distribute_tensor(param, mesh, placements))"
+            )
+        for name in self.own_dims:
+            placement = part.placements[_place(whole, name)]
+            if not isinstance(placement, Replicate):
+                raise ValueError(
+                    f"parameter '{fqn}' has the placement {placement} over '{name}', over which dp_mesh_dims "
+                    "is to shard or replicate it; it must be Replicate() there"
+                )
+
+    def placed(self, part: LocalPart | None, dim: int) -> Placed:
+        """Returns how a sharded parameter lies over all meshes.
+
+        Args:
+            part: What the rank had of it before, if it was distributed already.
+            dim: The dimension that is cut.
+
+        Raises:
+            RuntimeError: If there is no mesh that both are parts of.
+        """
+        if self.dims is not None and part is not None:
+            return self._placed_within(part, dim, self.dims)
+        last = Replicate() if self.only_copies else _shard(dim, part, 0)
+        over_data = (*[Replicate()] * (self.mesh.ndim - 1), last)
+        if part is None:
+            return self.mesh, over_data
+        return concatenated_mesh([self.mesh, part.mesh]), (*over_data, *part.placements)
+
+    def _placed_within(self, part: LocalPart, dim: int, dims: DataParallelMeshDims) -> Placed:
+        """Several dimensions that shard are one here, which takes the place of the first."""
+        names, placements = part.mesh.mesh_dim_names or (), [*part.placements]
+        for name in dims.shard_names:
+            index = _place(part.mesh, name)
+            placements[index] = _shard(dim, part, index + 1)
+        if len(dims.shard_names) <= 1:
+            return part.mesh, tuple(placements)
+        meshes: list[DeviceMesh] = []
+        found: list[Placement] = []
+        for name, placement in zip(names, placements):
+            if name == next(each for each in names if each in dims.shard_names):
+                meshes.append(self.mesh)
+                found += [*[Replicate()] * (self.mesh.ndim - 1), placement]
+            elif name not in self.own_dims:
+                meshes.append(part.mesh[name])
+                found.append(placement)
+        return concatenated_mesh(meshes), tuple(found)
+
+
+def _as_one(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flattened_mesh(mesh[tuple(names)], "_".join(names))
+
+
+def _place(mesh: DeviceMesh, name: str) -> int:
+    return (mesh.mesh_dim_names or ()).index(name)
+
+
+def _shard(dim: int, part: LocalPart | None, first: int) -> Placement:
+    """Returns the placement over the ranks that share a part, each of which has some rows of every part.
+
+    Args:
+        dim: The dimension that is cut.
+        part: What the rank had before.
+        first: The first dimension of the part's mesh that counts: it cuts what this placement has cut.
+    """
+    parts = 1
+    if part is not None:
+        sizes = zip(part.mesh.shape[first:], part.placements[first:])
+        parts = math.prod(size for size, placed in sizes if _is_cut(placed, dim))
+    return Shard(dim) if parts == 1 else StridedShard(dim, split_factor=parts)
+
+
+def _is_cut(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, (Shard, StridedShard)) and placement.dim == dim

@@ -1,0 +1,221 @@
+"""`LocalPart`: what this rank has of a parameter that tensor parallelism has distributed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from fsdp_wrap._comm import ShardMesh
+from fsdp_wrap._core.torch_private import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
+
+# The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
+dtensor_of: Callable[[torch.Tensor, DTensorSpec], DTensor]
+dtensor_of = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
+def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank holds of a tensor, looking at which is not collective."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor like another, of which this rank holds something else of the same shape."""
+    return dtensor_of(local, tensor._spec) if isinstance(tensor, DTensor) else local
+
+
+def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    """Lets `copy.deepcopy` copy the `DTensor`s of a state dict.
+
+    It takes the offset of a shard in what holds it for an address, and copies from there; so they get none.
+
+    Args:
+        entries: The state dict.
+        names: Which of them to look at.
+    """
+    for name in names:
+        entry = entries[name]
+        if isinstance(entry, DTensor) and not isinstance(entry, nn.Parameter) and entry.storage_offset():
+            local = entry._local_tensor
+            entries[name] = same = dtensor_of(local.new_empty(0), entry._spec)
+            same._local_tensor = local
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """A parameter that is a `DTensor` before it is sharded; what is sharded is the part that this rank has.
+
+    Attributes:
+        mesh: Over which it is distributed.
+        placements: How.
+        shape: Of the whole parameter.
+        stride: Likewise.
+        own: The dimensions of the mesh over which gradients are averaged by the reduction of the unit.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    own: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, param: torch.Tensor, own: Collection[str] = ()) -> LocalPart | None:
+        """Returns that of a parameter; None of one that is no `DTensor`.
+
+        Args:
+            param: The parameter.
+            own: Names of the mesh's dimensions over which the unit's reduction averages.
+        """
+        if not isinstance(param, DTensor):
+            return None
+        names = param.device_mesh.mesh_dim_names or ()
+        reduced = frozenset(names.index(name) for name in own)
+        return cls(param.device_mesh, param.placements, param.shape, param.stride(), reduced)
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """The same, as `torch.load` reads it from files that it does not trust."""
+        return self.mesh, self.placements, tuple(self.shape), self.stride, sorted(self.own)
+
+    @classmethod
+    def as_described(
+        cls,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        own: list[int],
+    ) -> LocalPart:
+        """Returns that of which `described` tells."""
+        return cls(mesh, placements, torch.Size(shape), stride, frozenset(own))
+
+    def parameter(self, local: torch.Tensor) -> nn.Parameter:
+        """Returns a parameter like the original, whose part on this rank is `local` itself."""
+        param = nn.Parameter(dtensor_of(local, self.spec(local.dtype)), requires_grad=False)
+        param._local_tensor = local  # type: ignore[attr-defined]
+        return param
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Returns what describes the original, in some dtype."""
+        return DTensorSpec(self.mesh, self.placements, TensorMeta(self.shape, self.stride, dtype))
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of what this rank has of the whole parameter, where that lies together."""
+        offsets, sizes = [0] * len(self.shape), [*self.shape]
+        for place, count, placement in zip(
+            self.mesh.get_coordinate() or (), self.mesh.shape, self.placements
+        ):
+            if isinstance(placement, Shard):
+                dim, size = placement.dim, sizes[placement.dim]
+                first = min(place * -(-size // count), size)
+                offsets[dim] += first
+                sizes[dim] = min(-(-size // count), size - first)
+        return tuple(offsets), tuple(sizes)
+
+    @property
+    def cut_dims(self) -> tuple[int, ...]:
+        """Dimensions of the mesh over which ranks have different parts of it."""
+        return tuple(dim for dim, each in enumerate(self.placements) if not isinstance(each, Replicate))
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Of ranks that have different parts of it."""
+        return [self.mesh.get_group(dim) for dim in self.cut_dims]
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether no rank before this one has the same part."""
+        here = self.mesh.get_coordinate() or ()
+        return not any(place for dim, place in enumerate(here) if dim not in self.cut_dims)
+
+    @property
+    def other_groups(self) -> list[dist.ProcessGroup]:
+        """Of the mesh's ranks, without those over which units average."""
+        return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if dim not in self.own]
+
+    def replicated(self, shape: torch.Size) -> LocalPart:
+        """Returns that of a tensor of which every rank of the same mesh has the whole."""
+        stride = torch.empty(shape, device="meta").stride()
+        return LocalPart(self.mesh, tuple(Replicate() for _ in self.placements), shape, stride)
+
+    @property
+    def held_shape(self) -> torch.Size:
+        """The shape of what this rank has."""
+        return self.cut(torch.empty(self.shape, device="meta")).shape
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns what this rank has of something of the whole parameter's shape, to be read."""
+        if any(isinstance(each, StridedShard) for each in self.placements):  # rows that lie apart
+            shared = full.detach()
+            return distribute_tensor(shared, self.mesh, self.placements, src_data_rank=None).to_local()
+        for dim, (first, size) in enumerate(zip(*self.box)):
+            full = full.narrow(dim, first, size)
+        return full
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns the whole of what this rank has a part of; collective over the ranks of the mesh."""
+        return dtensor_of(local, self.spec(local.dtype)).full_tensor()
+
+    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a gradient, placed as the parameter is.
+
+        Collective over the ranks of the mesh where the gradient is placed otherwise (as a sum of all ranks'
+        contributions, say). Over the dimensions in `own` it stays this rank's contribution.
+        """
+        if isinstance(grad, DTensor):
+            wanted = tuple(
+                found if dim in self.own and isinstance(found, (Partial, Replicate)) else placement
+                for dim, (found, placement) in enumerate(zip(grad.placements, self.placements))
+            )
+            if grad.placements != wanted:
+                grad = grad.redistribute(placements=wanted)
+            grad = grad._local_tensor
+        return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+
+
+def check_beside(fqn: str, param: torch.Tensor, ranks: ShardMesh) -> None:
+    """Refuses a parameter of which what a rank has cannot become part of a flat parameter.
+
+    Args:
+        fqn: Its name.
+        param: The parameter.
+        ranks: Over which the flat parameter is sharded and replicated.
+
+    Raises:
+        ValueError: If it is so.
+    """
+    part = LocalPart.of(param)
+    if part is None:
+        return
+    if param.is_meta:
+        raise ValueError(
+            f"parameter '{fqn}' is a DTensor on the meta device: give it values before wrapping "
+            "(module.to_empty(device=...) and initialise it), or use fully_shard"
+        )
+    if not all(type(each) in (Shard, Replicate) for each in part.placements):
+        raise ValueError(
+            f"parameter '{fqn}' is a DTensor with placements {part.placements}; only Shard and Replicate "
+            "can be sharded further: redistribute it"
+        )
+    others = {rank for each in (ranks.shard, ranks.replicate) if each is not None for rank in each.members}
+    if len(others & {*part.mesh.mesh.flatten().tolist()}) != 1:
+        raise ValueError(
+            f"parameter '{fqn}' is a DTensor on {part.mesh}, and the wrapper shards over the ranks "
+            f"{sorted(others)}: they must share no rank but this one. Make one mesh, say (dp, tp), by "
+            "init_device_mesh, parallelise over mesh['tp'], and wrap with device_mesh=mesh['dp']"
+        )
+
+
+def local_parts(params: Sequence[torch.Tensor], own: Collection[str] = ()) -> list[LocalPart | None] | None:
+    """Returns the `LocalPart` of each parameter; None where none is a `DTensor`."""
+    found = [LocalPart.of(param, own) for param in params]
+    return found if any(found) else None

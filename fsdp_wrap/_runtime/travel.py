@@ -1,0 +1,433 @@
+"""`Travel`: small units that travel together, in one gather or one reduction for several.
+
+Which do so follows from the order of the forward or backward before, which all ranks have alike, from what
+units consist of and from how they are set. Where it goes otherwise, each travels by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Collective, UnitCollective
+from fsdp_wrap._core import UNIT_ATTR, EventKind, Phase, check_nbytes, emit, observers
+from fsdp_wrap._params import HandleState, JointGather, JointGradients, ParamHandle, Reduction, Segment
+from fsdp_wrap._runtime.order import ExecOrder
+from fsdp_wrap._runtime.unit import Unit, UnitOptions
+
+_ON_CPU, _ON_ACCELERATOR = 2 << 20, 16 << 20
+"""Bytes that travelling together may take by default."""
+
+
+def default_bytes(device: torch.device) -> int:
+    """Returns how much memory it may take where nobody has said so."""
+    return _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
+
+
+def set_travel_together_bytes(module: nn.Module, nbytes: int | None) -> None:
+    """Decides, from the next outermost forward on, how much memory small units may take to travel together.
+
+    All ranks must call it alike.
+
+    Args:
+        module: The root: a wrapped or sharded module, whose forward is outermost.
+        nbytes: Half of it bounds one gather for several units, half of it one reduction. 0 lets each travel
+            by itself; None is the default of the device.
+
+    Raises:
+        TypeError: If `nbytes` is no int.
+        ValueError: If it is negative, or `module` is neither wrapped nor sharded.
+    """
+    check_nbytes("travel_together_bytes", nbytes)
+    unit: Unit | None = module.__dict__.get(UNIT_ATTR)
+    if unit is None:
+        raise ValueError(
+            f"{type(module).__name__} is neither wrapped nor sharded; pass the root of the model"
+        )
+    unit.set(travel_together_bytes=nbytes)
+
+
+class _Member(NamedTuple):
+    """One of the units that travel together, as it was when that was decided."""
+
+    unit: Unit
+    options: UnitOptions
+    generation: int
+
+    @classmethod
+    def of(cls, unit: Unit) -> _Member:
+        return cls(unit, unit.options, _handle_of(unit).generation)
+
+
+class _Gather(NamedTuple):
+    """A gather for several units, which can be issued again and again.
+
+    Attributes:
+        coming: The units that were expected.
+        members: Those whose shards it gathers.
+        joint: Gathers them.
+        note: Tells other ranks of it.
+        names: Of the members.
+    """
+
+    coming: list[Unit]
+    members: list[_Member]
+    joint: JointGather
+    note: Collective
+    names: tuple[str, ...]
+
+    def fits(self) -> bool:
+        """Whether all members are sharded, and as they were."""
+        for unit, options, generation in self.members:
+            handle = unit.handle
+            if handle is None or handle.state is not HandleState.SHARDED or handle.kept is not None:
+                return False
+            if unit.options is not options or handle.generation != generation or handle.without_values:
+                return False
+            if handle.staying:  # of which little or nothing is gathered
+                return False
+            if handle.transport is not handle.communicator or handle.keeps_storage:
+                return False
+        return True
+
+
+class _Reduction(NamedTuple):
+    """A reduction for several units, which can be issued again and again.
+
+    Attributes:
+        coming: The units whose gradients were expected.
+        members: Those of whose it reduces.
+        segments: Of each of them, the numbers of those that take part; not they, which it would keep.
+        first: Of each, the number of its first segment among all.
+        gradients: The buffer.
+        note: Tells other ranks of it.
+    """
+
+    coming: list[Unit]
+    members: list[_Member]
+    segments: dict[Unit, list[int]]
+    first: dict[Unit, int]
+    gradients: JointGradients
+    note: Collective
+
+    def fits(self) -> bool:
+        """Whether all members are as they were, and the gradients of none are on their way."""
+        for unit, options, generation in self.members:
+            handle = unit.handle
+            if handle is None or handle.reduction is not None or unit.options is not options:
+                return False
+            if handle.transport is not handle.communicator or handle.has_own_reduction:
+                return False
+            if handle.generation != generation or handle.keeps_storage:
+                return False
+        return True
+
+
+class JointReduction:
+    """The gradients of several units, which wait for each other, and their reduction.
+
+    Args:
+        plan: What is reduced, and how.
+
+    Attributes:
+        missing: The units whose gradients are to come.
+        taken: Those whose gradients have come.
+        partial: As of `Reduction`.
+    """
+
+    def __init__(self, plan: _Reduction) -> None:
+        self._plan = plan
+        self.missing = [*plan.segments]
+        self.taken: list[Unit] = []
+        self.partial = False
+        self._segments: list[Segment] = []
+        self._reduction: Reduction | None = None
+
+    def take(self, unit: Unit) -> bool:
+        """Takes a unit's gradients; returns False if these are not what was expected, and travel alone."""
+        handle, gradients = _handle_of(unit), self._plan.gradients
+        expected = [*map(handle.segments.__getitem__, self._plan.segments[unit])]
+        self.missing.remove(unit)
+        if not handle.reduces_just(expected, gradients.dtype):
+            return False
+        counts_unused = unit.options.counts_unused
+        for index, segment in enumerate(expected, self._plan.first[unit]):
+            gradients.take(index, segment.gradients.complete(counts_unused))
+            segment.gradients.free_copied()
+        self.taken.append(unit)
+        self._segments += expected
+        handle.join(self)
+        return True
+
+    def send(self, phase: Phase) -> None:
+        """Issues it, for the units whose gradients have come."""
+        taken, plan = self.taken, self._plan
+        if not taken:
+            return
+        first, handle = taken[0], _handle_of(taken[0])
+        assert first.schedule is not None
+        note = plan.note if len(taken) == len(plan.segments) else _noted_reduction(taken)
+        note.issue(phase, first.schedule.iteration)
+        numbers = [plan.first[unit] + n for unit in taken for n in range(len(plan.segments[unit]))]
+        pending, shard, parts = plan.gradients.reduce(numbers)
+        self.partial = first.defers
+        replicas = None if self.partial else handle.replicas
+        self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
+        for unit in taken if observers else ():
+            nbytes, way = _reduced_nbytes(_handle_of(unit)), handle.communicator.way
+            emit(EventKind.REDUCE, unit.fqn, phase, nbytes, way, _names(taken))
+
+    def finish_reduction(self) -> None:
+        """Waits for it, and hands on its result; as a unit's."""
+        taken = self.taken
+        self.finish()
+        for unit in taken[:1]:
+            if unit.positions.reductions:
+                unit.positions.reduced()
+
+    def finish(self) -> None:
+        """Waits, and hands the sums to the segments of all units."""
+        reduction = self._end()
+        if reduction is not None:
+            reduction.finish()
+        self._plan.gradients.free()
+
+    def abandon(self) -> None:
+        """Waits, and drops what was to be reduced, of all units."""
+        segments, reduction = self._segments, self._end()
+        if reduction is not None:
+            reduction.abandon()
+        for segment in segments:
+            segment.gradients.drop()
+        self._plan.gradients.free()
+
+    def _end(self) -> Reduction | None:
+        taken, self.taken, self.missing, self._segments = self.taken, [], [], []
+        for unit in taken:
+            if unit.handle is not None:  # else its module has gone since
+                unit.handle.leave_reduction(self.partial)
+        reduction, self._reduction = self._reduction, None
+        return reduction
+
+
+class Travel:
+    """Decides which units of a schedule travel together, and issues what they share.
+
+    Args:
+        order: In which they run.
+
+    Attributes:
+        most: The most bytes of a unit that may, and of all that do so at once.
+        waiting: The gradients that wait for those of other units.
+    """
+
+    def __init__(self, order: ExecOrder) -> None:
+        self._order = order
+        self.most = 0
+        self.waiting: JointReduction | None = None
+        self._gathers: dict[tuple[Unit, Phase], _Gather] = {}  # by the unit that issues it
+        self._reductions: dict[tuple[Unit, bool], _Reduction] = {}  # by the first, and whether it defers
+
+    def allow(self, nbytes: int) -> None:
+        """Decides how much memory it may take: half of it for parameters, half for gradients."""
+        if self.most != nbytes // 2:
+            self.most = nbytes // 2
+            self._gathers.clear()
+            self._reductions.clear()
+
+    # parameters
+
+    def gather(self, unit: Unit, coming: list[Unit], phase: Phase) -> Sequence[Unit]:
+        """Issues the gather of a sharded unit, together with those of units that are expected next.
+
+        Args:
+            unit: It.
+            coming: The units that are expected, in their order.
+            phase: Where in the iteration this is.
+
+        Returns:
+            The other units whose gather was issued with it.
+        """
+        plan = self._gathers.get((unit, phase))
+        if plan is None or plan.coming != coming or not plan.fits():
+            plan = self._plan_gather(unit, coming, phase)
+        if plan is None:
+            unit.gather(phase)
+            return ()
+        assert unit.schedule is not None
+        plan.note.issue(phase, unit.schedule.iteration)
+        units = [member.unit for member in plan.members]
+        rides = plan.joint.issue([_handle_of(each).segments for each in units])
+        for each, ride in zip(units, rides):
+            each.ride(ride, phase, plan.names)
+        return units[1:]
+
+    def companions_of(self, unit: Unit) -> list[str]:
+        """Returns the names of the units with which one was gathered last in a forward; none if alone."""
+        runs = [run.names for (_, phase), run in self._gathers.items() if phase is Phase.FORWARD]
+        return [name for names in runs if unit.fqn in names for name in names if name != unit.fqn]
+
+    def _plan_gather(self, unit: Unit, coming: list[Unit], phase: Phase) -> _Gather | None:
+        """Decides with which of the coming units one travels; returns None if with none."""
+        self._gathers.pop((unit, phase), None)
+        run = [unit]
+        if phase is Phase.BACKWARD:
+            expected = [each for each in coming if each.options.unshards_in_backward]
+        else:
+            expected = coming
+        if expected and self._may_ride(unit):
+            run += self._companions(unit, expected, self._may_ride, lambda handle: handle.travelling_nbytes)
+        if len(run) == 1:
+            return None
+        joint = JointGather(_handle_of(unit).communicator, [_handle_of(each).segments for each in run])
+        first, *others = [each.positions.gather for each in run]
+        plan = _Gather(coming, [*map(_Member.of, run)], joint, first.with_others(others), _names(run))
+        self._gathers[unit, phase] = plan
+        return plan
+
+    def _may_ride(self, unit: Unit) -> bool:
+        handle = unit.handle
+        if handle is None or handle.state is not HandleState.SHARDED or handle.kept is not None:
+            return False
+        if handle.staying:  # of which little or nothing is gathered
+            return False
+        if not self._is_small(unit, handle, handle.travelling_nbytes) or handle.without_values:
+            return False
+        return unit.positions.gather.is_known
+
+    def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
+        """Whether nothing speaks against it that holds for parameters and gradients."""
+        fits = 0 < nbytes <= self.most and handle.communicator.size > 1
+        return fits and not unit.options.gradients_in_place and handle.travels_plainly
+
+    def _companions(
+        self,
+        unit: Unit,
+        coming: Iterable[Unit],
+        may: Callable[[Unit], bool],
+        size: Callable[[ParamHandle], int],
+    ) -> list[Unit]:
+        """Returns those of the coming units that fit beside a unit; those that may not are passed over."""
+        kin, left = _kin_of(unit), self.most - size(_handle_of(unit))
+        found: list[Unit] = []
+        for each in coming:
+            if each is unit or each in found or not may(each) or _kin_of(each) != kin:
+                continue
+            left -= size(_handle_of(each))
+            if left < 0:
+                break
+            found.append(each)
+        return found
+
+    # gradients
+
+    def take(self, unit: Unit) -> bool:
+        """Takes the gradients of a unit that are to wait for others'; returns False if they travel alone."""
+        self._order.reduced.append(unit)
+        waiting = self.waiting
+        if waiting is None:
+            plan = self._expected(unit)
+            if plan is None:
+                return False
+            waiting = self.waiting = JointReduction(plan)
+        if unit not in waiting.missing:
+            return False
+        if waiting.take(unit):
+            return True
+        self._reductions.clear()  # what they hold has changed
+        return False
+
+    def _expected(self, unit: Unit) -> _Reduction | None:
+        """Returns what is to be reduced together, from a unit on; None if that travels alone."""
+        coming, defers = self._order.coming_to_reduce(), unit.defers
+        plan = self._reductions.get((unit, defers))
+        if plan is None or plan.coming != coming or not plan.fits():
+            plan = self._plan_reduction(unit, coming, defers)
+        return plan
+
+    def _plan_reduction(self, unit: Unit, coming: list[Unit], defers: bool) -> _Reduction | None:
+        self._reductions.pop((unit, defers), None)
+        if not coming or not self._may_wait(unit):
+            return None
+        dtypes = _dtypes_of(unit)
+
+        def may(each: Unit) -> bool:
+            same = each.defers == defers and self._may_wait(each)
+            return same and _dtypes_of(each) == dtypes
+
+        units = [unit, *self._companions(unit, coming, may, _reduced_nbytes)]
+        if len(units) == 1:
+            return None
+        numbers: dict[Unit, list[int]] = {}
+        first: dict[Unit, int] = {}
+        taking: list[Segment] = []
+        for each in units:
+            handle, first[each] = _handle_of(each), len(taking)
+            found = handle.reduced_segments()
+            numbers[each] = [*map(handle.segments.index, found)]
+            taking += found
+        gradients = JointGradients(_handle_of(unit).communicator, taking)
+        members, note = [*map(_Member.of, units)], _noted_reduction(units)
+        plan = self._reductions[unit, defers] = _Reduction(coming, members, numbers, first, gradients, note)
+        return plan
+
+    def _may_wait(self, unit: Unit) -> bool:
+        handle = unit.handle
+        if handle is None or handle.reduction is not None or not handle.trainable or not unit.options.syncs:
+            return False
+        if not self._is_small(unit, handle, _reduced_nbytes(handle)) or not handle.communicator.keeps_notes:
+            return False
+        return len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
+
+    def send(self, phase: Phase) -> JointReduction | None:
+        """Issues the reduction of the gradients that wait, if any; returns it."""
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None:
+            waiting.send(phase)
+        return waiting
+
+    def forget(self) -> None:
+        """Forgets the gradients that wait, which the units drop."""
+        self.waiting = None
+
+
+def _handle_of(unit: Unit) -> ParamHandle:
+    assert unit.handle is not None
+    return unit.handle
+
+
+def _kin_of(unit: Unit) -> tuple[object, ...]:
+    """What is equal for units that share groups, ways to communicate and memory for that."""
+    handle = _handle_of(unit)
+    communicator, replicas = handle.communicator, handle.replicas
+    ways = communicator, type(communicator), replicas, type(replicas)
+    return *ways, communicator.memory, unit.options.reduces_apart
+
+
+def _names(units: Iterable[Unit]) -> tuple[str, ...]:
+    return tuple(unit.fqn for unit in units)
+
+
+def _reduction_note(unit: Unit) -> UnitCollective:
+    positions = unit.positions
+    return positions.reduction_in_copy if unit.defers else positions.reduction
+
+
+def _noted_reduction(units: Iterable[Unit]) -> Collective:
+    first, *others = map(_reduction_note, units)
+    return first.with_others(others)
+
+
+def _reduced_nbytes(handle: ParamHandle) -> int:
+    return sum(
+        segment.layout.numel * segment.gradients.travels_in.itemsize for segment in handle.reduced_segments()
+    )
+
+
+def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
+    """Returns the dtypes in which a unit's gradients travel and are summed."""
+    segments = _handle_of(unit).reduced_segments()
+    return {(segment.gradients.travels_in, segment.dtypes.reduce) for segment in segments}

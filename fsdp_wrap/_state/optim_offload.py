@@ -1,0 +1,104 @@
+"""State of optimizers in host memory between steps, while parameters and gradients stay on the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_wrap._comm import Accelerator, accelerator_of, await_arrivals, copy_to_device, copy_to_host
+from fsdp_wrap._params import held_by_this_rank, holding
+
+_PIN = "_fsdp_pins_state"  # an attribute, since copies of parameters take it over
+
+_Pairs = dict[Accelerator, list[tuple[torch.Tensor, torch.Tensor]]]
+
+_Moved = tuple[nn.Parameter, dict[str, Any], str, torch.Tensor]
+"""A parameter, its state, a key there, and what is to stand there."""
+
+_homes: MutableMapping[nn.Parameter, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
+"""Of a parameter whose state is on the device: by key, where it came from."""
+
+
+def offload_optimizer_state(params: Iterable[nn.Parameter], pin: bool = True) -> None:
+    """Keeps the state that any of torch's optimizers has of some parameters in host memory between steps.
+
+    It comes to the device when a step begins, and goes back when that ends. The host waits for that, since
+    users may look at the state then. Numbers without dimensions, as counts of steps, stay where they are.
+
+    Args:
+        params: The parameters. On the CPU nothing changes.
+        pin: Whether the memory is pinned.
+    """
+    _watch()
+    for param in params:
+        param.__dict__[_PIN] = pin
+
+
+@functools.cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_bring)
+    register_optimizer_step_post_hook(_send_back)
+
+
+def _states(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[nn.Parameter, dict[str, Any], Accelerator]]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if _PIN in param.__dict__ and param in optimizer.state:
+                accelerator = accelerator_of(param.device)
+                if accelerator is not None:
+                    yield param, optimizer.state[param], accelerator
+
+
+def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    found = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
+    return [(key, value) for key, value in found if value.dim() and held_by_this_rank(value).numel()]
+
+
+@torch.no_grad()
+def _bring(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    pairs: _Pairs = {}
+    moved: list[_Moved] = []
+    for param, state, accelerator in _states(optimizer):
+        for key, value in _tensors(state):
+            home = held_by_this_rank(value)
+            if accelerator.is_on_host(home):
+                there = torch.empty(home.shape, dtype=home.dtype, device=held_by_this_rank(param).device)
+                moved.append((param, state, key, holding(value, there)))
+                pairs.setdefault(accelerator, []).append((there, home))
+    for accelerator, copies in pairs.items():
+        copy_to_device(accelerator, copies).wait()
+    # Only now: if there is no memory for all, the state is what it was.
+    for param, state, key, value in moved:
+        _homes.setdefault(param, {})[key] = held_by_this_rank(state[key])
+        state[key] = value
+
+
+@torch.no_grad()
+def _send_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    pairs: _Pairs = {}
+    moved: list[_Moved] = []
+    for param, state, accelerator in _states(optimizer):
+        homes = _homes.pop(param, {})
+        for key, value in _tensors(state):
+            there = held_by_this_rank(value)
+            if accelerator.is_on_host(there):
+                continue
+            home = homes.get(key)
+            if home is None or home.shape != there.shape or home.dtype != there.dtype:
+                home = accelerator.empty_on_host(there.numel(), there.dtype, param.__dict__[_PIN])
+                home = home.view(there.shape)
+            moved.append((param, state, key, holding(value, home)))
+            pairs.setdefault(accelerator, []).append((home, there))
+    for accelerator, copies in pairs.items():
+        copy_to_host(accelerator, copies)
+        await_arrivals(accelerator)  # so the next forward finds the memory of the device free
+    for _, state, key, value in moved:
+        state[key] = value

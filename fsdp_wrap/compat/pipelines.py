@@ -1,0 +1,83 @@
+"""What torch's pipeline stages need of our units, beyond names.
+
+A stage keeps what its microbatches share: it gathers and reduces once in a step, and may compute gradients of
+inputs before those of parameters. The latter it asks of `parameters()`, which gives ours sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_wrap._core import torch_private as torchs
+from fsdp_wrap._fsdp_module import FSDPModule
+from fsdp_wrap._runtime import schedule_of, units_in
+from fsdp_wrap.compat.installation import Installation
+
+__all__ = ["adapt_stages"]
+
+_Method = Callable[..., Any]
+
+
+def adapt_stages(installation: Installation) -> None:
+    """Lets torch's pipeline stages run modules that our `fully_shard` has sharded as they run torch's."""
+    stage = torchs.pipeline_stage()
+    for name, adapted in (("forward_one_chunk", _forward), ("backward_maybe_with_nosync", _backward)):
+        installation.rebind(stage, name, adapted(getattr(stage, name)))
+
+
+def _forward(theirs: _Method) -> _Method:
+    @wraps(theirs)
+    def forward_one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.has_backward and isinstance(self.submod, FSDPModule):
+            # As each backward does. So what the first forward keeps for its backward is there for the second.
+            self.submod.set_reshard_after_backward(False)
+        return theirs(self, *args, **kwargs)
+
+    return forward_one_chunk
+
+
+def _backward(theirs: _Method) -> _Method:
+    @wraps(theirs)
+    def backward_maybe_with_nosync(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        if backward_type == "full" or not units_in(self.submod):
+            return theirs(self, backward_type, *args, **kwargs)
+        if not isinstance(self.submod, FSDPModule):
+            raise RuntimeError(
+                f"the module of pipeline stage {self.stage_index} ({type(self.submod).__name__}) on rank "
+                f"{dist.get_rank()} has sharded parameters, but fully_shard was not applied to itself, so "
+                "nothing would reduce the gradients that its schedule computes after those of inputs; apply "
+                "fully_shard to it, or use a schedule that computes both at once, such as Schedule1F1B"
+            )
+        with _leading_to_leaves(self.submod, shows=backward_type == "weight"):
+            return theirs(self, backward_type, *args, **kwargs)
+
+    return backward_maybe_with_nosync
+
+
+@contextmanager
+def _leading_to_leaves(module: nn.Module, shows: bool) -> Iterator[None]:
+    """Lets `module.parameters()` give the full parameters, which graphs lead to, in memory or not.
+
+    Args:
+        module: A stage's.
+        shows: Whether the modules show them as well, for what is computed again: where backwards begin in
+            the middle of the graph, no gradient of an output tells the units so.
+    """
+    units = [*dict.fromkeys(units_in(module).values())]
+    segments = chain.from_iterable(unit.handle.segments for unit in units if unit.handle is not None)
+    pairs = [zip(segment.layout.sources, segment.leaves) for segment in segments]
+    leaves = dict(chain.from_iterable(pairs))
+    given = [leaves.get(param, param) for param in module.parameters()]
+    vars(module)["parameters"] = lambda: iter(given)
+    with ExitStack() as undo:
+        undo.callback(vars(module).pop, "parameters")
+        for unit in units if shows else ():
+            undo.enter_context(schedule_of(unit).showing(unit))
+        yield

@@ -1,0 +1,487 @@
+"""Collectives that do not complete where the host does not wait: who is told, when, and what it costs.
+
+Ranks are threads with simulated accelerators, whose hosts run ahead of the other ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from bed.accelerator import Simulation, run_simulated
+from fronts import FRONTS
+from fsdp_wrap._comm import positions
+from fsdp_wrap._comm.watching import bulletin, monitor, watch
+from stream_programs import batch, wrapped
+
+LIMIT = 1.0  # seconds
+
+
+class Clock:
+    """That of monitors. It stands until a test lets time pass, so a slow machine misses no stage of a report.
+
+    Attributes:
+        now: Seconds.
+    """
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(monitor, "time", made)
+    monkeypatch.setattr(watch, "time_limit", lambda *_: timedelta(seconds=LIMIT))
+    monkeypatch.setattr(monitor, "_PACE", 0.01)
+    monkeypatch.setattr(monitor, "_REST", 0.02)
+    monkeypatch.setattr(monitor, "_ASK_PACE", 0.02)
+    return made
+
+
+@pytest.fixture
+def hosts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank can read what another one has noted."""
+    alone = lambda job, group, rank, ranks: positions._Sheet.unseen(rank, ranks)  # noqa: E731
+    monkeypatch.setattr(positions._Job, "sheet", alone)
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits for something that a thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def warmed_up(rank: int, device: Simulation, front: str = "orig") -> nn.Module:
+    """Returns a model that has trained, and lets the host run ahead from now on."""
+    model = wrapped(front)
+    for step in range(2):
+        model(batch(rank, step)).square().sum().backward()
+        model.zero_grad()
+    dist.barrier()
+    device.runs_ahead = True
+    return model
+
+
+def here() -> positions.GroupPositions:
+    assert dist.group.WORLD is not None
+    return positions.positions_of(dist.group.WORLD)
+
+
+def run_two(program: Callable[[int, Simulation, Callable[[], None]], None]) -> list[str]:
+    """Runs a program on two ranks; returns what was warned of.
+
+    Args:
+        program: Gets the rank, its accelerator, and what waits for the other rank.
+    """
+    together = threading.Barrier(2, timeout=60)
+
+    def body(rank: int, device: Simulation) -> None:
+        program(rank, device, lambda: str(together.wait()))
+        device.runs_ahead = False
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_simulated(2, body)
+    return [str(each.message) for each in caught if "time limit" in str(each.message)]
+
+
+def wait_until_late(clock: Clock, device: Simulation) -> None:
+    """Lets time pass until a warning comes, but no more."""
+    clock.now += 0.5 * LIMIT
+    until(lambda: device.monitor._told)
+
+
+def refused(model: nn.Module, rank: int) -> str:
+    """Returns why a rank may not communicate any more."""
+    until(lambda: here().verdict)
+    with pytest.raises(RuntimeError) as failed:
+        model(batch(rank, 9))
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_rank_that_does_not_come_is_reported_by_unit(front, caplog, clock):
+    """First in a warning, in which it may still come; then in the log, and by the next collective."""
+    told = {}
+
+    def program(rank, device, meet):
+        model = warmed_up(rank, device, front)
+        if rank == 0:
+            model(batch(rank, 2))
+            wait_until_late(clock, device)
+            assert here().verdict is None
+            clock.now += LIMIT
+            told[0] = refused(model, rank)
+        meet()
+
+    late = run_two(program)
+    assert len(late) == 1, late
+    for text in (late[0], told[0], caplog.text):
+        assert "has not completed (on the gather lane; number " in text
+        assert "gathers unit '0' (forward of iteration 3)" in text or "gathers the root unit" in text
+        assert "the group's time limit is 1.0 s\nWhere the ranks stand:" in text
+        assert "rank 0 (this one): in or after" in text and "rank 1 (alive): in or after" in text
+    first = [line for line in told[0].splitlines() if line.startswith("  rank 1")]
+    assert "(forward of iteration 3)" not in first[0]
+
+
+def test_a_rank_that_comes_after_all(caplog, clock):
+    """Who was late is nobody's error."""
+
+    def program(rank, device, meet):
+        model = warmed_up(rank, device)
+        if rank == 0:
+            model(batch(rank, 2))
+            wait_until_late(clock, device)
+            clock.now += LIMIT
+            until(lambda: here().verdict)
+            meet()
+        else:
+            meet()
+            model(batch(rank, 2))
+        until(lambda: here().verdict is None)
+        meet()
+        meet()
+
+    assert run_two(program) and "time limit" in caplog.text
+
+
+def test_ranks_that_run_different_units(clock):
+    """Who comes second is told at once. The first has gone on, and is told as well."""
+    told = {}
+
+    def program(rank, device, meet):
+        model = warmed_up(rank, device, "composable")
+        if rank == 0:
+            model[0](batch(rank, 2))
+        meet()
+        if rank == 1:
+            with pytest.raises(RuntimeError) as failed:
+                model[1](batch(rank, 2))
+            told[1] = str(failed.value)
+        else:
+            clock.now += 0.1 * LIMIT
+            told[0] = refused(model[2], rank)
+        meet()
+
+    run_two(program)
+    assert len(told) == 2
+    for text in told.values():
+        assert "rank 0 gathers unit '0'" in text and "rank 1 gathers unit '1'" in text
+        assert "must run the same units in the same order" in text
+
+
+@pytest.mark.usefixtures("hosts_apart")
+def test_ranks_of_other_hosts_that_run_different_units(clock):
+    """Their gathers differ in size, so neither ends, and each looks for what the other did."""
+    told = {}
+
+    def program(rank, device, meet):
+        model = warmed_up(rank, device, "composable")
+        (model if rank else model[0])(batch(rank, 2))
+        meet()
+        if rank == 0:
+            clock.now += 0.2 * LIMIT
+        told[rank] = refused(model[1], rank)
+        meet()
+
+    run_two(program)
+    assert len(told) == 2
+    for rank, text in told.items():
+        did = ["rank 0 gathers unit '0'", "rank 1 gathers the root unit"]
+        here, there = did[rank], did[1 - rank]
+        assert "ranks communicate for different units: " in text and "as collective number " in text
+        assert text.index(here) < text.index(there), text
+
+
+@pytest.mark.usefixtures("hosts_apart")
+def test_a_rank_of_another_host_that_waits_for_nothing_answers(clock):
+    told = {}
+
+    def program(rank, device, meet):
+        model = warmed_up(rank, device)
+        if rank == 0:
+            model(batch(rank, 2))
+            wait_until_late(clock, device)
+            board = bulletin.Bulletin(here())
+            until(lambda: "waits for nothing" in board.look([1]))
+            clock.now += LIMIT
+            told[0] = refused(model, rank)
+        meet()
+
+    assert run_two(program)
+    answer = "rank 1 (another host): waits for nothing; last collective, number "
+    assert answer in told[0], told
+
+
+def test_training_goes_unnoticed(caplog, clock):
+    """No warning, no report, and no thread that outlives the groups."""
+
+    def program(rank, device, meet):
+        model = warmed_up(rank, device)
+        for step in range(2):
+            until(lambda: device.monitor._rests)
+            meet()
+            clock.now += 10 * LIMIT  # what was not seen to have completed would be late
+            model(batch(rank, step)).square().sum().backward()
+        until(lambda: device.monitor._rests)
+        meet()
+
+    before = {each.ident for each in threading.enumerate()}
+    assert not run_two(program) and not caplog.text
+    gc.collect()
+    until(lambda: {each.ident for each in threading.enumerate()} <= before)
+
+
+def test_models_are_not_kept():
+    """While a group's thread sleeps."""
+    gone = []
+
+    def program(rank, device, meet):
+        model = warmed_up(rank, device)
+        reference = weakref.ref(model[0] if isinstance(model, nn.Sequential) else model)
+        meet()
+        del model
+        gc.collect()
+        gone.append(reference() is None)
+        meet()
+
+    run_two(program)
+    assert gone == [True, True]
+
+
+# The monitor alone
+
+
+class Event:
+    """Counts how often it is asked."""
+
+    def __init__(self, done: bool = False) -> None:
+        self.done, self.asked, self.error = done, 0, None
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+
+class Somewhere:
+    """Stands for a group, its positions and its watch."""
+
+    verdict: str | None = None
+    elsewhere = ()
+    lives = True
+
+    def __init__(self) -> None:
+        self.positions = self
+
+    def latest(self) -> bytes:
+        return positions._ENTRY.pack(7, b"gathers unit 'a'", 2, 0)
+
+    def when_gone(self, wakes: Any) -> None:
+        self.wakes = wakes
+
+    def limit(self) -> float:
+        return LIMIT
+
+    def compare_all(self) -> None:
+        return None
+
+    def time_left(self, waited: float) -> float:
+        return LIMIT - waited
+
+    def is_late(self, waited: float) -> bool:
+        return False
+
+    def require_living(self, number: int) -> None:
+        assert number == 7
+
+    def report(self, waited: float, what: str) -> str:
+        return what
+
+
+class Alone:
+    """An accelerator that has nothing but a monitor."""
+
+    prepared = 0
+    monitor: Any = None
+
+    def prepare_to_ask(self) -> None:
+        self.prepared += 1
+
+
+@pytest.fixture
+def one() -> Iterator[tuple[monitor.Monitor, Somewhere, Alone]]:
+    accelerator, group = Alone(), Somewhere()
+    made = monitor.monitor_of(accelerator)  # type: ignore[arg-type]
+    yield made, group, accelerator
+    group.lives = False
+    if made._thread is not None:
+        made._wakes.put(None)
+        until(lambda: made._thread is None)
+
+
+def test_few_events_are_asked(one):
+    """Those of a lane complete in order."""
+    made, group, _ = one
+    events = [Event(done=number < 700) for number in range(1000)]
+    lane = monitor.deque(monitor._Issued(each, 0.0, "gather", group, b"") for each in events)
+    monitor._drop_done(lane)
+    assert len(lane) == 300 and lane[0].event is events[700]
+    assert sum(each.asked for each in events) <= 12
+    before = events[700].asked
+    monitor._drop_done(lane)
+    assert len(lane) == 300 and events[700].asked == before + 1
+    assert sum(each.asked for each in events) <= 13
+
+
+def test_a_thread_that_has_nothing_to_look_after_sleeps(one, monkeypatch):
+    made, group, accelerator = one
+    monkeypatch.setattr(monitor, "_REST", 60.0)
+    assert made._thread is None, "before anything was issued there is none"
+    event = Event()
+    made.note(event, "gather", group)
+    until(lambda: event.asked > 2)
+    assert accelerator.prepared == 1
+    event.done = True
+    until(lambda: made._rests)
+    thread, asked = made._thread, event.asked
+    time.sleep(0.1)
+    assert event.asked == asked and made._thread is thread
+    again = Event()
+    made.note(again, "reduce", group)
+    until(lambda: again.asked > 2)
+    assert made._thread is thread and accelerator.prepared == 1
+    again.error = RuntimeError("CUDA error: the group was aborted")
+    until(lambda: made._rests)
+    group.lives = False
+    made._wakes.put(None)  # as when the group is collected
+    until(lambda: not thread.is_alive())
+    assert made._thread is None and not made._watched
+    group.lives = True
+    last = Event(done=True)
+    made.note(last, "gather", group)
+    until(lambda: last.asked)
+
+
+def test_what_is_noted_while_a_thread_ends_is_seen_to(one):
+    made, group, _ = one
+    last, other = Event(done=True), Somewhere()
+    noting = threading.Thread(target=made.note, args=(last, "gather", other))
+
+    class Noted(monitor.deque):  # type: ignore[type-arg]
+        def __bool__(self) -> bool:
+            found = len(self) > 0
+            if made._lock.locked() and not group.lives and not noting.ident:
+                noting.start()
+                noting.join(0.2)
+            return found
+
+    made._noted = Noted()
+    event = Event()
+    made.note(event, "gather", group)
+    until(lambda: event.asked)
+    group.lives = False
+    until(lambda: last.asked)
+    other.lives = False
+
+
+def test_what_is_pending_for_a_group_that_has_gone_is_dropped(one):
+    made, group, _ = one
+    made.note(Event(), "gather", group)
+    until(lambda: made._watched)
+    thread = made._thread
+    group.lives = False
+    until(lambda: not thread.is_alive())
+    assert group.verdict is None
+
+
+def test_a_fault_of_the_monitor_does_not_end_it(one, caplog, monkeypatch):
+    made, group, _ = one
+    monkeypatch.setattr(group, "limit", lambda: 1 / 0)
+    event = Event()
+    made.note(event, "gather", group)
+    until(lambda: "cannot look after collectives" in caplog.text)
+    monkeypatch.undo()
+    event.done = True
+    until(lambda: made._rests)
+
+
+def test_a_forked_process_watches_nothing_of_its_parents(one):
+    made, group, _ = one
+    event = Event()
+    made.note(event, "gather", group)
+    until(lambda: event.asked)
+    child = os.fork()
+    if child == 0:  # only to look, and to end at once
+        fresh = made._thread is None and not made._pending and not made._noted and made._rests
+        other = Event(done=True)
+        made.note(other, "gather", group)
+        end = time.monotonic() + 10
+        while not other.asked and time.monotonic() < end:
+            time.sleep(0.005)
+        os._exit(0 if fresh and other.asked else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    asked = event.asked
+    until(lambda: event.asked > asked)
+    event.done = True
+
+
+def test_torchs_flight_recorder_is_asked(monkeypatch):
+    entry = {
+        "profiling_name": "nccl:all_gather",
+        "collective_seq_id": 5,
+        "process_group": ["0", "default_pg"],
+    }
+    active = {**entry, "state": "started", "input_sizes": [[3]]}
+    done = {**entry, "state": "completed"}
+    for entries in ([], [done]):
+        monkeypatch.setattr(watch, "dump_flight_records", lambda *_, e=entries: json.dumps({"entries": e}))
+        assert watch.flight_records() == ""
+    monkeypatch.setattr(
+        watch, "dump_flight_records", lambda *_: json.dumps({"entries": [done] + 6 * [active]})
+    )
+    told = watch.flight_records().splitlines()
+    assert told[1] == "Torch's flight recorder has not seen complete:" and told[-1] == "  2 more"
+    assert told[2] == "  nccl:all_gather of [[3]], number 5 of group 0 default_pg: started" and len(told) == 7
+    monkeypatch.setattr(watch, "dump_flight_records", lambda *_: b"not JSON")
+    assert watch.flight_records() == ""
+    monkeypatch.undo()
+    watch.flight_records()  # torch's own
+
+
+def test_a_store_that_has_gone_is_not_asked_again():
+    class Store:
+        calls = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.calls += 1
+            raise dist.DistNetworkError("connection reset")
+
+    class Agreement:
+        store, name = Store(), "group"
+
+    class Positions:
+        agreement = Agreement()
+
+    board = bulletin.Bulletin(Positions())  # type: ignore[arg-type]  # whose store has one connection
+    assert not board.asked and not board.asked
+    assert Store.calls == 0 and Agreement.store.calls == 1

@@ -1,0 +1,177 @@
+"""Memory of a GPU, and where the host waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bed import ranks
+from fronts import FRONTS, no_sync, shard
+from fsdp_wrap import CPUOffload, ShardingStrategy, record_events
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import WRAPPINGS, Transformer, loss_of, tokens
+from on_cuda import each_device, memory_of, no_waiting, on_devices, only_cuda, over_the_group, place_of
+from stream_programs import BF16, NO_SHARD, OFFLOAD, Layer, batch, wrapped
+
+each_front = pytest.mark.parametrize("front", FRONTS)
+OPTIONS = {
+    "nothing": {},
+    "accumulation": {"accumulates": True},
+    "checkpointing": {"checkpoints": True},
+    "offload": {"cpu_offload": OFFLOAD},
+    "mixed_precision": {"mixed_precision": BF16},
+    "no_shard": {"sharding_strategy": NO_SHARD},
+    "forward_prefetch": {"forward_prefetch": True},
+}
+ALL_HAVE = ("nothing", "accumulation", "checkpointing", "offload")
+CHOICES = [(front, name) for front in FRONTS for name in OPTIONS if front != "composable" or name in ALL_HAVE]
+RESIDENT = [(front, name) for front, name in CHOICES if name != "offload"]
+
+
+def _in_training(front, place, accumulates=False, **options):
+    """What takes one step of a model, with batches that are on the device already."""
+    model = wrapped(front, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    batches = [batch(0, number).to(place) for number in range(2)]
+
+    def step():
+        if accumulates:
+            with no_sync(model):
+                model(batches[1]).square().sum().backward()
+        model(batches[0]).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize(("front", "name"), CHOICES)
+@on_devices
+def test_peak_is_the_same_in_every_step_and_nothing_more_is_reserved(rank, world_size, device, front, name):
+    place = place_of(device, rank)
+    with over_the_group(device == "cuda"):  # gloo's threads let go of memory when they like
+        step = _in_training(front, place, **OPTIONS[name])
+        taken = [memory_of(place, step) for _ in range(6)]
+    assert len(set(taken[2:])) == 1 and taken[2].peak > 0 == taken[2].kept, taken
+
+
+@pytest.mark.parametrize(("front", "name"), RESIDENT)
+@on_devices
+def test_the_host_never_waits(rank, world_size, device, front, name):
+    place = place_of(device, rank)
+    with over_the_group():
+        step = _in_training(front, place, **OPTIONS[name])
+        for _ in range(2):  # in the first step ranks compare the model
+            step()
+        with no_waiting(place):
+            for _ in range(2):
+                step()
+
+
+@only_cuda
+@ranks(1, backend="nccl", timeout=240)
+def test_waiting_is_noticed(rank, world_size):
+    """Otherwise the test above would say nothing."""
+    place = place_of("cuda", rank)
+    value = torch.rand(3, device=place)
+    with pytest.raises(RuntimeError, match="synchroniz"), no_waiting(place):
+        value.sum().item()
+
+
+def _squares(front, place, units=6, width=1024):
+    """Units of one matrix each, and the bytes of a unit."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(units)]
+    model = shard(front, nn.Sequential(*blocks).to(place), ModuleWrapPolicy({nn.Linear}))
+    return model, 4 * width * width
+
+
+@each_front
+@each_device
+@ranks(1, backend=None, timeout=240)
+def test_one_of_eight_ranks_that_send_nothing(rank, world_size, device, front):
+    """Few units are whole at a time, and gathers are issued ahead of the units that need them."""
+    place = place_of(device, rank)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    model, unit = _squares(front, place)
+    x = torch.rand(4, 1024, device=place)
+    for _ in range(3):
+        model(x).sum().backward()
+        model.zero_grad()
+    losses = []
+    with record_events() as events:
+        forward = memory_of(place, lambda: losses.append(model(x).sum()))
+        backward = memory_of(place, lambda: losses.pop().backward())
+    shards = 6 * unit // 8
+    assert unit <= forward.peak <= 2.1 * unit, forward.peak / unit
+    assert unit <= forward.kept + backward.peak <= 3.1 * unit + shards, backward.peak / unit
+    kinds = [event.kind.value for event in events]
+    assert kinds.count("unshard") >= 2 * 6 - 2 and kinds.count("reduce") == 6
+    in_backward = [event for event in events if event.phase.value == "backward"]
+    gathers = [event.unit for event in in_backward if event.kind.value == "unshard"]
+    done = [event.unit for event in in_backward if event.kind.value == "post_backward"]
+    order = [(event.kind.value, event.unit) for event in in_backward]
+    ahead = [
+        order.index(("unshard", later)) < order.index(("post_backward", earlier))
+        for earlier, later in zip(done, done[1:])
+        if later in gathers
+    ]
+    assert len(ahead) >= 3 and all(ahead), order
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@on_devices
+def test_offload_trains_what_does_not_fit(rank, world_size, device, use_orig_params):
+    """Parameters, gradients and Adam states take three times the memory that the process may allocate."""
+    place = place_of(device, rank)
+    blocks, width = (12, 1024) if device == "cuda" else (2, 32)
+    model = Transformer(blocks=blocks, width=width)
+    needed = 4 * sum(param.numel() * 4 for param in model.parameters()) / world_size
+    if device == "cuda":
+        assert torch.cuda.mem_get_info(place)[0] > needed, "another process uses this GPU"
+        total = torch.cuda.get_device_properties(place).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(needed / 3 / total, place)
+    wrapped = shard(
+        "orig" if use_orig_params else "flat",
+        model,
+        WRAPPINGS["block"](),
+        cpu_offload=CPUOffload(offload_params=True),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        device_id=None if device == "cpu" else place,
+    )
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
+    batch, losses = tokens(rank, 0).to(place), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        losses.append(loss_of(wrapped, batch))
+        losses[-1].backward()
+        wrapped.clip_grad_norm_(1.0)
+        optimizer.step()
+    assert {param.device.type for param in wrapped.parameters()} == {"cpu"}
+    assert losses[-1].item() < losses[0].item()
+
+
+@each_front
+@on_devices
+def test_units_on_a_device_that_is_not_current(rank, world_size, device, front):
+    """Streams, buffers and pinned memory are the unit's, whichever device is current."""
+    last = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.device_count() - 1)
+    place_of(device, 0)
+    if world_size > 1:
+        pytest.skip("each rank has its own device")
+    for options in ({}, {"cpu_offload": OFFLOAD}):
+        if front == "composable" and last.index:
+            pytest.skip("a mesh is on the current device")
+        extra = {} if front == "composable" or device == "cpu" else {"device_id": last}
+        model = wrapped(front, **options, **extra)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(0, step).to(last)).square().sum().backward()
+            optimizer.step()
+        assert model(torch.rand(2, 16, device=last)).device == last
+    assert sum(isinstance(module, Layer) for module in model.modules()) == 3

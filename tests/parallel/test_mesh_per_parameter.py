@@ -1,0 +1,562 @@
+"""Parameters of one unit on several meshes: a mixture of experts, as a plain model in float64."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_functions
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import moe_nets
+from bed import ranks
+from bed.sampling import few_fast
+from fronts import full
+from fsdp_wrap import (
+    CPUOffloadPolicy,
+    EventKind,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Phase,
+    api,
+    checkpoint,
+    fully_shard,
+    iter_full_params,
+    record_events,
+    set_gradients_in_place,
+)
+from fsdp_wrap import distributed_state_dict as our_functions
+from fsdp_wrap.clip_grad import clip_grad_norm_
+from scenario import Scenario, pairwise
+
+SPACE: dict[str, Sequence[Any]] = {
+    "replicas": [False, True],
+    "experts": ["shard", "columns", "hybrid", "copies"],
+    "accumulation": ["T", "FT", "TT", "PT"],
+    "precision": ["none", "float32", "reduced"],
+    "frozen": ["nothing", "router", "up", "blocks"],
+    "reshard": [None, True, False, 2],
+    "offload": [False, True],
+    "together": [0, None],
+    "stays": [0, 1 << 20],
+    "reducing": [1, 3],
+    "in_place": [False, True],
+    "shared_memory": [False, True],
+}
+""""P" stands for a backward that reduces and does not sum over the replicas."""
+
+
+def frozen_of(model: nn.Module, which: str) -> list[nn.Parameter]:
+    wanted = {"nothing": "-", "up": ".up", "router": "router.", "blocks": "blocks."}[which]
+    return [param for name, param in model.named_parameters() if wanted in name]
+
+
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    if precision == "none":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(torch.float32, torch.float64 if precision == "reduced" else None)
+
+
+def place_of(experts: str, mesh: Any) -> Any:
+    """What `shard_placement_fn` is to be."""
+    if experts == "hybrid":
+        both = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "edp", "ep"))
+        data = both["copies", "edp"]
+        return both["ep"], moe_nets.placing(api.HSDPMeshInfo(data, shard_mesh_dim=1, replicate_mesh_dim=0))
+    edp, ep = mesh
+    if experts == "copies":
+        return ep, moe_nets.placing(api.DDPMeshInfo(edp, replicate_mesh_dim=0))
+    return ep, moe_nets.placing(moe_nets.info_of(edp), Shard(1) if experts == "columns" else None)
+
+
+def check(scenario: Scenario) -> None:
+    rank, exact = dist.get_rank(), scenario["precision"] == "none"
+    data, *mesh = moe_nets.meshes(scenario["replicas"])
+    ep, place = place_of(scenario["experts"], mesh)
+    reference, model = moe_nets.net(), moe_nets.distribute(moe_nets.net(), ep)
+    for each in (reference, model):
+        for param in frozen_of(each, scenario["frozen"]):
+            param.requires_grad_(False)
+    moe_nets.shard(
+        model,
+        fully_shard,
+        mesh=data,
+        reshard_after_forward=True
+        if scenario["replicas"] and scenario["reshard"] == 2
+        else scenario["reshard"],
+        mp_policy=policy_of(scenario["precision"]),
+        offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
+        shard_placement_fn=place,
+        travel_together_bytes=scenario["together"],
+        keep_unsharded_bytes=scenario["stays"],
+        shared_memory=scenario["shared_memory"],
+    )
+    model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
+    set_gradients_in_place(model, scenario["in_place"])
+    near = {"rtol": 0, "atol": 1e-12 if exact else 5e-5}
+    optimizer, plain = (
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for each in (model, reference)
+    )
+    for step in range(2):
+        for number, synced in enumerate(scenario["accumulation"]):
+            tokens = moe_nets.batches(10 * step + number)
+            model.set_requires_gradient_sync(synced != "F")
+            model.set_requires_all_reduce(synced != "P")
+            found = moe_nets.loss_of(model, tokens[rank])
+            losses = [moe_nets.loss_of(reference, each) for each in tokens]
+            torch.testing.assert_close(found.double(), losses[rank], **near)
+        for (name, param), other in zip(model.named_parameters(), reference.parameters()):
+            assert (param.grad is None) == (other.grad is None), name
+            if param.grad is not None:
+                other.grad /= moe_nets.RANKS
+                torch.testing.assert_close(full(param.grad), other.grad, msg=name, **near)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    for (name, param), other in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
+
+
+@ranks(4)
+@pytest.mark.parametrize("part", few_fast(range(4), 2))
+def test_training_equals_a_plain_model(rank, world_size, part):
+    for scenario in pairwise(SPACE, seed=22)[part::4]:
+        try:
+            check(scenario)
+        except Exception as error:
+            raise AssertionError(str(scenario)) from error
+
+
+class Side:
+    """A mixture of experts with its optimizer, sharded or plain."""
+
+    def __init__(
+        self,
+        seed: int,
+        sharded: bool = True,
+        shard: Any = fully_shard,
+        classes: Any = api,
+        columns: Any = None,
+    ) -> None:
+        self.model = moe_nets.net(seed)
+        if sharded:
+            data, edp, ep = moe_nets.meshes()
+            place = moe_nets.placing(moe_nets.info_of(edp, classes), columns, classes)
+            moe_nets.distribute(self.model, ep)
+            moe_nets.shard(self.model, shard, mesh=data, shard_placement_fn=place)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def state(self, functions: Any = our_functions, whole: bool = False) -> dict[str, Any]:
+        options = torch_functions.StateDictOptions(full_state_dict=whole)
+        model, optim = functions.get_state_dict(self.model, self.optimizer, options=options)
+        return {"model": model, "optim": optim}
+
+    def take(self, state: dict[str, Any], functions: Any = our_functions, whole: bool = False) -> None:
+        options = torch_functions.StateDictOptions(full_state_dict=whole)
+        functions.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+            options=options,
+        )
+
+    def step(self, seed: int, bound: float) -> torch.Tensor:
+        """A step with clipped gradients; returns their norm before."""
+        tokens = moe_nets.batches(seed)
+        if hasattr(self.model, "unshard"):
+            moe_nets.loss_of(self.model, tokens[dist.get_rank()])
+        else:
+            for each in tokens:
+                moe_nets.loss_of(self.model, each)
+            for param in self.model.parameters():
+                param.grad /= moe_nets.RANKS
+        norm = clip_grad_norm_(self.model.parameters(), bound)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+def assert_equal(one: Side, other: Side, atol: float) -> None:
+    """Parameters and optimizer states have the same values."""
+    pairs = zip(one.model.named_parameters(), other.model.parameters())
+    for (name, param), twin in pairs:
+        torch.testing.assert_close(full(param.detach()), full(twin.detach()), rtol=0, atol=atol, msg=name)
+        states = one.optimizer.state[param], other.optimizer.state[twin]
+        assert states[0].keys() == states[1].keys() and states[0], name
+        for key, value in states[0].items():
+            wanted = full(states[1][key])
+            torch.testing.assert_close(full(value), wanted, rtol=0, atol=atol, msg=f"{name}, {key}")
+
+
+@ranks(4)
+@pytest.mark.parametrize("way", ["dcp", "torch-dcp", "folder", "full"])
+def test_clipped_steps_around_a_checkpoint_equal_those_of_a_plain_model(rank, world_size, way, tmp_path):
+    plain, model = Side(0, sharded=False), Side(0)
+    bound = 0.3
+    for seed in range(3):
+        expected, found = plain.step(seed, bound), model.step(seed, bound)
+        assert expected > bound  # else nothing is clipped
+        torch.testing.assert_close(full(found), expected, rtol=1e-12, atol=0)
+    taker = Side(1)
+    if way == "folder":
+        checkpoint.save(tmp_path, model.model, model.optimizer)
+        checkpoint.load(tmp_path, taker.model, taker.optimizer)
+    elif way == "full":
+        taker.take(model.state(whole=True), whole=True)
+    else:
+        functions = our_functions if way == "dcp" else torch_functions
+        dcp.save(model.state(functions), checkpoint_id=tmp_path)
+        taker.step(7, bound)  # so that there is a state to load into
+        state = taker.state(functions)
+        dcp.load(state, checkpoint_id=tmp_path)
+        taker.take(state, functions)
+    assert_equal(taker, model, 0)
+    for seed in range(3, 5):
+        torch.testing.assert_close(full(taker.step(seed, bound)), plain.step(seed, bound), rtol=1e-11, atol=0)
+    assert_equal(taker, plain, 1e-11)
+
+
+@ranks(4)
+def test_a_plain_model_reads_the_checkpoint(rank, world_size, tmp_path):
+    model, plain = Side(0), Side(1, sharded=False)
+    model.step(0, 1.0)
+    plain.step(0, 1.0)
+    dcp.save(model.state(), checkpoint_id=tmp_path)
+    state = plain.state(torch_functions)
+    dcp.load(state, checkpoint_id=tmp_path)
+    plain.take(state, torch_functions)
+    assert_equal(model, plain, 0)
+    for name, value in model.model.state_dict().items():
+        assert torch.equal(value.full_tensor(), plain.model.get_parameter(name)), name
+
+
+@ranks(4)
+@pytest.mark.skipif(not hasattr(torch_common, "ShardPlacementResult"), reason="this torch has no such thing")
+@pytest.mark.parametrize("columns", [None, Shard(1)], ids=["rows", "columns"])
+def test_torchs_classes_do_and_shards_are_those_of_upstream(rank, world_size, columns):
+    model = Side(0, classes=torch_common, columns=columns)
+    theirs = Side(0, shard=torch_fsdp.fully_shard, classes=torch_common, columns=columns)
+    for seed in range(2):
+        model.step(seed, 1.0)
+        theirs.step(seed, 1.0)
+    for (name, found), expected in zip(model.model.state_dict().items(), theirs.model.state_dict().values()):
+        assert found.placements == expected.placements, name
+        assert found.device_mesh == expected.device_mesh, name
+        torch.testing.assert_close(found.to_local(), expected.to_local(), rtol=0, atol=1e-12, msg=name)
+
+
+class Sums(nn.Module):
+    """Multiplies its parameters by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("dense", "own", "hybrid", "copied")
+        for number, name in enumerate(names, 1):
+            self.register_parameter(name, nn.Parameter(torch.full((6, 2), float(number)).double()))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return sum(number * param.sum() for number, param in enumerate(self.parameters(), 1)) * factor
+
+
+def sums(model: Sums | None = None, **options: Any) -> Sums:
+    """Parameters on four meshes, the first the default."""
+    model = model or Sums()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    infos = {
+        model.own: api.FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0),
+        model.hybrid: api.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+        model.copied: api.DDPMeshInfo(mesh["ep"], replicate_mesh_dim=0),
+    }
+
+    told = {param: api.ShardPlacementResult(None, info) for param, info in infos.items()}
+    return fully_shard(model, shard_placement_fn=told.get, **options)
+
+
+def run(model: nn.Module, rank: int) -> None:
+    model(torch.tensor(rank + 1.0, dtype=torch.float64)).backward()
+
+
+@ranks(4)
+def test_each_mesh_averages_over_its_own_ranks(rank, world_size):
+    model = sums()
+    layouts = {name: (param.device_mesh.ndim, param.placements) for name, param in model.named_parameters()}
+    assert layouts == {
+        "dense": (1, (Shard(0),)),
+        "own": (1, (Shard(0),)),
+        "hybrid": (2, (Replicate(), Shard(0))),
+        "copied": (1, (Replicate(),)),
+    }
+    run(model, rank)
+    edp, ep = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    for number, (members, name) in enumerate(
+        zip((range(4), edp, range(4), ep), ("dense", "own", "hybrid", "copied")), 1
+    ):
+        mean = number * sum(member + 1.0 for member in members) / len(members)
+        found = full(model.get_parameter(name).grad)
+        assert torch.equal(found, torch.full_like(found, mean)), name
+    model.set_gradient_divide_factor(8.0)
+    model.zero_grad()
+    run(model, rank)
+    assert torch.equal(full(model.own.grad), torch.full((6, 2), 2 * sum(r + 1.0 for r in edp) / 8).double())
+
+
+@ranks(4)
+@pytest.mark.parametrize("reshard", [None, True])
+def test_each_mesh_has_its_own_collectives(rank, world_size, reshard):
+    model = sums(reshard_after_forward=reshard)
+    with record_events() as events:
+        run(model, rank)
+    units = ["", "(mesh 2: edp)", "(mesh 3: edp x ep)", "(mesh 4: ep)"]
+    for kind, each in ((EventKind.UNSHARD, 2 if reshard else 1), (EventKind.REDUCE, 1)):
+        told = [event.unit for event in events if event.kind is kind]
+        assert sorted(told) == sorted(units * each), kind
+
+
+@ranks(4)
+def test_a_mesh_that_is_no_parameters_makes_no_unit(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    info = api.FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0)
+    model = fully_shard(Sums(), shard_placement_fn=lambda _: api.ShardPlacementResult(Shard(0), info))
+    with record_events() as events:
+        run(model, rank)
+    assert {event.unit for event in events} == {""}
+    assert all(param.device_mesh == mesh["edp"] for param in model.parameters())
+
+
+@ranks(4)
+def test_methods_reach_all_meshes(rank, world_size):
+    model = sums(reshard_after_forward=True)
+    shapes = {name: param.to_local().shape for name, param in model.named_parameters()}
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    assert not any(isinstance(getattr(model, name), DTensor) for name in shapes)
+    model.reshard()
+    assert all(getattr(model, name).to_local().shape == shape for name, shape in shapes.items())
+    model.set_requires_gradient_sync(False)
+    run(model, rank)
+    assert not any(full(param.grad).any() for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    run(model, rank)
+    assert all(full(param.grad).all() for param in model.parameters())
+    model.set_keep_unsharded_bytes(1 << 20)
+    with torch.no_grad():
+        model(torch.ones((), dtype=torch.float64))
+    found = re.search(r"(\d+) bytes stay unsharded", repr(model))
+    assert found is not None and int(found[1]) >= 4 * 12 * 8
+    model.float()
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+    seen: list[int] = []
+    model.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    model(torch.ones(())).backward()
+    assert len(seen) == 4
+
+
+@ranks(4)
+def test_a_deep_copy_trains_on_its_own(rank, world_size):
+    model = sums()
+    other = copy.deepcopy(model)
+    for each, factor in ((model, 1), (other, 2)):
+        with torch.no_grad():
+            for param in each.parameters():
+                param.mul_(factor)
+        run(each, rank)
+    for one, two in zip(model.parameters(), other.parameters()):
+        assert torch.equal(2 * full(one.detach()), full(two.detach()))
+        assert torch.equal(full(one.grad), full(two.grad)) and two.device_mesh == one.device_mesh
+
+
+@ranks(4)
+def test_a_dropped_model_is_freed_without_the_garbage_collector(rank, world_size):
+    gc.disable()
+    try:
+        model = sums()
+        run(model, rank)
+        param = weakref.ref(model.own)
+        del model
+        assert param() is None
+    finally:
+        gc.enable()
+
+
+class Tied(nn.Module):
+    """Uses a parameter of the layer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Sums()
+        self.alias = self.inner.own
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return self.inner(factor) + self.alias.square().sum() * factor
+
+
+@ranks(4)
+def test_a_tied_parameter_is_lent_by_the_unit_of_its_mesh(rank, world_size):
+    model = Tied()
+    sums(model.inner)
+    fully_shard(model)
+    run(model, rank)
+    factors = [member + 1.0 for member in (rank % 2, rank % 2 + 2)]
+    expected = sum(factor * (2 + 2 * 2.0) for factor in factors) / 2
+    assert torch.equal(full(model.alias.grad), torch.full((6, 2), expected).double())
+
+
+@ranks(4)
+def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("half",))
+    dp = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    shard, hybrid = api.FSDPMeshInfo, api.HSDPMeshInfo
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (None, shard(mesh, shard_mesh_dim=0), ValueError, "must be all of its dimensions, in this order"),
+        (None, hybrid(mesh, 0, 1), ValueError, r"replicate_mesh_dim=1 and shard_mesh_dim=0"),
+        (None, mesh, TypeError, "must be a FSDPMeshInfo"),
+        (None, None, TypeError, "must be a FSDPMeshInfo"),
+        (
+            None,
+            shard(_as_meta(mesh["edp"]), 0),
+            ValueError,
+            "is of meta devices, and the unit computes on cpu",
+        ),
+        (Shard(2), shard(mesh["edp"], 0), ValueError, "no dimension 2"),
+        (Shard(1), shard(dp, 0), ValueError, "must be a multiple of the 4 ranks"),
+        (Replicate(), shard(mesh["edp"], 0), TypeError, "must return a Shard"),
+        (Shard(0), api.DDPMeshInfo(mesh["edp"], None, 0), ValueError, "its placement must be None"),
+    ]
+    if rank > 1:
+        cases.append((None, shard(half, 0), ValueError, rf"rank {rank} is not part of DeviceMesh"))
+    for placement, info, kind, message in cases:
+        model = Sums()
+        before = dict(model.named_parameters())
+        told = {before["own"]: api.ShardPlacementResult(placement, info)}
+        with pytest.raises(kind, match=message) as caught:
+            fully_shard(model, shard_placement_fn=told.get)
+        assert "parameter 'own'" in str(caught.value)
+        assert all(param is before[name] for name, param in model.named_parameters())
+        assert type(model) is Sums
+    with pytest.raises(ValueError, match=r"'blocks\.0\.up' is a DTensor .* both must be slices of one mesh"):
+        data, edp, ep = moe_nets.meshes()
+        place = moe_nets.placing(moe_nets.info_of(dp))
+        fully_shard(moe_nets.distribute(moe_nets.net(), ep), mesh=data, shard_placement_fn=place)
+    for cls in (api.FSDPMeshInfo, api.DDPMeshInfo, api.HSDPMeshInfo, api.DataParallelMeshInfo):
+        with pytest.raises(ValueError, match=f"{cls.__name__} needs"):
+            cls(mesh)
+
+
+def _as_meta(mesh: DeviceMesh) -> DeviceMesh:
+    """The same, as of devices that compute nothing."""
+    other = copy.copy(mesh)
+    other._device_type = "meta"
+    return other
+
+
+class Chain(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Sums() for _ in range(3)])
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            factor = torch.tanh(layer(factor))
+        return factor
+
+
+@ranks(4)
+def test_backward_gathers_a_module_before_it_prefetches_the_next(rank, world_size):
+    model = Chain()
+    for layer in model.layers:
+        sums(layer, reshard_after_forward=True)
+    fully_shard(model, travel_together_bytes=0)
+    run(model, rank)
+    with record_events() as events:
+        run(model, rank)
+    told = [each.unit for each in events if each.kind is EventKind.UNSHARD and each.phase is Phase.BACKWARD]
+    layers = [unit.split()[0] for unit in told]
+    assert layers == [f"layers.{number}" for number in (2, 1, 0) for _ in range(4)]
+    backward = [(each.unit.split()[:1], each.kind) for each in events if each.phase is Phase.BACKWARD]
+    assert backward.index((["layers.1"], EventKind.UNSHARD)) < backward.index(
+        (["layers.2"], EventKind.REDUCE)
+    )
+
+
+class Lists(nn.Module):
+    """Two layers that make one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Sums(), Sums()
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(factor) / 1000))
+
+
+@ranks(4)
+def test_a_list_of_modules_has_parameters_on_several_meshes(rank, world_size):
+    plain, model = Lists(), Lists()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    info = api.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    own = {param: api.ShardPlacementResult(None, info) for param in (model.first.own, model.second.own)}
+    fully_shard([model.first, model.second], shard_placement_fn=own.get, reshard_after_forward=True)
+    fully_shard(model)
+    for _ in range(2):
+        run(model, rank)
+        for each in range(world_size):
+            run(plain, each)
+    for (name, param), other in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(full(param.grad), other.grad / world_size, rtol=1e-12, atol=0, msg=name)
+
+
+@ranks(4)
+def test_parameters_get_values_after_sharding(rank, world_size):
+    with torch.device("meta"):
+        model = Sums()
+    sums(model)
+    assert all(param.is_meta for param in model.parameters())
+    with pytest.raises(
+        RuntimeError, match=r"of the root unit \(.*\) \(mesh 2: edp\) are on the meta device.*own"
+    ):
+        run(model, rank)
+    model.to_empty(device="cpu")
+    given = sums()
+    model.load_state_dict(given.state_dict())
+    run(model, rank)
+    run(given, rank)
+    for (name, param), other in zip(model.named_parameters(), given.named_parameters()):
+        assert torch.equal(full(param.detach()), full(other[1].detach())), name
+        assert torch.equal(full(param.grad), full(other[1].grad)), name
+    found = dict(iter_full_params(model))
+    assert list(found) == ["dense", "own", "hybrid", "copied"]
+    assert all(torch.equal(value, full(given.get_parameter(name))) for name, value in found.items())
+
+
+@ranks(4)
+def test_messages_name_the_parameter_below_the_root(rank, world_size):
+    model = Chain()
+    for layer in model.layers:
+        sums(layer, reshard_after_forward=True)
+    fully_shard(model)
+
+    def edit(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.own.mul_(2)
+
+    model.layers[1].register_forward_pre_hook(edit)
+    message = r"unit 'layers\.1 \(mesh 2: edp\)' .*'layers\.1\.own'"
+    with pytest.raises(RuntimeError, match=message):
+        run(model, rank)

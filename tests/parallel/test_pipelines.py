@@ -1,0 +1,564 @@
+"""Torch's pipeline schedules over stages that `fully_shard` has sharded, on (pipeline, data) meshes.
+
+Gradients are compared with those of a plain model in float64 that sees the batches of all data ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from bed import RankFailure, ranks, run_isolated
+from bed.references import Traffic, count_collectives
+from fronts import full
+from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, compat, fully_shard
+from fsdp_wrap._params import HandleState
+from fsdp_wrap._runtime import units_in
+from scenario import Scenario, pairwise
+
+MICROBATCHES, ROWS, WIDTH, STEPS = 4, 2, 6, 3
+UNITS = 3
+"""Of a stage."""
+
+PLACES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+"""How many stages a rank has, one every second place."""
+
+IN_V = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose ranks have two stages, of which the last is the first's neighbour."""
+
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Those that compute gradients of inputs before those of parameters."""
+
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+SCHEDULES = [*PLACES, *IN_V]
+
+
+class Stage(nn.Module):
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm, self.checkpoints = nn.LayerNorm(WIDTH), checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints:
+            return x + checkpoint(self.inner, x, use_reentrant=False)
+        return x + self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(self.norm(x))))
+
+
+def numbers_of(schedule: str, place: int) -> tuple[int, ...]:
+    """The stages of a rank."""
+    if schedule in IN_V:
+        return (place, 3 - place)
+    return tuple(place + 2 * each for each in range(PLACES[schedule]))
+
+
+def shard(stage: Stage, mesh: DeviceMesh, way: Any = fully_shard, **options: Any) -> Any:
+    for linear in (stage.first, stage.second):
+        way(linear, mesh=mesh, **options)
+    return way(stage, mesh=mesh, **options)
+
+
+def batches(step: int, data_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    shape = (2, data_ranks, MICROBATCHES * ROWS, WIDTH)
+    inputs, targets = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return inputs, targets
+
+
+class Pipeline:
+    """One rank's stages of a pipeline of two ranks, in its data-parallel group, beside the plain model."""
+
+    def __init__(self, schedule: str, mesh: DeviceMesh, checkpoints: bool = False) -> None:
+        self.name, self.mesh = schedule, mesh
+        self.group, self.data = mesh.get_group("pipeline"), mesh[mesh.mesh_dim_names[1:]]
+        self.numbers = numbers_of(schedule, mesh.get_coordinate()[0])
+        self.total = 2 * len(self.numbers)
+        torch.manual_seed(0)
+        self.plain = [Stage(checkpoints).double() for _ in range(self.total)]
+        self.own = {number: copy.deepcopy(self.plain[number]) for number in self.numbers}
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def train(self) -> None:
+        """Makes the optimizers."""
+        for stages in (self.plain, self.own.values()):
+            params = [p for stage in stages for p in stage.parameters() if p.requires_grad]
+            self.optimizers.append(torch.optim.SGD(params, lr=0.3, momentum=0.9))
+
+    def schedule(self, of_stages: Any = None, **options: Any) -> Any:
+        """Torch's schedule of the stages."""
+        from torch.distributed import pipelining
+
+        if self.name in IN_V and VERSION < (2, 12):  # whose ranks would tell themselves shapes, by messages
+            example = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+            of_stages = {**(of_stages or {}), "input_args": (example,), "output_args": (example,)}
+        stages = [
+            pipelining.PipelineStage(
+                stage, number, self.total, torch.device("cpu"), group=self.group, **(of_stages or {})
+            )
+            for number, stage in self.own.items()
+        ]
+        if self.name in IN_V and VERSION < (2, 12):  # gloo connects no rank with itself
+            for stage in stages:
+                stage._get_init_p2p_neighbors_ops = list
+        cls = getattr(pipelining, f"Schedule{self.name}")
+        given = stages[0] if len(stages) == 1 else stages
+        return cls(given, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss, **options)
+
+    def step(self, schedule: Any, step: int, **options: Any) -> None:
+        """Runs one step of a schedule with this rank's data."""
+        inputs, targets = batches(step, self.data.size())
+        own = dist.get_rank() % self.data.size()
+        args = [inputs[own]] if 0 in self.numbers else []
+        target = targets[own] if self.total - 1 in self.numbers else None
+        schedule.step(*args, target=target, **options)
+
+    def plain_backward(self, step: int) -> None:
+        inputs, targets = batches(step, self.data.size())
+        for one, target in zip(inputs, targets):
+            loss = nn.functional.mse_loss(nn.Sequential(*self.plain)(one), target)
+            (loss / self.data.size()).backward()
+
+    def assert_gradients(self, atol: float = 1e-12) -> None:
+        for number, stage in self.own.items():
+            for (name, param), other in zip(stage.named_parameters(), self.plain[number].parameters()):
+                where = f"{name} of stage {number}"
+                assert (param.grad is None) == (other.grad is None), where
+                if param.grad is not None:
+                    torch.testing.assert_close(full(param.grad), other.grad, rtol=0, atol=atol, msg=where)
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def pipeline_of(schedule: str, *data: int, checkpoints: bool = False) -> Pipeline:
+    names = ("pipeline", "replicate", "shard") if len(data) == 2 else ("pipeline", "data")
+    return Pipeline(schedule, init_device_mesh("cpu", (2, *data), mesh_dim_names=names), checkpoints)
+
+
+def calls(counts: dict[str, Traffic]) -> tuple[int, int]:
+    """How many gathers and reductions there were."""
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    return tuple(counts.get(name, Traffic()).calls for name in names)
+
+
+def assert_sharded(pipeline: Pipeline) -> None:
+    units = [unit for stage in pipeline.own.values() for unit in units_in(stage).values()]
+    assert {unit.handle.state for unit in units} == {HandleState.SHARDED}
+
+
+# one gather and one reduction of each unit in a step
+
+
+def check_counts(schedule: str) -> None:
+    with compat.install(fully_shard=True):
+        pipeline = pipeline_of(schedule, 2, checkpoints=schedule in IN_V)
+        for stage in pipeline.own.values():
+            shard(stage, pipeline.data, torch_fsdp.fully_shard, reshard_after_forward=False)
+        pipeline.train()
+        runs = pipeline.schedule()
+        for step in range(STEPS):
+            with count_collectives() as counts:
+                pipeline.step(runs, step)
+            units = UNITS * len(pipeline.own)
+            assert calls(counts)[1] == units
+            assert_sharded(pipeline)
+            if step:  # the first infers shapes by a step of its own; later ones gather units together
+                assert calls(counts)[0] == (1 if len(pipeline.own) == 1 else units)
+            pipeline.plain_backward(step)
+            pipeline.assert_gradients()
+            pipeline.update()
+
+
+@ranks(4)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_units_are_gathered_and_reduced_once_in_a_step(rank, world_size, schedule):
+    check_counts(schedule)
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1F1B", "ZBVZeroBubble")])
+def test_units_are_gathered_and_reduced_once_by_every_schedule(rank, world_size, schedule):
+    check_counts(schedule)
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_no_more_collectives_than_torchs(rank, world_size, schedule, reshard):
+    found = []
+    for ours in (False, True):
+        with compat.install(fully_shard=ours):
+            pipeline = pipeline_of(schedule, 2)
+            for stage in pipeline.own.values():
+                shard(stage, pipeline.data, torch_fsdp.fully_shard, reshard_after_forward=reshard)
+            runs = pipeline.schedule()
+            for step in range(2):
+                with count_collectives() as counts:
+                    pipeline.step(runs, step)
+            found.append(calls(counts))
+    theirs, own = found
+    assert own[0] <= theirs[0]
+    if reshard and schedule in SPLIT:  # torch's loses gradients there
+        assert own[1] == UNITS * len(pipeline.own)
+    else:
+        assert own[1] == theirs[1]
+
+
+# options
+
+SPACE: dict[str, Sequence[Any]] = {
+    "schedule": SCHEDULES,
+    "reshard": [None, True, False],
+    "together": [0, None],
+    "stays": [0, 1 << 20],
+    "precision": [None, torch.float32],
+    "frozen": ["-", "first", "norm"],
+    "checkpoints": [False, True],
+    "scales": [True, False],
+}
+
+
+def check(scenario: Scenario) -> None:
+    with compat.install(fully_shard=True):
+        pipeline = pipeline_of(scenario["schedule"], 2, checkpoints=scenario["checkpoints"])
+        for stage in (*pipeline.plain, *pipeline.own.values()):
+            for name, param in stage.named_parameters():
+                param.requires_grad_(scenario["frozen"] not in name)
+        for stage in pipeline.own.values():
+            shard(
+                stage,
+                pipeline.data,
+                reshard_after_forward=scenario["reshard"],
+                mp_policy=MixedPrecisionPolicy(scenario["precision"], output_dtype=torch.float64),
+                travel_together_bytes=scenario["together"],
+                keep_unsharded_bytes=scenario["stays"],
+            )
+        pipeline.train()
+        runs = pipeline.schedule(scale_grads=scenario["scales"])
+        for step in range(STEPS):
+            pipeline.step(runs, step)
+            pipeline.plain_backward(step)
+            for param in (p for stage in pipeline.plain for p in stage.parameters() if p.grad is not None):
+                param.grad *= 1 if scenario["scales"] else MICROBATCHES
+            pipeline.assert_gradients(1e-12 if scenario["precision"] is None else 2e-5)
+            pipeline.update()
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("part", range(3))
+def test_training_equals_a_plain_model(rank, world_size, part):
+    for scenario in pairwise(SPACE, seed=22)[part::3]:
+        try:
+            check(scenario)
+        except Exception as error:
+            raise AssertionError(str(scenario)) from error
+
+
+def train_with_replicas(rank: int, world_size: int, schedule: str) -> None:
+    with compat.install(fully_shard=True):
+        pipeline = pipeline_of(schedule, 2, 2)
+        for stage in pipeline.own.values():
+            shard(stage, pipeline.data)
+        pipeline.train()
+        runs = pipeline.schedule()
+        for step in range(STEPS):
+            pipeline.step(runs, step)
+            pipeline.plain_backward(step)
+            pipeline.assert_gradients()
+            pipeline.update()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_stages_with_replicas(schedule):
+    outcomes = run_isolated(train_with_replicas, schedule, world_size=8)
+    if any(outcome.kind != "passed" for outcome in outcomes):
+        raise RankFailure(outcomes)
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_evaluation_between_steps(rank, world_size, schedule):
+    """It reduces nothing, computes with what an optimizer has written, and leaves nothing unsharded."""
+    with compat.install(fully_shard=True):
+        pipeline = pipeline_of(schedule, 2)
+        for stage in pipeline.own.values():
+            shard(stage, pipeline.data, reshard_after_forward=False)
+        pipeline.train()
+        runs = pipeline.schedule()
+        for step in range(STEPS):
+            pipeline.step(runs, step)
+            pipeline.plain_backward(step)
+            pipeline.assert_gradients()
+            pipeline.update()
+            inputs, targets = batches(step, 2)
+            first, last = 0 in pipeline.numbers, pipeline.total - 1 in pipeline.numbers
+            with count_collectives() as counts, torch.no_grad():
+                output = runs.eval(
+                    *([inputs[rank % 2]] if first else []), target=targets[0] if last else None
+                )
+                expected = nn.Sequential(*pipeline.plain)(inputs[rank % 2])
+            if last:
+                torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+            assert calls(counts)[1] == 0
+            assert_sharded(pipeline)
+
+
+def has(option: str) -> bool:
+    """Whether torch's schedules take an option, as from 2.15 on."""
+    from torch.distributed.pipelining import ScheduleInterleavedZeroBubble as cls
+
+    return any(option in inspect.signature(each).parameters for each in (cls.__init__, cls.step))
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_gradients_of_several_calls_are_reduced_at_the_last(rank, world_size, schedule):
+    if not has("finalize_gradients"):
+        pytest.skip("torch's schedules end each call with reductions")
+    with compat.install(fully_shard=True):
+        pipeline = pipeline_of(schedule, 2)
+        for stage in pipeline.own.values():
+            shard(stage, pipeline.data, reshard_after_forward=False)
+        runs = pipeline.schedule(scale_grads=False)
+        pipeline.step(runs, 0)  # which infers shapes
+        for stage in pipeline.own.values():
+            stage.zero_grad()
+        with count_collectives() as counts:
+            for call in range(3):
+                pipeline.step(runs, call, finalize_gradients=call == 2)
+                pipeline.plain_backward(call)
+        for param in (p for stage in pipeline.plain for p in stage.parameters()):
+            param.grad *= MICROBATCHES
+        pipeline.assert_gradients()
+        assert calls(counts)[1] == UNITS * len(pipeline.own)
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_reductions_waited_for_later(rank, world_size):
+    if not has("defer_reduce_grad_wait"):
+        pytest.skip("torch's schedules wait for each reduction at once")
+    with compat.install(fully_shard=True):
+        pipeline = pipeline_of("Interleaved1F1B", 2)
+        for stage in pipeline.own.values():
+            shard(stage, pipeline.data)
+        pipeline.train()
+        runs = pipeline.schedule(defer_reduce_grad_wait=True)
+        for step in range(STEPS):
+            pipeline.step(runs, step)
+            pipeline.plain_backward(step)
+            pipeline.assert_gradients()
+            pipeline.update()
+
+
+# without `compat` torch takes stages for plain modules
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_stages_that_torch_does_not_know(rank, world_size, schedule, reshard):
+    """Each microbatch reduces. What splits the backward must be told to compute all gradients at once."""
+    pipeline = pipeline_of(schedule, 2)
+    for stage in pipeline.own.values():
+        shard(stage, pipeline.data, reshard_after_forward=reshard)
+    pipeline.train()
+    runs = pipeline.schedule({"dw_builder": lambda: lambda: None} if schedule in SPLIT else None)
+    for step in range(STEPS):
+        if step == 0 and VERSION >= (2, 12):  # shapes are inferred by a step that leaves gradients
+            pipeline.step(runs, step)
+            for stage in pipeline.own.values():
+                stage.zero_grad()
+        pipeline.step(runs, step)
+        pipeline.plain_backward(step)
+        pipeline.assert_gradients()
+        pipeline.update()
+
+
+def check_ended_by_hand(schedule: str) -> None:
+    pipeline = pipeline_of(schedule, 2)
+    for stage in pipeline.own.values():
+        shard(stage, pipeline.data, reshard_after_forward=False)
+    pipeline.train()
+    runs = pipeline.schedule(scale_grads=False)
+    pipeline.step(runs, 0)  # which infers shapes
+    for stage in pipeline.own.values():
+        stage.zero_grad()
+    for step in range(STEPS):
+        with count_collectives() as counts:
+            for stage in pipeline.own.values():
+                stage.set_reshard_after_backward(False)
+                stage.set_requires_gradient_sync(False)
+                stage.set_manual_backward_finalization(True)
+            pipeline.step(runs, step)
+            for stage in pipeline.own.values():
+                stage.set_reshard_after_backward(True)
+                stage.set_requires_gradient_sync(True)
+                stage.finalize_backward()
+        assert calls(counts) == (len(pipeline.own), UNITS * len(pipeline.own))
+        pipeline.plain_backward(step)
+        for param in (p for stage in pipeline.own.values() for p in stage.parameters()):
+            param.grad /= MICROBATCHES
+        pipeline.assert_gradients()
+        pipeline.update()
+
+
+@ranks(4)
+def test_the_user_ends_the_backwards_of_stages_that_torch_does_not_know(rank, world_size):
+    check_ended_by_hand("1F1B")
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("schedule", ["GPipe", "LoopedBFS", "Interleaved1F1B"])
+def test_the_user_ends_the_backwards_of_more_stages_that_torch_does_not_know(rank, world_size, schedule):
+    check_ended_by_hand(schedule)
+
+
+@ranks(1)
+def test_a_stage_of_sharded_layers_is_refused_where_the_backward_is_split(rank, world_size):
+    with compat.install(fully_shard=True):
+        from torch.distributed.pipelining import PipelineStage
+
+        module = nn.Sequential(fully_shard(nn.Linear(4, 4)))
+        stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+        with pytest.raises(
+            RuntimeError, match=r"stage 0 \(Sequential\) on rank 0 .* apply fully_shard to it"
+        ):
+            stage.backward_maybe_with_nosync("input", {})
+
+
+# by hand
+
+Backward = Callable[[FSDPModule, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def show(stage: FSDPModule) -> list[nn.Parameter]:
+    """Unsharded parameters, which graphs lead to."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    return list(stage.parameters())
+
+
+class ByHand:
+    """Four microbatches through two ranks with a stage each, all forwards before the backwards."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.stage, self.pipeline = pipeline.own[pipeline.numbers[0]], pipeline
+        self.first = pipeline.numbers[0] == 0
+        self.other = (dist.get_rank() + pipeline.data.size()) % dist.get_world_size()
+        self.unsplit: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        inputs, targets = (
+            each[dist.get_rank() % self.pipeline.data.size()].chunk(MICROBATCHES)
+            for each in batches(step, self.pipeline.data.size())
+        )
+        done = []
+        for x, target in zip(inputs, targets):
+            if not self.first:
+                x = torch.empty_like(x)
+                dist.recv(x, self.other)
+            x = x.detach().requires_grad_()
+            output = self.stage(x)
+            if self.first:
+                dist.send(output.detach(), self.other)
+            else:
+                output = nn.functional.mse_loss(output, target) / MICROBATCHES
+            done.append((x, output))
+        return done
+
+    def gradient_of(self, output: torch.Tensor) -> torch.Tensor:
+        grad = torch.ones_like(output)
+        if self.first:
+            dist.recv(grad, self.other)
+        return grad
+
+    def send_back(self, grad: torch.Tensor) -> None:
+        if not self.first:
+            dist.send(grad, self.other)
+
+
+def last_syncs(hand: ByHand, step: int) -> None:
+    """Only the last backward reduces, waits and reshards."""
+    hand.stage.set_reshard_after_backward(False)
+    done = hand.forward(step)
+    for number, (x, output) in enumerate(done):
+        last = number == len(done) - 1
+        hand.stage.set_is_last_backward(last)
+        hand.stage.set_requires_gradient_sync(last)
+        hand.stage.set_reshard_after_backward(last)
+        output.backward(hand.gradient_of(output))
+        hand.send_back(x.grad)
+
+
+def finalized(hand: ByHand, step: int) -> None:
+    """No backward reduces: the end does."""
+    hand.stage.set_reshard_after_backward(False)
+    hand.stage.set_manual_backward_finalization(True)
+    hand.stage.set_requires_gradient_sync(False)
+    for x, output in hand.forward(step):
+        output.backward(hand.gradient_of(output))
+        hand.send_back(x.grad)
+    hand.stage.set_requires_gradient_sync(True)
+    hand.stage.set_reshard_after_backward(True)
+    hand.stage.finalize_backward(async_op=True).wait()
+
+
+def split(hand: ByHand, step: int) -> None:
+    """Gradients of all inputs first, and then those of parameters."""
+    hand.stage.set_reshard_after_backward(False)
+    hand.stage.set_manual_backward_finalization(True)
+    hand.stage.set_requires_gradient_sync(False)
+    later = []
+    for x, output in hand.forward(step):
+        grad = hand.gradient_of(output)
+        hand.send_back(torch.autograd.grad(output, x, grad, retain_graph=True)[0])
+        later.append((output, grad))
+    for output, grad in later:
+        leaves = show(hand.stage)
+        for leaf, found in zip(leaves, torch.autograd.grad(output, leaves, grad)):
+            leaf.grad = found if leaf.grad is None else leaf.grad + found
+    hand.stage.set_requires_gradient_sync(True)
+    hand.stage.set_reshard_after_backward(True)
+    hand.stage.finalize_backward()
+
+
+@ranks(4)
+@pytest.mark.parametrize("way", [last_syncs, finalized, split])
+def test_pipelines_by_hand(rank, world_size, way):
+    pipeline = pipeline_of("GPipe", 2)
+    shard(pipeline.own[pipeline.numbers[0]], pipeline.data, reshard_after_forward=False)
+    pipeline.train()
+    hand = ByHand(pipeline)
+    for step in range(STEPS):
+        with count_collectives() as counts:
+            way(hand, step)
+        pipeline.plain_backward(step)
+        pipeline.assert_gradients()
+        pipeline.update()
+        together = way is last_syncs and step > 0
+        assert calls(counts) == (1 if step else UNITS, 1 if together else UNITS)

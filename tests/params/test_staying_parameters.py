@@ -1,0 +1,588 @@
+"""`keep_unsharded_bytes`: full parameters that stay after their use are not gathered until they change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from bed import ranks
+from bed.memory import live_bytes
+from bed.references import count_collectives
+from fronts import FULL, KEPT, ONE, each_front, full_state, inner, no_sync, shard, squares
+from fsdp_wrap import (
+    CPUOffload,
+    Event,
+    EventKind,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    record_events,
+)
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH, ALL = 6, 1 << 30
+UNITS = ["", "0", "1", "2"]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that trains, which may be checkpointed."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._compute, x, use_reentrant=False) if self.checkpointed else self._compute(x)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x) + self.adapter(x))
+
+
+class Net(nn.Sequential):
+    """Blocks, and a head of the root."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__(*(Adapted(checkpointed) for _ in range(3)), nn.Linear(WIDTH, 3))
+
+
+def models(front: str, make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model and a sharded one, in float64."""
+    torch.manual_seed(0)
+    plain = make().double()
+    return plain, keeping(front, copy.deepcopy(plain), **options)
+
+
+def keeping(front: str, module: nn.Module, budget: int = ALL, **options: Any) -> nn.Module:
+    """Shards blocks and root, and lets so many bytes stay."""
+    options = options or {"sharding_strategy": FULL}
+    policy = ModuleWrapPolicy({Adapted})
+    if front != "composable":
+        return shard(front, module, policy, keep_unsharded_bytes=budget, **options)
+    model = shard(front, module, policy, **options)
+    model.set_keep_unsharded_bytes(budget)
+    return model
+
+
+def batch_of(step: int = 0) -> torch.Tensor:
+    """The same on all ranks, so that a plain model has the mean gradients."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def evaluate(model: nn.Module, step: int = 0) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        result: torch.Tensor = model(batch_of(step))
+    model.train()
+    return result
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch_of(step)).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@contextmanager
+def gathers() -> Iterator[Counter[str]]:
+    """Counts gathers by unit while the context is open."""
+    found: Counter[str] = Counter()
+    with record_events() as events:
+        yield found
+    found.update(event.unit for event in events if event.kind is EventKind.UNSHARD)
+
+
+def sizes(model: nn.Module) -> list[torch.Size]:
+    params: Any = model.parameters()
+    return [param.shape if isinstance(model, FSDP) else param.to_local().shape for param in params]
+
+
+@each_front
+@ranks(2)
+def test_evaluation_in_a_loop_gathers_once(rank, world_size, front):
+    plain, model = models(front)
+    before, objects = sizes(model), [*model.parameters()]
+    for step in range(3):
+        with gathers() as gathered:
+            torch.testing.assert_close(evaluate(model, step), evaluate(plain, step))
+        assert gathered == (Counter(UNITS) if step == 0 else Counter())
+        assert sizes(model) == before
+        assert all(map(lambda one, other: one is other, model.parameters(), objects))
+        weight = inner(inner(model)[0]).base.weight
+        assert weight is None or weight.numel() < WIDTH * WIDTH or front == "composable"
+    assert "bytes stay unsharded" in repr(model)
+
+
+@pytest.mark.parametrize("front", ["flat", "composable"])
+@ranks(2)
+def test_nothing_is_sent_for_what_stays(rank, world_size, front):
+    torch.manual_seed(0)
+    net = Net().double()
+    if front == "flat":
+        model: Any = FSDP(net, None, auto_wrap_policy=ModuleWrapPolicy({Adapted}), shared_memory=False)
+    else:
+        for block in [*net][:3]:
+            fully_shard(block, shared_memory=False)
+        model = fully_shard(net, shared_memory=False)
+    model.set_keep_unsharded_bytes(ALL)
+    evaluate(model)
+    with count_collectives() as traffic:
+        evaluate(model)
+    assert not traffic
+    model.set_keep_unsharded_bytes(0)
+    with count_collectives() as traffic:
+        evaluate(model)
+    assert sum(calls for calls, _ in traffic.values()) >= 1
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": {"sharding_strategy": KEPT},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("options", OPTIONS)
+@each_front
+@ranks(2)
+def test_frozen_parameters_stay_between_steps(rank, world_size, front, options, checkpointed):
+    def make() -> nn.Module:
+        return Net(checkpointed)
+
+    plain, model = models(front, make, **OPTIONS[options])
+    _, without = models(front, make, budget=0, **OPTIONS[options])
+    optimizers = [sgd(each) for each in (plain, model, without)]
+    for step in range(3):
+        expected, loss, same = (
+            train(each, optimizer, step) for each, optimizer in zip((plain, model, without), optimizers)
+        )
+        torch.testing.assert_close(loss, expected)
+        assert torch.equal(loss, same)
+        assert torch.equal(evaluate(model), evaluate(without))
+    for name, value in full_state(without).items():
+        assert torch.equal(full_state(model)[name], value)
+    train(model, optimizers[1], 4)
+    with record_events() as events:
+        train(model, optimizers[1], 5)
+    frozen = (WIDTH * WIDTH + WIDTH) * 8
+    gathered = [event for event in events if event.kind is EventKind.UNSHARD]
+    # The adapters alone are gathered, once: they stay from forward to backward.
+    assert Counter(event.unit for event in gathered) == Counter(UNITS)
+    assert all(event.nbytes <= WIDTH * WIDTH * 8 + 64 for event in gathered)
+    reused = [event for event in events if event.kind is EventKind.REUSE and event.nbytes >= frozen]
+    assert Counter(event.unit for event in reused) >= Counter(UNITS[1:])
+
+
+def step_of(model: nn.Module) -> None:
+    train(model, sgd(model), 9)
+
+
+def write(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+
+
+def write_one_shard(model: nn.Module) -> None:
+    with torch.no_grad():
+        [*model.parameters()][-1].mul_(1.5)
+
+
+def replace_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 1.5
+
+
+def load(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def summon(model: nn.Module) -> None:
+    if isinstance(model, FSDP):
+        with FSDP.summon_full_params(model):
+            write(model)
+    else:
+        write(model)
+
+
+def convert(model: nn.Module) -> None:
+    write(model.float())
+    model.double()
+
+
+CHANGES = [step_of, write, write_one_shard, replace_data, load, summon, convert]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@each_front
+@ranks(2)
+def test_what_changes_is_gathered_again(rank, world_size, front, change):
+    plain, model = models(front)
+    plain.requires_grad_(False)
+    model.requires_grad_(False)
+    for _ in range(2):
+        evaluate(model)
+    if change is step_of:
+        plain.requires_grad_(True)
+        model.requires_grad_(True)
+        evaluate(model)
+    if (change is write_one_shard and front == "flat") or (change is replace_data and front == "composable"):
+        return  # several parameters are in one; the data of a DTensor are not what is computed with
+    for each in (plain, model):
+        change(each)
+    with gathers() as gathered:
+        torch.testing.assert_close(evaluate(model), evaluate(plain))
+    assert gathered[""] == 1
+    for each in (plain, model):
+        each.requires_grad_(True)
+    for _ in range(2):
+        step_of(plain), step_of(model)
+        torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+@each_front
+@ranks(2)
+def test_parameters_that_begin_to_train_are_gathered_again(rank, world_size, front):
+    plain, model = models(front)
+    evaluate(model)
+    for each in (plain, model):
+        each.requires_grad_(True)
+    with gathers() as gathered:
+        evaluate(model)
+    assert {*UNITS[1:]} <= {*gathered}
+    for step in range(2):
+        optimizers = [sgd(each) for each in (plain, model)]
+        for each, optimizer in zip((plain, model), optimizers):
+            train(each, optimizer, step)
+        torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+class Unseen(torch.optim.Optimizer):
+    """Steps behind the version counters, as kernels of other packages do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.data.sub_(param.grad.data, alpha=0.1)
+
+
+@each_front
+@ranks(2)
+def test_steps_count_where_version_counters_do_not(rank, world_size, front):
+    plain, model = models(front)
+    for step in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(batch_of(step)).square().sum().backward()
+            evaluate(each)
+            Unseen([param for param in each.parameters() if param.requires_grad]).step()
+        with gathers() as gathered:
+            torch.testing.assert_close(evaluate(model), evaluate(plain))
+        assert gathered == Counter(UNITS)
+
+
+@each_front
+@ranks(2)
+def test_a_write_that_moves_no_counter_is_named(rank, world_size, front):
+    plain, model = models(front)
+    evaluate(model)
+    for param in model.parameters():
+        param.data.mul_(1.5)
+    with pytest.raises(AssertionError, match=rf"through `.data`.* on rank {rank}.*torch.no_grad"):
+        evaluate(model)
+    for param in plain.parameters():
+        param.data.mul_(1.5)
+    model.set_keep_unsharded_bytes(ALL)  # which frees the others as well
+    torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+@ranks(2)
+def test_a_write_on_one_rank_only_is_named(rank, world_size):
+    _, model = models("orig")
+    evaluate(model)
+    with torch.no_grad():
+        for param in inner(model)[1].parameters() if rank == 0 else ():
+            param.mul_(1.5)
+    with pytest.raises(RuntimeError, match=r"communicate for different units.*unit '1'"):
+        evaluate(model)
+        step_of(model)
+
+
+@pytest.mark.parametrize("stay", [0, 1, 3, 5])
+@each_front
+@ranks(2)
+def test_no_more_stays_than_the_budget(rank, world_size, front, stay):
+    model: Any = squares(front)
+    x = torch.randn(2, 150)
+    held = {}
+    for budget in (0, stay * ONE + ONE // 2):
+        model.set_keep_unsharded_bytes(budget)
+        with torch.no_grad():
+            model(x)
+            held[budget] = live_bytes()
+            with record_events() as events:
+                model(x)
+    kinds = Counter(event.kind for event in events)
+    units = stay // 2  # of two matrices, in one segment
+    assert kinds[EventKind.REUSE] == kinds[EventKind.STAY] == units
+    assert kinds[EventKind.UNSHARD] == kinds[EventKind.RESHARD] == 4 - units
+    grown = held[stay * ONE + ONE // 2] - held[0]
+    assert units * 2 * ONE <= grown <= stay * ONE + ONE // 2
+    del events
+
+
+def stayed(events: list[Event]) -> set[str]:
+    return {event.unit for event in events if event.kind is EventKind.REUSE}
+
+
+@each_front
+@ranks(2)
+def test_frozen_and_small_units_stay_before_others(rank, world_size, front):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 8), nn.Linear(8, 8))
+    net[1].requires_grad_(False)
+    own = {*net.children()}
+    model: Any = shard(front, net, lambda module, recurse, nonwrapped_numel: recurse or module in own)
+    x = torch.randn(2, 8)
+
+    def stays(budget: int) -> set[str]:
+        model.set_keep_unsharded_bytes(budget)
+        with torch.no_grad():
+            model(x)
+            with record_events() as events:
+                model(x)
+        return stayed(events)
+
+    large, small = (16 + 1) * 32 * 4, (8 + 1) * 8 * 4
+    assert stays(small + 100) == {"3"}
+    assert stays(large + 100) == {"1"}
+    assert stays(large + small + 100) == {"1", "3"}
+    assert stays(ALL) == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"])
+@ranks(4)
+def test_hybrid_copies(rank, world_size, front, strategy):
+    hybrid = "HYBRID" in strategy
+    options = {"device_mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
+    plain, model = models(front, sharding_strategy=ShardingStrategy[strategy], **options)
+    optimizers = [sgd(each) for each in (plain, model)]
+    for step in range(2):
+        for each, optimizer in zip((plain, model), optimizers):
+            train(each, optimizer, step)
+        for _ in range(2):
+            torch.testing.assert_close(evaluate(model), evaluate(plain))
+    with record_events() as events:
+        evaluate(model)
+    assert (stayed(events) == {*UNITS}) is hybrid
+
+
+@ranks(4)
+def test_beside_parameters_that_neighbours_keep(rank, world_size):
+    torch.manual_seed(0)
+    plain = Net().double()
+    model: Any = copy.deepcopy(plain)
+    for block in [*model][:3]:
+        fully_shard(block, reshard_after_forward=2, keep_unsharded_bytes=800)
+    fully_shard(model, reshard_after_forward=2, keep_unsharded_bytes=800)
+    optimizers = [sgd(each) for each in (plain, model)]
+    for step in range(3):
+        losses = [train(each, optimizer, step) for each, optimizer in zip((plain, model), optimizers)]
+        torch.testing.assert_close(*losses)
+    with record_events() as events:
+        train(model, optimizers[1], 3)
+    train(plain, optimizers[0], 3)
+    assert stayed(events) == {"0", "1"}  # of 336 bytes each
+    torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+@ranks(4)
+def test_another_budget_between_forward_and_backward(rank, world_size):
+    """What neighbours keep is that of the segments that did not stay: it cannot serve the others."""
+    torch.manual_seed(0)
+    plain = Net().double()
+    model: Any = copy.deepcopy(plain)
+    for part in (*[*model][:3], model):
+        fully_shard(part, reshard_after_forward=2)
+    for before, after in ((1200, 0), (1200, ALL), (0, ALL)):
+        model.set_keep_unsharded_bytes(before)
+        losses = [each(batch_of()).square().sum() for each in (plain, model)]
+        model.set_keep_unsharded_bytes(after)
+        for each, loss in zip((plain, model), losses):
+            each.zero_grad()
+            loss.backward()
+        for expected, param in zip(plain.parameters(), model.parameters()):
+            assert (param.grad is None) == (expected.grad is None)
+            if expected.grad is not None:
+                torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@each_front
+@ranks(2)
+def test_a_part_that_is_kept_does_not_keep_what_stays_of_others(rank, world_size, front):
+    _, model = models(front)
+    train(model, sgd(model), 0)
+    part = inner(model)[0]
+    expected = {*map(id, part.parameters())}
+    others = [weakref.ref(param) for param in model.parameters() if id(param) not in expected]
+    del model
+    gc.collect()
+    assert others and all(reference() is None for reference in others)
+    with torch.no_grad():
+        part(batch_of())
+        with gathers() as gathered:
+            part(batch_of())
+    assert not gathered
+
+
+LOW = {
+    "flat": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "composable": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+@each_front
+@ranks(2)
+def test_mixed_precision_has_the_same_bits(rank, world_size, front):
+    found = []
+    for budget in (0, ALL):
+        torch.manual_seed(0)
+        net = Net()
+        if front == "composable":
+            for block in [*net][:3]:
+                fully_shard(block, **LOW[front], keep_unsharded_bytes=budget)
+            model: Any = fully_shard(net, **LOW[front], keep_unsharded_bytes=budget)
+        else:
+            model = keeping(front, net, budget, **LOW[front])
+        optimizer, outputs = sgd(model), []
+        for step in range(3):
+            x = batch_of(step).float()
+            outputs.append(model(x).float())
+            optimizer.zero_grad()
+            outputs[-1].square().sum().backward()
+            optimizer.step()
+        found.append([each.detach() for each in outputs])
+    assert all(map(torch.equal, *found))
+
+
+@each_front
+@ranks(2)
+def test_accumulation(rank, world_size, front):
+    plain, model = models(front)
+    optimizers = [sgd(each) for each in (plain, model)]
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with gathers() as gathered:
+            for index in range(3):
+                plain(batch_of(index)).square().sum().backward()
+                if index < 2:
+                    with no_sync(model):
+                        model(batch_of(index)).square().sum().backward()
+                else:
+                    model(batch_of(index)).square().sum().backward()
+        assert gathered == (Counter() if step else Counter(UNITS))
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@each_front
+@ranks(2)
+def test_an_exception_leaves_a_usable_model(rank, world_size, front, where):
+    plain, model = models(front)
+    optimizers = [sgd(each) for each in (plain, model)]
+    for each, optimizer in zip((plain, model), optimizers):
+        train(each, optimizer, 0)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    def fail_later(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    layer = inner(inner(model)[1]).adapter
+    hook = layer.register_forward_hook(fail if where == "forward" else fail_later)
+    with pytest.raises(ArithmeticError):
+        model(batch_of()).square().sum().backward()
+    hook.remove()
+    model.zero_grad()
+    for step in range(2):
+        losses = [train(each, optimizer, step) for each, optimizer in zip((plain, model), optimizers)]
+        torch.testing.assert_close(*losses)
+    torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+@each_front
+@ranks(2)
+def test_what_a_module_has_written_to_its_parameters_does_not_stay(rank, world_size, front):
+    plain, model = models(front)
+
+    def double(gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            inner(inner(model)[0]).base.weight.mul_(2)  # for which no gradient is computed after this
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(double)
+
+    evaluate(model)
+    hook = inner(inner(model)[0]).adapter.register_forward_hook(watch)
+    model(batch_of()).sum().backward()
+    hook.remove()
+    model.zero_grad()
+    torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+@each_front
+@ranks(2)
+def test_copies_and_budgets_of_their_own(rank, world_size, front):
+    plain, model = models(front)
+    evaluate(model)
+    other = copy.deepcopy(model)
+    with record_events() as events:
+        torch.testing.assert_close(evaluate(other), evaluate(plain))
+        evaluate(other)
+    assert stayed(events) == {*UNITS}
+    with record_events() as events:
+        evaluate(model)
+    assert stayed(events) == {*UNITS}
+
+
+@pytest.mark.parametrize(("given", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@ranks(1)
+def test_what_is_no_number_of_bytes_is_refused(rank, world_size, given, error):
+    for make in (FSDP, fully_shard):
+        with pytest.raises(error, match="keep_unsharded_bytes must"):
+            make(nn.Linear(2, 2), keep_unsharded_bytes=given)
+    model: Any = FSDP(nn.Linear(2, 2))
+    with pytest.raises(error, match="keep_unsharded_bytes must"):
+        model.set_keep_unsharded_bytes(given)

@@ -1,0 +1,525 @@
+"""Parameters of tensor subclasses that say, by `fsdp_pre_all_gather`, what is gathered of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from bed import ranks
+from bed.memory import live_bytes
+from bed.references import count_collectives
+from bed.sampling import few_fast
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import MixedPrecisionPolicy, fully_shard, record_events
+from scenario import Scenario, name_of, pairwise
+
+aten = torch.ops.aten
+
+WIDTH, HIDDEN = 6, 8
+KEEPS_CLASS = {
+    aten.detach.default,
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+    aten.copy_.default,
+    aten.as_strided.default,
+    aten._to_copy.default,
+}
+
+
+def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds each row to int8, with a scale of its own."""
+    scales = values.abs().amax(1).clamp(min=1e-12) / 127
+    return (values / scales[:, None]).round().to(torch.int8), scales.to(torch.float32)
+
+
+def restored(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.to(dtype) * scales.to(dtype)[:, None]
+
+
+class Rounded(torch.Tensor):
+    """A matrix that trains in its own dtype, and is gathered as int8 with a scale for each row."""
+
+    asked: list[tuple[Any, ...]] = []
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Rounded:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.size(),
+            values.stride(),
+            values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values_ = values
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Rounded:
+        return cls(inner["values_"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped = tree_map_only(cls, lambda each: each.values_, (args, kwargs or {}))
+        out = func(*unwrapped[0], **unwrapped[1])
+        if func._schema.is_mutable:
+            return args[0]
+        return tree_map_only(torch.Tensor, cls, out) if func in KEEPS_CLASS else out
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        self.asked.append((mesh, outer_size, outer_stride, module, mp_policy))
+        return quantised(self.values_), "told"
+
+    def fsdp_post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert metadata == "told"
+        full = restored(*outputs, param_dtype)
+        if out is None:
+            return full, (*outputs, full)
+        out.copy_(full)
+
+
+class Old(Rounded):
+    """The same, by the older of the two signatures."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        return quantised(self.values_), "told"
+
+
+class Packed(torch.Tensor):
+    """A frozen matrix that is stored as int8 with a scale for each row, everywhere."""
+
+    @staticmethod
+    def __new__(cls, rows: torch.Tensor, scales: torch.Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, rows.shape, dtype=torch.float64, device=rows.device)
+
+    def __init__(self, rows: torch.Tensor, scales: torch.Tensor) -> None:
+        self.rows, self.scales = rows, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["rows", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Packed:
+        return cls(inner["rows"], inner["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0]
+        if func in (aten.detach.default, aten.clone.default, aten.empty_like.default, aten._to_copy.default):
+            kept = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
+            return cls(func(first.rows, **kept), func(first.scales, **kept))
+        if func is aten.view.default:
+            return cls(first.rows, first.scales)  # only ever as it is
+        if func is aten.new_zeros.default:
+            return cls(first.rows.new_zeros(args[1]), first.scales.new_zeros(args[1][0]))
+        if func in (aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default):
+            if func is aten.as_strided.default:
+                return cls(first.rows[: args[1][0]], first.scales[: args[1][0]])
+            parts = func(first.rows, *args[1:]), func(first.scales, *args[1:])
+            return [*map(cls, *parts)] if func is aten.split.Tensor else cls(*parts)
+        if func is aten.copy_.default:
+            first.rows.copy_(args[1].rows)
+            first.scales.copy_(args[1].scales)
+            return first
+        plain = tree_map_only(
+            cls, lambda each: restored(each.rows, each.scales, each.dtype), (args, kwargs or {})
+        )
+        return func(*plain[0], **plain[1])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return (self.rows, self.scales), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        if out is None:
+            return Packed(*outputs), tuple(outputs)
+        assert out.rows.data_ptr() == outputs[0].data_ptr()
+
+
+class Straight(torch.autograd.Function):
+    """Rounds as `Rounded` does, and hands gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return restored(*quantised(values), values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Rounding(nn.Linear):
+    """A plain layer that computes with rounded weights."""
+
+    rounds = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, Straight.apply(self.weight) if self.rounds else self.weight, self.bias)
+
+
+class Block(nn.Module):
+    """Two layers, a residual connection, and perhaps a checkpoint around."""
+
+    def __init__(self, hidden: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.up, self.down = Rounding(WIDTH, hidden), Rounding(hidden, WIDTH)
+        self.checkpointed, self.skips = checkpointed, False
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.skips:
+            return x
+        return checkpoint(self._compute, x, use_reentrant=False) if self.checkpointed else self._compute(x)
+
+
+def plain_net(hidden: int = HIDDEN, checkpointed: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(hidden, checkpointed) for _ in range(3)), nn.Linear(WIDTH, 3)).double()
+
+
+def converted(net: nn.Sequential, kind: Any = Rounded, frozen: bool = False) -> nn.Sequential:
+    """A copy whose layers have weights of a subclass, which rounds in their stead."""
+    net = copy.deepcopy(net)
+    for layer in (each for each in net.modules() if isinstance(each, Rounding)):
+        layer.rounds = False
+        tensor = kind(*quantised(layer.weight.detach())) if kind is Packed else kind(layer.weight.detach())
+        layer.weight = nn.Parameter(tensor, requires_grad=not frozen)
+    return net
+
+
+def sharded(net: nn.Sequential, **options: Any) -> Any:
+    for block in net[:3]:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def values_of(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part, as a plain tensor."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return local.values_ if isinstance(local, Rounded) else local.detach()
+
+
+def assert_same(model: nn.Module, reference: nn.Module, atol: float = 1e-12) -> None:
+    """Parameters and gradients are this rank's rows of a plain model's."""
+    for (name, param), wanted in zip(model.named_parameters(), reference.parameters()):
+        rows = slice(*_rows(param))
+        torch.testing.assert_close(
+            values_of(param.detach()), wanted.detach()[rows], rtol=0, atol=atol, msg=name
+        )
+        assert (param.grad is None) == (wanted.grad is None), name
+        if param.grad is not None:
+            assert type(param.grad.to_local()) is torch.Tensor, name
+            torch.testing.assert_close(param.grad.to_local(), wanted.grad[rows], rtol=0, atol=atol, msg=name)
+
+
+def _rows(param: DTensor) -> tuple[int, int]:
+    mesh = param.device_mesh
+    chunk = -(-param.shape[0] // mesh.size(mesh.ndim - 1))
+    first = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, param.shape[0])
+    return first, min(first + chunk, param.shape[0])
+
+
+SPACE: dict[str, Sequence[Any]] = {
+    "kind": [Rounded, Old],
+    "hidden": [8, 7, 3],  # what four ranks divide, what they do not, and fewer rows than ranks
+    "mesh": ["flat", "hybrid"],
+    "reshard": [None, True, False, 2],
+    "checkpointed": [False, True],
+    "accumulation": ["T", "FT", "TT"],
+    "precision": ["none", "float32"],
+    "shared_memory": [True, False],
+    "together": [0, None],
+    "stays": [0, 1 << 20],
+    "unused": [False, True],
+}
+
+
+def check(scenario: Scenario) -> None:
+    world_size = dist.get_world_size()
+    mesh = None
+    if scenario["mesh"] == "hybrid":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    within = scenario["reshard"]
+    if within == 2 and mesh is not None:
+        within = True
+    reference = plain_net(scenario["hidden"])
+    model = converted(plain_net(scenario["hidden"], scenario["checkpointed"]), scenario["kind"])
+    dtype = torch.float64 if scenario["precision"] == "none" else torch.float32
+    model = sharded(
+        model,
+        mesh=mesh,
+        reshard_after_forward=within,
+        mp_policy=MixedPrecisionPolicy(dtype if dtype == torch.float32 else None, cast_forward_inputs=True),
+        shared_memory=scenario["shared_memory"],
+        travel_together_bytes=scenario["together"],
+        keep_unsharded_bytes=scenario["stays"],
+    )
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (reference, model)]
+    batches = torch.Generator().manual_seed(1)
+    for step in range(3):
+        for syncs in scenario["accumulation"]:
+            x = torch.randn(world_size, 2, WIDTH, dtype=torch.float64, generator=batches)
+            reference[2].skips = model[2].skips = scenario["unused"] and step == 1
+            model.set_requires_gradient_sync(syncs == "T")
+            for part in x:
+                (reference(part).square().mean() / world_size).backward()
+            model(x[dist.get_rank()]).square().mean().backward()
+        assert_same(model, reference, 1e-12 if dtype == torch.float64 else 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+@pytest.mark.parametrize("scenario", few_fast(pairwise(SPACE, seed=22), step=9), ids=name_of)
+@ranks(4)
+def test_training_is_that_of_a_plain_model_that_rounds(rank, world_size, scenario):
+    check(scenario)
+
+
+def steps(model: Any, number: int = 2, world_size: int = 1, part: int | None = None) -> list[torch.Tensor]:
+    """Trains by some batches, of which this rank may take a part; returns the outputs."""
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
+    batches, outputs = torch.Generator().manual_seed(3), []
+    for _ in range(number):
+        x = torch.randn(world_size, 2, WIDTH, dtype=torch.float64, generator=batches)
+        outputs.append(model(x if part is None else x[part]))
+        outputs[-1].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs
+
+
+@ranks(4)
+def test_a_subclass_is_told_of_the_whole(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(torch.float32, reduce_dtype=torch.float64)
+    model = sharded(converted(plain_net(7)), mesh=mesh, mp_policy=policy)
+    Rounded.asked.clear()
+    with torch.no_grad():
+        model(torch.randn(2, WIDTH, dtype=torch.float64))
+    assert len(Rounded.asked) == 6
+    for asked, layer in zip(Rounded.asked, [each for block in model[:3] for each in (block.up, block.down)]):
+        assert asked == (mesh["shard"], layer.weight.shape, (layer.weight.shape[1], 1), layer, policy)
+        assert layer.weight.dtype == torch.float64
+    model[0].unshard()
+    assert type(model[0].up.weight) is nn.Parameter and model[0].up.weight.dtype == torch.float32
+
+
+@ranks(2)
+def test_frozen_ones_are_gathered_as_they_are_stored(rank, world_size):
+    reference, model = plain_net(), sharded(converted(plain_net(), Packed, frozen=True), shared_memory=False)
+    for layer in (each for each in reference.modules() if isinstance(each, Rounding)):
+        layer.rounds = False
+        layer.weight = nn.Parameter(restored(*quantised(layer.weight.detach()), torch.float64), False)
+    wanted = steps(reference, world_size=world_size)
+    with record_events() as events, count_collectives(objects=False) as counted:
+        found = steps(model, world_size=world_size, part=rank)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other[rank], rtol=0, atol=1e-12)
+    unit = model[0]
+    assert {type(each.weight.to_local()) for each in (unit.up, unit.down)} == {Packed}
+    assert unit.up.weight.grad is None
+    packed = HIDDEN * WIDTH + 4 * HIDDEN, WIDTH * HIDDEN + 4 * WIDTH
+    assert 3 * 4 * sum(packed) <= counted["all_gather_into_tensor"].bytes
+    assert counted["all_gather_into_tensor"].bytes < 3 * 4 * (sum(packed) + 3 * 16 * world_size + 400)
+    biases = 8 * (HIDDEN + WIDTH) * 3 + 8 * (WIDTH * 3 + 3)
+    assert counted["reduce_scatter_tensor"].bytes < 2 * (biases + 4 * 8 * 16), (
+        "no matrix is among what is summed"
+    )
+    assert {event.unit for event in events if event.kind.value == "unshard"} == {"", "0", "1", "2"}
+
+
+@ranks(2)
+def test_resharding_frees_what_a_subclass_computes_with(rank, world_size):
+    model = sharded(converted(plain_net(512)), reshard_after_forward=True)
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        model(x)
+        model.reshard()
+        before = live_bytes()
+        model[0].unshard()
+        full = 512 * WIDTH * 2
+        assert live_bytes() - before >= full * (8 + 1), "values to compute with, and what they were made of"
+        model[0].reshard()
+        assert live_bytes() == before
+
+
+@ranks(2)
+def test_a_leaf_that_somebody_keeps_can_be_read(rank, world_size):
+    model = sharded(converted(plain_net(512)), reshard_after_forward=False)
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    output = model(x)
+    held = model[0].up.weight
+    values = held.detach().clone()
+    model.reshard()
+    model[0].reshard()
+    assert model[0].up.weight is not held and torch.equal(held.detach(), values)
+    del held, output
+    steps(model)
+
+
+@ranks(2)
+def test_what_is_on_the_meta_device_gets_values_later(rank, world_size):
+    with torch.device("meta"):
+        model = sharded(converted(plain_net(7)))
+    model.to_empty(device="cpu")
+    reference = plain_net(7)
+    for (_, param), source in zip(model.named_parameters(), reference.parameters()):
+        with torch.no_grad():
+            values = source.detach()[slice(*_rows(param))]
+            local = param.to_local()
+            (local.values_ if isinstance(local, Rounded) else local).copy_(values)
+    assert type(model[0].up.weight.to_local()) is Rounded
+    wanted, found = steps(reference, world_size=world_size), steps(model, world_size=world_size, part=rank)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other[rank], rtol=0, atol=1e-12)
+
+
+@ranks(2)
+def test_states_and_checkpoints_have_tensors_of_the_subclass(rank, world_size, tmp_path):
+    torch.serialization.add_safe_globals([Rounded, Packed])
+    for kind in (Rounded, Packed):
+        model = sharded(converted(plain_net(), kind, frozen=kind is Packed))
+        steps(model)
+        state = model.state_dict()
+        entry = state["1.up.weight"]
+        assert (
+            isinstance(entry, DTensor) and type(entry.to_local()) is kind and entry.placements == (Shard(0),)
+        )
+        dcp.save(state, checkpoint_id=tmp_path / kind.__name__)
+        torch.manual_seed(7)
+        fresh = nn.Sequential(*(Block(HIDDEN, False) for _ in range(3)), nn.Linear(WIDTH, 3)).double()
+        loaded = sharded(converted(fresh, kind, frozen=kind is Packed))
+        steps(loaded, 1)
+        target = loaded.state_dict()
+        dcp.load(target, checkpoint_id=tmp_path / kind.__name__)
+        loaded.load_state_dict(target)
+        x = torch.randn(2, WIDTH, dtype=torch.float64)
+        assert torch.equal(loaded(x), model(x)), kind
+
+
+@ranks(2)
+def test_a_copy_trains_by_itself(rank, world_size):
+    model = sharded(converted(plain_net()))
+    steps(model, 1)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    before = model(x)
+    assert torch.equal(twin(x), before) and type(twin[0].up.weight.to_local()) is Rounded
+    steps(twin, 1)
+    assert torch.equal(model(x), before) and not torch.equal(twin(x), before)
+
+
+class Bare(Rounded):
+    """Says nothing of what is gathered."""
+
+    fsdp_pre_all_gather = property()  # type: ignore[assignment]
+    fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
+class Half(Rounded):
+    """Does one half."""
+
+    fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
+class Odd(Rounded):
+    """Takes what nobody gives."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any:  # type: ignore[override]
+        raise AssertionError
+
+
+class Lone(Rounded):
+    """Returns a tensor where a tuple of them belongs."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return self.values_, None
+
+
+class Whole(Rounded):
+    """Gives what does not go by rows."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return (self.values_.new_zeros(5),), None
+
+
+class Moody(Rounded):
+    """Gives something else each time."""
+
+    times = 0
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        type(self).times += 1
+        return (self.values_.to(torch.float32 if self.times <= 6 else torch.float16),), "told"
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return outputs[0].to(param_dtype), ()
+
+
+@pytest.mark.parametrize("kind", [Half, Odd])
+@ranks(2)
+def test_methods_that_cannot_be_called_are_refused_before_anything_changes(rank, world_size, kind):
+    net = converted(plain_net())
+    net[1].up.weight = nn.Parameter(kind(net[1].up.weight.values_.detach()))
+    said = "fsdp_post_all_gather" if kind is Half else "mesh, size"
+    with pytest.raises(TypeError, match=f"'up.weight'.*{said}|{said}.*'up.weight'"):
+        fully_shard(net[1])
+    assert type(net[1]) is Block and type(net[1].up.weight) is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        (Bare, TypeError, "without fsdp_pre_all_gather and fsdp_post_all_gather"),
+        (Lone, TypeError, "must return a tuple"),
+        (Whole, ValueError, "not divided evenly"),
+        (Moody, RuntimeError, "must stay the same"),
+    ],
+)
+@ranks(2)
+def test_what_a_subclass_does_wrong_is_named_in_the_forward(rank, world_size, kind, error, said):
+    model = sharded(converted(plain_net(7), kind))
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    with pytest.raises(error, match="'up.weight'") as caught:
+        for _ in range(2):
+            model(x)
+    assert said in str(caught.value)
+
+
+@ranks(2)
+def test_wrapping_and_other_dimensions_are_refused_by_name(rank, world_size):
+    net = converted(plain_net())
+    with pytest.raises(TypeError, match="'0.up.weight' is a Rounded"):
+        FSDP(net)
+    with pytest.raises(ValueError, match="'up.weight' is a Rounded.*dimension 0"):
+        fully_shard(net[0], shard_placement_fn=lambda param: Shard(1))
+    sharded(net)
+    steps(net, 1)

@@ -1,0 +1,659 @@
+"""Small units that travel together: numbers, collectives, memory, and what goes otherwise than expected."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from bed import ranks
+from bed.memory import live_bytes, only_new_objects
+from bed.references import count_collectives
+from fronts import (
+    FRONTS,
+    ONE,
+    SIDE,
+    assert_same_grads,
+    assert_same_values,
+    each_front,
+    full_grads,
+    full_state,
+    inner,
+    no_sync,
+    shard,
+    squares,
+)
+from fsdp_wrap import (
+    BackwardPrefetch,
+    EventKind,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    record_events,
+    set_gradients_in_place,
+    set_travel_together_bytes,
+)
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._core import UNIT_ATTR
+from fsdp_wrap._params import JointGradients
+from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap._state.gradients.held import HeldGradients
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH, UNITS = 8, 6
+WEIGHT = (WIDTH + 2) * WIDTH * 4
+"""More than the bytes of one unit, and less than those of two."""
+
+
+class Layer(nn.Module):
+    """A unit, in which some parameters may be frozen."""
+
+    def __init__(self, kind: str = "none") -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "none" or not torch.is_grad_enabled():
+            return x + self.linear(x.to(self.linear.weight.dtype)).tanh().to(x.dtype)
+        return x + checkpoint(self.linear, x, use_reentrant=self.kind == "reentrant").tanh()
+
+
+class Net(nn.Module):
+    """Runs its layers in the order that it is told, any of them several times or not at all."""
+
+    def __init__(self, kind: str = "none", units: int = UNITS) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(Layer("none" if kind == "around" else kind) for _ in range(units))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, order: Any = None) -> torch.Tensor:
+        order = range(len(self.layers)) if order is None else order
+        if self.kind != "around" or not torch.is_grad_enabled():
+            return self.head(self._run(x, order).to(self.head.weight.dtype))
+        half = len(order) // 2
+        for part in (order[:half], order[half:]):  # each checkpoint holds several units
+            x = checkpoint(self._run, x, part, use_reentrant=False)
+        return self.head(x)
+
+    def _run(self, x: torch.Tensor, order: Any) -> torch.Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def build(front: str, dtype: torch.dtype = torch.float64, kind: str = "none", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return shard(front, Net(kind).to(dtype), ModuleWrapPolicy({Layer}), **options)
+
+
+def pair(front: str, nbytes: int | None = None, kind: str = "none", **options: Any) -> tuple[Any, nn.Module]:
+    """A model whose units travel together, and a plain one that starts with the same parameters."""
+    torch.manual_seed(0)
+    plain = Net(kind).double()
+    return build(front, kind=kind, travel_together_bytes=nbytes, **options), plain
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    return [*dict.fromkeys(units_in(model).values())]
+
+
+def assert_idle(model: nn.Module) -> None:
+    """Nothing is gathered, or waits to be reduced."""
+    for unit in units_of(model):
+        assert unit.handle is not None and unit.handle.state.value == "sharded", unit.fqn
+        assert unit.handle.reduction is None, unit.fqn
+        for segment in unit.handle.segments:
+            assert not segment.full.allocated and not segment.gradients.collected, unit.fqn
+
+
+def shared(events: Any, kind: EventKind) -> list[tuple[str, ...]]:
+    """The units of each collective of a kind, in the order of their issue."""
+    return list(dict.fromkeys(event.together or (event.unit,) for event in events if event.kind is kind))
+
+
+def steps(model: Any, rank: int, number: range, **optimizer: Any) -> None:
+    chosen = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **optimizer)
+    for step in number:
+        chosen.zero_grad()
+        model(batch(rank, step)).square().sum().backward()
+        chosen.step()
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "memory"])
+@each_front
+@ranks(2)
+def test_the_second_step_has_one_collective_for_all_units(rank, world_size, front, shared_memory):
+    model, plain = pair(front, shared_memory=shared_memory)
+    ddp = DDP(plain)
+    with count_collectives() as first:
+        steps(model, rank, range(1))
+    assert first["all_gather_into_tensor"].calls == 2 * UNITS + 1
+    assert first["reduce_scatter_tensor"].calls == UNITS + 1
+    for step in (1, 2):
+        with count_collectives() as traffic, record_events() as events:
+            steps(model, rank, range(step, step + 1))
+        assert {name: each.calls for name, each in traffic.items()} == {
+            "all_gather_into_tensor": 2,
+            "reduce_scatter_tensor": 1,
+        }
+        layers = tuple(f"layers.{index}" for index in range(UNITS))
+        assert shared(events, EventKind.UNSHARD) == [("", *layers), layers[::-1]]
+        assert [sorted(units) for units in shared(events, EventKind.REDUCE)] == [["", *layers]]
+        assert_idle(model)
+    for step in range(3):
+        steps(ddp, rank, range(step, step + 1))
+    assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
+
+
+@each_front
+@ranks(2)
+def test_the_budget_cuts_what_travels_together(rank, world_size, front):
+    # Each unit has fewer than WEIGHT bytes in float32, and half of the budget holds two of them.
+    model = build(front, torch.float32, travel_together_bytes=2 * 2 * WEIGHT)
+    for step in range(2):
+        with record_events() as events:
+            model(batch(rank, step, torch.float32)).sum().backward()
+    for kind in (EventKind.UNSHARD, EventKind.REDUCE):
+        sizes = [len(units) for units in shared(events, kind)]
+        assert max(sizes) == 2 and len(sizes) < sum(sizes), sizes
+    set_travel_together_bytes(model, 0)
+    with record_events() as events:
+        model(batch(rank, 2, torch.float32)).sum().backward()
+    assert not any(event.together for event in events)
+    set_travel_together_bytes(model, None)
+    with record_events() as events:
+        model(batch(rank, 3, torch.float32)).sum().backward()
+    assert len(shared(events, EventKind.UNSHARD)) == 2
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "front": FRONTS,
+    "kept": [False, True],
+    "kind": ["none", "reentrant", "unit", "around"],
+    "shared_memory": [False, True],
+    "nbytes": [2 * 3 * 2 * WEIGHT, None],
+    "accumulates": [False, True],
+    "forward_prefetch": [False, True],
+    "backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", None],
+    "frozen": [False, True],
+    "evaluates": [False, True],
+}
+
+
+def drawn(number: int) -> dict[str, Any]:
+    generator = random.Random(number)
+    return {name: generator.choice(values) for name, values in OPTIONS.items()}
+
+
+def _walk(model: Any, rank: int, chosen: dict[str, Any]) -> list[torch.Tensor]:
+    """Trains in many ways; returns what came out of the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    orders = [None, None, None, [3, 2, 1, 0], [1, 1, 4], None, [0, 2, 4, 5], [0, 2, 4, 5], None]
+    for step, order in enumerate(orders):
+        if chosen["frozen"] and step in (2, 5):
+            inner(inner(model).layers[1]).requires_grad_(step == 5)
+        if chosen["evaluates"]:
+            with torch.no_grad():
+                found.append(model(batch(rank, 40 + step), order))
+        optimizer.zero_grad()
+        if chosen["accumulates"]:
+            with no_sync(model):
+                model(batch(rank, 50 + step), order).square().sum().backward()
+        output = model(batch(rank, step), order)
+        output.square().sum().backward()
+        optimizer.step()
+        found.append(output.detach())
+        if step == 3:
+            found += [value for _, value in sorted(full_state(model).items())]
+    return found
+
+
+@pytest.mark.parametrize("number", range(10))
+@ranks(2)
+def test_numbers_are_those_of_units_alone(rank, world_size, number):
+    """To the bit: with two ranks there is one order of a sum."""
+    chosen = drawn(number)
+    options: dict[str, Any] = {"shared_memory": chosen["shared_memory"]}
+    if chosen["front"] != "composable":
+        name = chosen["backward_prefetch"]
+        options["backward_prefetch"] = BackwardPrefetch[name] if name else None
+        options["forward_prefetch"] = chosen["forward_prefetch"]
+    if chosen["kept"]:
+        options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
+    alone = build(chosen["front"], kind=chosen["kind"], travel_together_bytes=0, **options)
+    together, _ = pair(chosen["front"], chosen["nbytes"], chosen["kind"], **options)
+    with record_events() as events:
+        found = _walk(together, rank, chosen)
+    assert any(len(units) > 2 for units in shared(events, EventKind.UNSHARD)), chosen
+    assert any(len(units) > 2 for units in shared(events, EventKind.REDUCE)), chosen
+    expected = _walk(alone, rank, chosen)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), (index, chosen)
+
+
+@each_front
+@ranks(2)
+def test_units_of_several_dtypes_are_gathered_as_bytes(rank, world_size, front):
+    if front == "composable":
+
+        def policy(layer: nn.Module) -> Any:
+            dtype = {0: torch.bfloat16, 1: torch.float16, 2: None}[layer.number % 3]
+            return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    else:
+
+        def policy(layer: nn.Module) -> Any:
+            dtype = {0: torch.bfloat16, 1: torch.float16, 2: None}[layer.number % 3]
+            return {"mixed_precision": MixedPrecision(dtype, torch.float32)}
+
+    def make(nbytes: int | None) -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        for number, layer in enumerate(net.layers):
+            layer.number = number
+            if front == "composable":
+                fully_shard(layer, **policy(layer))
+            else:
+                net.layers[number] = FSDP(layer, use_orig_params=front == "orig", **policy(layer))
+        return shard(front, net, travel_together_bytes=nbytes)
+
+    models = [make(nbytes) for nbytes in (None, 0)]
+    for step in range(4):
+        with record_events() as events:
+            losses = []
+            for model in models:
+                loss = model(batch(rank, step, torch.float32)).square().sum()
+                loss.backward()
+                losses.append(loss.detach())
+        assert torch.equal(*losses)
+    assert max(len(units) for units in shared(events, EventKind.UNSHARD)) == UNITS + 1
+    found, expected = map(full_grads, models)
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+@pytest.mark.parametrize("sums", [True, False], ids=["whole", "partial"])
+@each_front
+@ranks(4)
+def test_hybrid(rank, world_size, front, sums):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
+
+    def make(nbytes: int | None) -> Any:
+        torch.manual_seed(0)
+        net = Net().double()
+        if front != "composable":
+            strategy = ShardingStrategy.HYBRID_SHARD
+            policy = ModuleWrapPolicy({Layer})
+            return shard(
+                front, net, policy, sharding_strategy=strategy, device_mesh=mesh, travel_together_bytes=nbytes
+            )
+        for part in (*net.layers, net):
+            fully_shard(part, mesh=mesh, travel_together_bytes=nbytes)
+        return net
+
+    model, ddp = make(None), DDP(Net().double())
+    ddp.module.load_state_dict(full_state(make(0)))
+    for step in range(3):
+        if not sums and front == "composable":
+            model.set_requires_all_reduce(False)
+            model(batch(rank, 70 + step)).square().sum().backward()
+            model.set_requires_all_reduce(True)
+            with ddp.no_sync():
+                ddp(batch(rank, 70 + step)).square().sum().backward()
+        with count_collectives() as traffic:
+            model(batch(rank, step)).square().sum().backward()
+        ddp(batch(rank, step)).square().sum().backward()
+    assert {name: each.calls for name, each in traffic.items()} == {
+        "all_gather_into_tensor": 2,
+        "reduce_scatter_tensor": 1,
+        "all_reduce": 1,
+    }
+    assert_same_grads(model, ddp, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@each_front
+@ranks(2)
+def test_an_exception_frees_what_was_gathered_early(rank, world_size, front, where):
+    model, plain = pair(front)
+    ddp = DDP(plain)
+    steps(model, rank, range(2))
+    steps(ddp, rank, range(2))
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    layer = inner(inner(model).layers[2])
+    hook = layer.register_forward_hook(fail if where == "forward" else fail_in_backward)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        model(batch(rank, 9)).sum().backward()
+    hook.remove()
+    early = units_of(model)[4:]  # the root comes first, and the third layer has failed
+    assert where == "backward" or all(unit.handle.state.value == "sharded" for unit in early)
+    steps(model, rank, range(2, 5))
+    steps(ddp, rank, range(2, 5))
+    assert_idle(model)
+    # Momentum begins anew in each call of `steps`, with both.
+    assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
+
+
+@each_front
+@ranks(2)
+def test_what_is_gathered_early_shows_its_shards(rank, world_size, front):
+    model, _ = pair(front)
+    steps(model, rank, range(2))
+    last = inner(inner(model).layers[-1]).linear
+    shown = []
+    before = last.weight
+    hook = inner(inner(model).layers[0]).register_forward_pre_hook(lambda *_: shown.append(last.weight))
+    model(batch(rank, 2))
+    hook.remove()
+    handle = units_of(model)[-1].handle
+    assert handle is not None
+    assert len(shown) == 1 and shown[0] is before
+
+
+@each_front
+@ranks(2)
+def test_a_write_in_the_forward_before_a_unit_counts(rank, world_size, front):
+    """As it does where the unit travels alone."""
+    outputs = []
+    for nbytes in (None, 0):
+        model = build(front, travel_together_bytes=nbytes)
+        steps(model, rank, range(2))
+        params = list(units_of(model)[-1].handle.layouts[0].sharded_params)
+
+        def write(*_: Any, params: Any = params) -> None:
+            with torch.no_grad():
+                for param in params:
+                    param.mul_(0.5)
+
+        hook = inner(inner(model).layers[0]).register_forward_hook(write)
+        outputs.append(model(batch(rank, 2)).detach())
+        hook.remove()
+        outputs.append(model(batch(rank, 2)).detach())
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
+    assert not torch.equal(outputs[0], model(batch(rank, 3)).detach())
+
+
+@each_front
+@ranks(2)
+def test_memory_grows_by_the_budget_at_most(rank, world_size, front):
+    budget, peaks, counts = 7 * ONE, {}, {}  # half of it holds three units
+    with only_new_objects():
+        for nbytes in (0, budget):
+            model = squares(front, per_unit=1, units=12)
+            set_travel_together_bytes(model, nbytes)
+            seen: list[int] = []
+            for layer in model.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.register_forward_hook(lambda *_: seen.append(live_bytes()))  # noqa: B023
+                    layer.register_full_backward_hook(lambda *_: seen.append(live_bytes()))  # noqa: B023
+            for _ in range(4):
+                with record_events() as events:
+                    before = live_bytes()
+                    seen.clear()
+                    model(torch.ones(1, SIDE, requires_grad=True)).sum().backward()
+                model.zero_grad()
+            peaks[nbytes], counts[nbytes] = max(seen) - before, len(shared(events, EventKind.UNSHARD))
+            del model, layer
+    assert counts == {0: 12, budget: 12 // 3 + 12 // 3}  # alone, the same in forward and backward
+    assert 0 < peaks[budget] - peaks[0] <= budget
+
+
+@ranks(2)
+def test_a_dropped_model_is_freed_at_once(rank, world_size):
+    """Though the schedule knows which units travel together."""
+    gc.collect()
+    with only_new_objects():
+        for front in FRONTS:
+            model = squares(front, per_unit=1, units=4)
+            for _ in range(3):
+                model(torch.ones(1, SIDE)).sum().backward()
+            model.zero_grad()
+            shards = live_bytes()
+            gc.disable()
+            del model
+            left = live_bytes()
+            gc.enable()
+            gc.collect()
+            assert left < shards / 4, (front, left, shards)
+
+
+@ranks(2)
+def test_repr_tells_what_travels_together(rank, world_size):
+    model = build("orig")
+    steps(model, rank, range(1))
+    assert "gathered with" not in repr(model)
+    steps(model, rank, range(1, 3))
+    assert "gathered with '', 'layers.1', 'layers.2' and 3 more" in repr(model.layers[0])
+
+
+@pytest.mark.parametrize("own", ["in_place", "hook"])
+@ranks(2)
+def test_units_that_have_ways_of_their_own_travel_alone(rank, world_size, own):
+    model = build("orig")
+    if own == "in_place":
+        set_gradients_in_place(model.layers[2])
+    else:
+        hook = lambda state, full, shard: torch.distributed.reduce_scatter_tensor(shard, full)  # noqa: E731
+        model.register_comm_hook(None, hook)
+    for step in range(3):
+        with record_events() as events:
+            model(batch(rank, step)).sum().backward()
+    if own == "in_place":
+        for kind in (EventKind.UNSHARD, EventKind.REDUCE):
+            alone = [units for units in shared(events, kind) if "layers.2" in units]
+            assert set(alone) == {("layers.2",)} and max(map(len, shared(events, kind))) == UNITS
+    else:
+        assert not any(event.together for event in events if event.kind is EventKind.REDUCE)
+
+
+@each_front
+@ranks(2)
+def test_unused_units_and_two_backwards(rank, world_size, front):
+    """Gradients that come twice, from two losses or two graphs, and units that a loss does not reach."""
+    model, plain = pair(front)
+    ddp = DDP(plain, find_unused_parameters=True)
+    for step in range(4):
+        for module in (model, plain):
+            output = module(batch(rank, step))
+            half = module(batch(rank, step), [0, 1, 2])
+            output.square().sum().backward(retain_graph=True)
+            output.sum().backward()
+            half.sum().backward()
+    del ddp
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        expected = param.grad.clone()
+        torch.distributed.all_reduce(expected)
+        torch.testing.assert_close(found[name], expected / world_size, rtol=1e-12, atol=1e-12)
+    assert_idle(model)
+
+
+@each_front
+@ranks(2)
+def test_gradients_that_come_again_while_the_first_wait(rank, world_size, front):
+    """A unit that runs twice in reentrant checkpoints: each ends a backward of its own."""
+    model, plain = pair(front, kind="reentrant")
+    order = [1, 1, 4]
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        with record_events() as events:
+            model(batch(rank, step).requires_grad_(), order).square().sum().backward()
+        plain(batch(rank, step).requires_grad_(), order).square().sum().backward()
+    assert shared(events, EventKind.REDUCE) == [("layers.4", "layers.1"), ("layers.1", "")]
+    found = full_grads(model)
+    for name, param in plain.named_parameters():
+        expected = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        torch.distributed.all_reduce(expected)
+        torch.testing.assert_close(found[name], expected / world_size, rtol=1e-12, atol=1e-12)
+    assert_idle(model)
+
+
+@each_front
+@ranks(2)
+def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size, front):
+    """Memory that nobody has written may hold NaN, at which checks of what is sent stop a training."""
+    model, _ = pair(front)
+    steps(model, rank, range(2))
+    take, finite = JointGradients.take, []
+
+    class Watched:
+        def __init__(self, communicator: Any) -> None:
+            self._communicator = communicator
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._communicator, name)
+
+        def reduce_scatter(self, shards: Any, full: Any) -> Any:
+            finite.append(all(bool(each.isfinite().all()) for each in full))
+            return self._communicator.reduce_scatter(shards, full)
+
+    def taken(self: JointGradients, index: int, full: torch.Tensor) -> None:
+        fresh = not self._begun
+        take(self, index, full)
+        if fresh:
+            self._communicator = Watched(self._communicator)
+            for number, place in enumerate(self._places):
+                if number != index:
+                    place.parts.fill_(torch.nan)
+
+    with mock.patch.object(JointGradients, "take", taken):
+        model(batch(rank, 2), [0, 2, 4]).square().sum().backward()
+    assert finite == [True]
+
+
+@each_front
+@ranks(2)
+def test_what_is_written_to_one_gradient_says_nothing_of_others(rank, world_size, front):
+    """A gradient of zeros, beside which another unit's is zeroed before the end of an accumulation."""
+    models = [build(front, travel_together_bytes=nbytes) for nbytes in (None, 0)]
+    for model in models:
+        steps(model, rank, range(2))
+        model.zero_grad()
+        layers = inner(model).layers
+        hook = layers[1].register_forward_hook(lambda _, args, output: args[0] + 0 * (output - args[0]))
+        model(batch(rank, 2)).square().sum().backward()
+        hook.remove()
+        with no_sync(model):
+            model(batch(rank, 3)).square().sum().backward()
+        for param in layers[3].parameters():
+            if param.grad is not None:
+                param.grad.zero_()
+        model(batch(rank, 4)).square().sum().backward()
+    found, expected = map(full_grads, models)
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+@each_front
+@ranks(2)
+def test_clipping_sees_as_many_gradients_as_of_units_alone(rank, world_size, front):
+    counts = []
+    for nbytes in (None, 0):
+        model = build(front, travel_together_bytes=nbytes)
+        steps(model, rank, range(3))
+        known = HeldGradients(model)
+        counts.append([len(known.held(share)) for share in known.shares])
+    assert counts[0] == counts[1]
+
+
+@each_front
+@ranks(2)
+def test_a_hook_of_a_gradient_that_raises(rank, world_size, front):
+    """Others of the same reduction have their gradients nowhere then, also those of an accumulation."""
+    model, _ = pair(front)
+    steps(model, rank, range(2))
+    model.zero_grad()
+    with no_sync(model):
+        model(batch(rank, 2)).square().sum().backward()
+    handle = units_of(model)[3].handle
+    assert handle is not None
+
+    def fail(_: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    hook = handle.layouts[0].sharded_params[0].register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        model(batch(rank, 3)).square().sum().backward()
+    hook.remove()
+    alone = build(front, travel_together_bytes=0)
+    alone.load_state_dict(model.state_dict())
+    for each in (model, alone):
+        each.zero_grad()
+        each(batch(rank, 4)).square().sum().backward()
+    found, expected = full_grads(model), full_grads(alone)
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+    assert_idle(model)
+
+
+@ranks(2)
+def test_a_unit_that_goes_before_its_gradients_have_come(rank, world_size):
+    model = build("composable")
+    steps(model, rank, range(2))
+    model.set_is_last_backward(False)
+    model(batch(rank, 2)).square().sum().backward()
+    model.layers[2] = nn.Identity()
+    gc.collect()
+    model.set_is_last_backward(True)
+    model(batch(rank, 3)).square().sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "memory"])
+@each_front
+@ranks(2)
+def test_a_rank_that_runs_another_order_is_told(rank, world_size, front, shared_memory):
+    """What has come for all may be used in any order; the backward's order is compared."""
+    model, _ = pair(front, shared_memory=shared_memory)
+    steps(model, rank, range(2))
+    with pytest.raises(RuntimeError, match="^ranks communicate for different units") as caught:
+        for _ in range(2):
+            model(batch(rank, 2), [0, 1, 2, 3, 4, 5][:: 1 - 2 * rank]).sum().backward()
+    last, first = ("layers.5", "layers.0")
+    assert f"rank 0 gathers unit '{last}' and gathers unit 'layers.4'" in str(caught.value)
+    assert f"rank 1 gathers unit '{first}' and gathers unit 'layers.1'" in str(caught.value)
+
+
+@ranks(2)
+def test_ranks_that_are_set_differently_are_told(rank, world_size):
+    model = build("orig", travel_together_bytes=0 if rank else 1 << 20)
+    with pytest.raises(RuntimeError, match=r"travel_together_bytes"):
+        model(batch(rank, 0))
+
+
+@ranks(1)
+def test_what_it_takes(rank, world_size):
+    for make in (FSDP, fully_shard):
+        for wrong in (True, 1.5, "1"):
+            with pytest.raises(TypeError, match="travel_together_bytes must be an int"):
+                make(nn.Linear(2, 2), travel_together_bytes=wrong)
+        with pytest.raises(ValueError, match="travel_together_bytes must not be negative"):
+            make(nn.Linear(2, 2), travel_together_bytes=-1)
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="must not be negative"):
+        set_travel_together_bytes(model, -1)
+    with pytest.raises(ValueError, match="Linear is neither wrapped nor sharded"):
+        set_travel_together_bytes(nn.Linear(2, 2), 0)
+    assert model.__dict__[UNIT_ATTR].options.travel_together_bytes is None
