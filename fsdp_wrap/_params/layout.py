@@ -314,6 +314,10 @@ class Layout(ABC):
         """Views of an unsharded buffer, one per original parameter, in its shape."""
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
 
+    def as_originals(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what lies in views of an unsharded buffer, distributed as the original parameters were."""
+        return [view if part is None else part.tensor(view) for view, part in zip(views, self._parts)]
+
     def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
         """Views of a buffer that travels: for each original parameter the boxes in which it lies."""
         return [[view] for view in self.views(travelling)]
@@ -417,7 +421,7 @@ class Layout(ABC):
         Args:
             params: One per original parameter.
             copies: Whether they are the user's to keep. Otherwise the user's own Parameter objects, where
-                those are the sharded parameters, stand for them.
+                those are the sharded parameters and no `DTensor`s, stand for them.
         """
         self.show(params)
 

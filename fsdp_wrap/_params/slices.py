@@ -43,10 +43,13 @@ class SliceLayout(FlatLayout):
             self.show(params)
             return
         self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
-        for source, param in zip(self.sources, params):
+        shown: list[nn.Parameter] = []
+        for source, param, part in zip(self.sources, params, self._parts):
             source.grad = None
-            source.data = param.data
-        self.show_sharded()
+            if part is None:
+                source.data = param.data
+            shown.append(source if part is None else param)  # no plain parameter can hold a `DTensor`
+        self.show(shown)
 
     def hide_full(self) -> None:
         for param, piece in zip(self.sources, self._pieces):

@@ -15,4 +15,5 @@ from fsdp_wrap._params.parallel.local_part import (
     holding,
     local_parts,
     make_copyable,
+    placed,
 )

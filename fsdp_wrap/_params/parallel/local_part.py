@@ -26,6 +26,11 @@ def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def placed(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Returns over what a tensor is distributed, and how; None of one that is no `DTensor`."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
 def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like another, of which this rank holds something else of the same shape."""
     return dtensor_of(local, tensor._spec) if isinstance(tensor, DTensor) else local
@@ -97,9 +102,13 @@ class LocalPart:
         """Returns that of which `described` tells."""
         return cls(mesh, placements, torch.Size(shape), stride, frozenset(own))
 
+    def tensor(self, local: torch.Tensor) -> DTensor:
+        """Returns what is distributed like the original, and of which this rank has `local`."""
+        return dtensor_of(local, self.spec(local.dtype))
+
     def parameter(self, local: torch.Tensor) -> nn.Parameter:
         """Returns a parameter like the original, whose part on this rank is `local` itself."""
-        param = nn.Parameter(dtensor_of(local, self.spec(local.dtype)), requires_grad=False)
+        param = nn.Parameter(self.tensor(local), requires_grad=False)
         param._local_tensor = local  # type: ignore[attr-defined]
         return param
 
@@ -163,7 +172,7 @@ class LocalPart:
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the whole of what this rank has a part of; collective over the ranks of the mesh."""
-        return dtensor_of(local, self.spec(local.dtype)).full_tensor()
+        return self.tensor(local).full_tensor()
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a gradient, placed as the parameter is.

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import schedule_of, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
-from fsdp_wrap._state.gradients.held import HeldGradients
+from fsdp_wrap._state.gradients.held import HeldGradients, Named
 from fsdp_wrap._state.gradients.norms import (
     accumulation_dtype,
     by_kind,
@@ -26,7 +26,7 @@ from fsdp_wrap._state.gradients.norms import (
     root,
     scale,
 )
-from fsdp_wrap._state.gradients.over_meshes import power_over
+from fsdp_wrap._state.gradients.over_meshes import power_over, summed_over
 
 _UNREDUCED = (
     "gradients that no_sync() has left unreduced are not clipped; call clip_grad_norm_() after a backward "
@@ -127,23 +127,12 @@ class GradientNorms:
         Raises:
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
-            NotImplementedError: If tensor parallelism has distributed a parameter.
         """
         p = _norm_type(norm_type)
         known = self._found("grad_norms()")
-        if known.distributed:
-            raise NotImplementedError(
-                "grad_norms() knows no norms of parameters that tensor parallelism has distributed; "
-                "clip_grad_norm_(float('inf')) returns the total norm, and fully_shard gives DTensors, whose "
-                "gradients have norms each"
-            )
-        named = {share: known.named(share) for share in known.shares}
-        values = {
-            share: powers_and_presence([piece for _, piece in each], p, known.device)
-            for share, each in named.items()
-        }
-        powers, present = torch.cat([part.view(2, -1) for part in over_ranks(values, p)], dim=1)
-        originals = [original for each in named.values() for original, _ in each]
+        named, values = _powers_by_mesh(known, p) if known.distributed else _powers_by_share(known, p)
+        powers, present = torch.cat([part.view(2, -1) for part in values], dim=1)
+        originals = [original for each in named for original, _ in each]
         found = [each for each in zip(originals, root(powers, p), present.tolist()) if each[2]]
         found.sort(key=lambda each: each[0].order)
         return {each.fqn: norm.to(accumulation_dtype(each.source.dtype)) for each, norm, _ in found}
@@ -157,6 +146,26 @@ class GradientNorms:
         refuse_summoned(units, doing)
         self._known = HeldGradients(self._module()) if known is None else known
         return self._known
+
+
+def _powers_by_share(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:
+    """Returns parameters, and for each list the powers of their norms and which there are, over all ranks."""
+    named = {share: known.named(share) for share in known.shares}
+    values = {
+        share: powers_and_presence([piece for _, piece in each], p, known.device)
+        for share, each in named.items()
+    }
+    return [*named.values()], over_ranks(values, p)
+
+
+def _powers_by_mesh(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:
+    """The same, where tensor parallelism has distributed parameters: ranks of two meshes hold them."""
+    named = known.named_by_ranks()
+    values = [
+        summed_over(over, powers_and_presence([piece for _, piece in each], p, known.device), p)
+        for over, each in named.items()
+    ]
+    return [*named.values()], values
 
 
 def _norm_type(norm_type: float) -> float:

@@ -85,7 +85,11 @@ def _over(grad: torch.Tensor) -> Over:
 
 def power_over(over: Over, parts: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
     """Returns the norm of tensors of which this rank has parts, to the power of p; collective."""
-    found = power(by_kind(part for part in parts if part.numel()), p, device)
+    return summed_over(over, power(by_kind(part for part in parts if part.numel()), p, device), p)
+
+
+def summed_over(over: Over, found: torch.Tensor, p: float) -> torch.Tensor:
+    """Merges powers of norms over the ranks that hold the rest; collective."""
     communicator, mesh = over
     if communicator is not None:
         found = reduced(found, p, lambda tensor, op: communicator.all_reduce([tensor], op).wait())
