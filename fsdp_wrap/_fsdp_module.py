@@ -520,7 +520,7 @@ def _class_of(cls: type[nn.Module], kind: type[FSDPModule]) -> type[FSDPModule]:
 def _unit_of(module: Any) -> Unit:
     if not isinstance(module, FSDPModule):
         raise ValueError(
-            f"expected a module to which fully_shard or replicate was applied, not a {type(module).__name__}"
+            f"expected a module to which replicate or fully_shard was applied, not a {type(module).__name__}"
         )
     unit: Unit = module.__dict__[UNIT_ATTR]
     return unit
