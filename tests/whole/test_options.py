@@ -43,7 +43,7 @@ def test_every_pair_of_options_of_fully_shard(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.parametrize("scenario", few_fast(pairwise(REPLICATE_SPACE, seed=5), 8), ids=name_of)
+@pytest.mark.parametrize("scenario", few_fast(pairwise(REPLICATE_SPACE, seed=5), 14), ids=name_of)
 @ranks(2)
 def test_every_pair_of_options_of_replicate(rank, world_size, scenario):
     check(scenario, rank, world_size)
