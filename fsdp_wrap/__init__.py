@@ -35,6 +35,7 @@ from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_wrap.replicate import ReplicateModule, replicate
 
 __all__ = [
     "BackwardPrefetch",
@@ -58,6 +59,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Phase",
+    "ReplicateModule",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -72,6 +74,7 @@ __all__ = [
     "param_aliases",
     "record_events",
     "register_fsdp_forward_method",
+    "replicate",
     "set_gradients_in_place",
     "set_travel_together_bytes",
     "share_comm_ctx",

@@ -23,6 +23,9 @@ _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 class DTensorLayout(Layout):
     """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks stand side by side.
 
+    Over a mesh that only replicates there is one chunk, the whole. The leaves alias it where they have its
+    dtype: nothing is to be unsharded then.
+
     Behind the chunks stands one number per parameter, by which the ranks tell each other, in the reduction
     itself, whose gradients they have contributed to: all ranks get the same gradients, or None.
 
@@ -50,7 +53,7 @@ class DTensorLayout(Layout):
         pin: bool,
     ) -> None:
         super().__init__(name, slots, communicator, offload, pin, mesh.own_dims)
-        self.in_place = self._ranks == 1
+        self.in_place, self.sharded = self._ranks == 1, mesh.shards
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
@@ -73,6 +76,8 @@ class DTensorLayout(Layout):
 
     def _adopt(self, shard: torch.Tensor) -> None:
         self._shard, self.dtype, self._pieces = shard, shard.dtype, self.cut(shard)
+        resides = not self.sharded and not self.offloaded and not shard.is_meta
+        self.resident = shard.data if resides else None
         self.flat_param = nn.Parameter(shard, requires_grad=False)
         self._specs = self._specs_in(self.dtype)
         self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
