@@ -5,6 +5,7 @@ May import: `_core`, `_comm`, and of `_params` the layout of `DTensor`s and segm
 Must never know: handles.
 """
 
+from fsdp_wrap._params.extensions.inner import like_made_of_tensors
 from fsdp_wrap._params.extensions.layout import ExtensionLayout
 from fsdp_wrap._params.extensions.methods import check_extension, is_extension
 from fsdp_wrap._params.extensions.segment import ExtensionSegment
