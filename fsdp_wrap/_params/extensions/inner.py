@@ -76,7 +76,7 @@ class InnerTensors:
         """
         if out is not None:
             for name in self._others:
-                getattr(out, name).copy_(getattr(part, name))
+                getattr(out, name).data.copy_(getattr(part, name))  # no edit, as autograd sees it
             return None
         inner = {name: getattr(part, name).clone() for name in self._others}
         inner |= zip(self._by_rows, outputs)
