@@ -10,8 +10,12 @@ from fsdp_wrap._params.display import Showing
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.extensions import (
     ExtensionLayout,
+    PackedLayout,
     check_extension,
+    check_packable,
+    inner_tensors,
     is_extension,
+    is_packable,
     like_made_of_tensors,
 )
 from fsdp_wrap._params.flat import FlatLayout, FlatParameter, FlatParameterLayout, HiddenFlatParameter

@@ -125,12 +125,14 @@ class Segment:
         for index in self._held:
             memory[index].data = memory[index].data.clone()
         self._apart += self._held
+        self.layout.follow_memory()
 
     def _rejoin(self) -> None:
         views = self.layout.views(self.full.tensor)
         for index in self._apart:
             self.layout.memory[index].data = views[index]
         self._apart = []
+        self.layout.follow_memory()
 
     def admit(self, changed: bool, in_place: bool) -> None:
         """Lets autograd use the leaves, now that their values have come.
@@ -223,6 +225,7 @@ class Segment:
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
         for each, view in zip(self.layout.memory, self.layout.views(self.full.tensor)):
             each.data = view
+        self.layout.follow_memory()
 
     def _write_from_shard(self) -> None:
         self.write_shard: Callable[[], object] = _write_nothing

@@ -74,7 +74,7 @@ class ExtensionLayout(DTensorLayout):
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
-        self._attributes = [*map(_users_attributes, params)]
+        self._attributes = [*map(users_attributes, params)]
         cuts = [self._cut_out(index, held_by_this_rank(each)) for index, each in enumerate(params)]
         self._inners = [inner for inner, _ in cuts]
         self._adopt_all([part for _, part in cuts])
@@ -190,7 +190,7 @@ def _copied(inner: InnerTensors | None, piece: torch.Tensor) -> torch.Tensor:
     return piece.new_zeros(piece.size()).copy_(piece) if inner is None else copied(piece)
 
 
-def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
+def users_attributes(param: nn.Parameter) -> dict[str, Any]:
     """Returns what users have set on a parameter: not what its class has, which may be the values."""
     own = param.detach().__dict__
     return {name: value for name, value in param.__dict__.items() if name not in own and name != _MARK}
