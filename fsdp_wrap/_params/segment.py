@@ -119,13 +119,25 @@ class Segment:
 
         To read what is freed would end the process.
         """
-        references = [*map(getrefcount, self.leaves)]
-        self._held = {index: alone for index, alone in self._held.items() if references[index] > alone}
+        self._forget_dropped()
         memory = self.layout.memory
         for index in self._held:
             memory[index].data = memory[index].data.clone()
         self._apart += self._held
         self.layout.follow_memory()
+
+    def _forget_dropped(self) -> None:
+        """Forgets which leaves were held and are not any more.
+
+        A graph may have had one of the references that were counted without, and be gone: then a leaf that
+        does not train has as many now, and is held.
+        """
+        references, leaves = [*map(getrefcount, self.leaves)], self.leaves
+        self._held = {
+            index: alone
+            for index, alone in self._held.items()
+            if references[index] + (not leaves[index].requires_grad) > alone
+        }
 
     def _rejoin(self) -> None:
         views = self.layout.views(self.full.tensor)

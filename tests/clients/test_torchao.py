@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from bed import ranks
 from bed.references import count_collectives
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import checkpoint, fully_shard
 from launch import needs
 
@@ -216,3 +217,58 @@ def test_int8_by_blocks_of_rows_is_refused(rank, world_size):
     with pytest.raises(TypeError, match="'weight' of shape .* is a Int8Tensor that has 'scale' of shape"):
         fully_shard(layer)
     assert type(layer.weight) is type(made) and type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("kind", ["nf4", "row", "tensor", "group"])
+@ranks(3)
+def test_the_wrapper_shards_frozen_weights_as_bytes(rank, world_size, kind, use_orig_params, tmp_path):
+    """Over 3 ranks, into which torchao itself cannot cut an NF4 tensor."""
+
+    def make(seed: int) -> Any:
+        if kind != "nf4":
+            return int8(kind, seed, 30)
+        torch.manual_seed(seed)
+        return adapted()
+
+    def wrapped(model: Any) -> Any:
+        options = {"use_orig_params": use_orig_params, "shared_memory": False}
+        for index, block in enumerate(model):
+            model[index] = FSDP(block, **options)
+        return FSDP(model, **options)
+
+    plain, model, other, unlike = make(0), wrapped(make(0)), wrapped(make(1)), make(1)
+    counted = train(model, plain, rank, world_size, 3)
+    frozen = [param for param in plain.parameters() if not param.requires_grad]
+    quantised = sum(each.numel() * each.element_size() for param in frozen for each in inner(param).values())
+    trained = sum(param.numel() for param in plain.parameters() if param.requires_grad) * 4
+    gathered = counted["all_gather_into_tensor"].bytes
+    # Backward needs all again; every tensor begins at a multiple of 16 bytes.
+    assert 2 * quantised <= gathered <= 2 * (quantised + trained) + BLOCKS * 4096, (gathered, quantised)
+    held = sum(param.numel() for param in model.parameters() if param.dtype == torch.uint8)
+    assert abs(held - quantised / 3) <= 2048
+    state = model.state_dict()
+    for name, param in plain.state_dict().items():
+        assert type(state[name]) is type(param)
+        for found, wanted in zip(inner(state[name]).values(), inner(param).values()) if name in _names(frozen, plain) else ():
+            assert torch.equal(found, wanted), name
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
+    other(x)
+    other.load_state_dict(state)
+    unlike.load_state_dict(state)
+    assert torch.equal(other(x), model(x)) and torch.equal(unlike(x), model(x))
+    checkpoint.save(tmp_path, model, step=1)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        fewer = make(1)
+        for index, block in enumerate(fewer):
+            fewer[index] = FSDP(block, use_orig_params=use_orig_params, process_group=pair)
+        fewer = FSDP(fewer, use_orig_params=use_orig_params, process_group=pair)
+        checkpoint.load(tmp_path, fewer, process_group=pair)
+        assert torch.equal(fewer(x), unlike(x))
+    dist.barrier()
+
+
+def _names(params: Any, model: nn.Module) -> set[str]:
+    wanted = {id(param) for param in params}
+    return {name for name, param in model.named_parameters() if id(param) in wanted}
