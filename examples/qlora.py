@@ -1,11 +1,11 @@
-"""Fine-tune a real sentence encoder by QLoRA: 4-bit weights that stay as they are, and small adapters that learn.
+"""Fine-tune a real sentence encoder by QLoRA: 4-bit weights that stay as they are, adapters that learn.
 
     pip install -e '.[clients]' && torchrun --nproc-per-node 2 examples/qlora.py --adapters runs/adapters
 
-The encoder is MiniLM. It learns to find functions of Python's standard library by the first sentence of their
-documentation. Its weights are torchao's NF4: each rank keeps its rows of them, and gathers travel in 4 bits as
-well. The adapters are peft's LoRA, saved as peft saves them and loaded again into a new model. Standard output
-ends with one line of JSON.
+The encoder is MiniLM. It learns to find functions of Python's standard library by the first sentence of
+their documentation. Its weights are torchao's NF4: each rank keeps its rows of them, and gathers travel in 4
+bits as well. The adapters are peft's LoRA, saved as peft saves them and loaded again into a new model.
+Standard output ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def contrast(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--adapters", required=True, help="folder to save the adapters in")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=16, help="pairs for each rank and step")

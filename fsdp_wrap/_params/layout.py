@@ -390,8 +390,10 @@ class Layout(ABC):
         self._follow_places()
         return self.leaves
 
-    def follow_memory(self) -> None:
-        """Lets leaves that are made of views of `memory` lie where that lies now."""
+    def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Lets leaves, given by number, lie in other views."""
+        for index, view in views:
+            self.memory[index].data = view
 
     def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """Returns what users see as the full values of an original parameter."""

@@ -121,10 +121,8 @@ class Segment:
         """
         self._forget_dropped()
         memory = self.layout.memory
-        for index in self._held:
-            memory[index].data = memory[index].data.clone()
+        self.layout.lie_in((index, memory[index].data.clone()) for index in self._held)
         self._apart += self._held
-        self.layout.follow_memory()
 
     def _forget_dropped(self) -> None:
         """Forgets which leaves were held and are not any more.
@@ -141,10 +139,8 @@ class Segment:
 
     def _rejoin(self) -> None:
         views = self.layout.views(self.full.tensor)
-        for index in self._apart:
-            self.layout.memory[index].data = views[index]
+        self.layout.lie_in((index, views[index]) for index in self._apart)
         self._apart = []
-        self.layout.follow_memory()
 
     def admit(self, changed: bool, in_place: bool) -> None:
         """Lets autograd use the leaves, now that their values have come.
@@ -235,9 +231,7 @@ class Segment:
         self._write_from_shard()
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
-        for each, view in zip(self.layout.memory, self.layout.views(self.full.tensor)):
-            each.data = view
-        self.layout.follow_memory()
+        self.layout.lie_in(enumerate(self.layout.views(self.full.tensor)))
 
     def _write_from_shard(self) -> None:
         self.write_shard: Callable[[], object] = _write_nothing

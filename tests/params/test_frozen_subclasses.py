@@ -1,4 +1,4 @@
-"""Frozen tensor subclasses that only tell of which tensors they are made: below the wrapper and `fully_shard`."""
+"""Frozen tensor subclasses that only tell of which tensors they are made, below both front-ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
-from fsdp_wrap import CPUOffload, IntervalTensor, ShardingStrategy, StateDictType, fully_shard, iter_full_params
+from fsdp_wrap import (
+    CPUOffload,
+    IntervalTensor,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    iter_full_params,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -100,7 +107,9 @@ def net(seed: int = 0, checkpointed: bool = False) -> nn.Sequential:
 
 def wrapped(model: nn.Module, use_orig_params: bool = True, **options: Any) -> Any:
     policy = ModuleWrapPolicy({Block})
-    return FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, shared_memory=False, **options)
+    return FSDP(
+        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, shared_memory=False, **options
+    )
 
 
 def sharded(model: Any, **options: Any) -> Any:
@@ -156,7 +165,9 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in FAST else pytest.mark.slow) for how in HOW])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[] if how in FAST else pytest.mark.slow) for how in HOW]
+)
 @ranks(4)
 def test_the_wrapper_computes_as_a_plain_model(rank, world_size, how, use_orig_params):
     options = dict(HOW[how])
@@ -219,7 +230,7 @@ def test_full_parameters_are_of_the_subclass_and_may_be_edited(rank, world_size,
         assert torch.equal(model(x), reference(x))
     other = net(1)
     with FSDP.summon_full_params(model), torch.no_grad():
-        for block, plain, theirs in zip(model.module, reference, other):
+        for block, plain in zip(model.module, reference):
             block.base.weight.scales.mul_(2)
             plain.base.weight.scales.mul_(2)
         model[1].base.weight = copy.deepcopy(other[1].base.weight)
@@ -263,7 +274,9 @@ def test_state_dicts(rank, world_size, use_orig_params, tmp_path):
         if listens:
             for block in other:
                 block.__class__ = Listens
-        other = FSDP(other, auto_wrap_policy=ModuleWrapPolicy({Block, Listens}), use_orig_params=use_orig_params)
+        other = FSDP(
+            other, auto_wrap_policy=ModuleWrapPolicy({Block, Listens}), use_orig_params=use_orig_params
+        )
         other(x)
         other.load_state_dict(reference.state_dict())
         assert torch.equal(other(x), reference(x)), listens
@@ -295,7 +308,9 @@ def test_a_state_dict_of_other_values_is_refused_by_name(rank, world_size):
         model.load_state_dict(state)
     wider = nn.Linear(WIDTH + 1, HIDDEN, dtype=torch.float64).weight.detach()
     state["1.base.weight"] = Mute.of(wider)
-    with pytest.raises(RuntimeError, match="1.base.weight.*a Mute of shape .7, 7.*the model a Mute of shape .7, 6"):
+    with pytest.raises(
+        RuntimeError, match="1.base.weight.*a Mute of shape .7, 7.*the model a Mute of shape .7, 6"
+    ):
         model.load_state_dict(state)
     assert torch.equal(model(x), reference(x))
 

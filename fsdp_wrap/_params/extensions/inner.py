@@ -1,4 +1,4 @@
-"""`InnerTensors`: what is gathered of a frozen subclass that is made of other tensors and says nothing itself."""
+"""`InnerTensors`: what is gathered of a frozen subclass that is made of other tensors, and says nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     names, context = _flattened(tensor)
     inner = {name: getattr(tensor, name).detach().clone() for name in names}
     kind: Any = type(tensor)
-    return kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return made
 
 
 def like_made_of_tensors(value: torch.Tensor) -> torch.Tensor | None:
@@ -116,6 +117,6 @@ def _goes_by_rows(fqn: str, whole: torch.Tensor, part: torch.Tensor, name: str, 
 def _refused(fqn: str, whole: torch.Tensor, why: str) -> TypeError:
     return TypeError(
         f"parameter '{fqn}' of shape {tuple(whole.shape)} is a {type(whole).__name__} that {why}, so that it "
-        "cannot be cut by rows: give its class fsdp_pre_all_gather and fsdp_post_all_gather, quantise by rows, "
-        "or ignore the parameter"
+        "cannot be cut by rows: quantise by rows, give its class fsdp_pre_all_gather and "
+        "fsdp_post_all_gather, wrap it by FullyShardedDataParallel, or ignore it with ignored_params"
     )

@@ -83,7 +83,7 @@ class ExtensionLayout(DTensorLayout):
         self.hide_full()
 
     def _cut_out(self, index: int, param: torch.Tensor) -> tuple[InnerTensors | None, torch.Tensor]:
-        """Returns how a parameter is cut if its subclass does not say, and this rank's part in its own memory.
+        """Returns how a parameter is cut, if its subclass does not say, and this rank's part in own memory.
 
         By the operations that subclasses implement for torch's `fully_shard`, and by no others if it says.
         """

@@ -140,7 +140,12 @@ class Whole:
         return getattr(local, PRE)(*arguments)
 
     def made_of(
-        self, outputs: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype, local: torch.Tensor, **out: Any
+        self,
+        outputs: Sequence[torch.Tensor],
+        metadata: Any,
+        dtype: torch.dtype,
+        local: torch.Tensor,
+        **out: Any,
     ) -> Any:
         """Lets a part make the whole of what has come; see `fsdp_post_all_gather`."""
         inner = self._inner_of(local)

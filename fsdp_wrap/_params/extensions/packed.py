@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -73,9 +73,11 @@ class PackedLayout(SliceLayout):
         self._follow_places()
         return self.leaves
 
-    def follow_memory(self) -> None:
-        for packing, leaf, memory in zip(self._packings, self.leaves, self.memory):
-            packing.move(leaf, memory.data)
+    def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
+        views = [*views]
+        super().lie_in(views)
+        for index, view in views:
+            self._packings[index].move(self.leaves[index], view)
 
     # what users see
 
@@ -106,6 +108,8 @@ class PackedLayout(SliceLayout):
     def shown(self) -> list[nn.Parameter | None]:
         found = [self.taken_apart(index, param) for index, param in enumerate(super().shown())]
         return [
-            each if each is None or isinstance(each, nn.Parameter) else nn.Parameter(each, requires_grad=False)
+            each
+            if each is None or isinstance(each, nn.Parameter)
+            else nn.Parameter(each, requires_grad=False)
             for each in found
         ]
