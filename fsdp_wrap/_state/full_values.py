@@ -79,7 +79,7 @@ def full_values(handle: ParamHandle) -> list[FullValue]:
             lengths,
             copier(each.data),
             each.part,
-            partial(layout.whole, index),
+            None if layout.wanted(index) is None else partial(layout.whole, index),
         )
         for layout in handle.layouts
         for index, (each, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
@@ -333,6 +333,19 @@ class FullParams:
         self._values = [_cast(value, dtype) for value in _params(names)]
         self._budget = 2 * names.largest_unit_nbytes()
         self._values += _buffers(module, units) if buffers else []
+
+    def refuse_subclasses(self, doing: str) -> None:
+        """Refuses what takes plain tensors only.
+
+        Raises:
+            TypeError: If a full value is of a tensor subclass.
+        """
+        made = [value.key for value in self._values if value.whole is not None]
+        if made:
+            raise TypeError(
+                f"{doing} takes plain tensors, and '{made[0]}' is of a tensor subclass: save the full "
+                "state_dict() by torch.save, or the model by fsdp_wrap.checkpoint"
+            )
 
     def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Returns shapes and dtypes by name, in order."""

@@ -274,3 +274,11 @@ def test_the_wrapper_shards_frozen_weights_as_bytes(rank, world_size, kind, use_
         checkpoint.load(tmp_path, fewer, process_group=pair)
         assert torch.equal(fewer(x), unlike(x))
     dist.barrier()
+
+
+@ranks(2)
+def test_safetensors_have_no_form_for_them(rank, world_size, tmp_path):
+    model = FSDP(int8("row", 0, 30))
+    with pytest.raises(TypeError, match="plain tensors, and '0.0.weight' is of a tensor subclass"):
+        checkpoint.export_safetensors(model, tmp_path / "files")
+    assert not (tmp_path / "files").exists()
