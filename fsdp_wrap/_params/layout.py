@@ -394,6 +394,23 @@ class Layout(ABC):
         self._follow_places()
         return self.leaves
 
+    def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Lets leaves, given by number, lie in other views."""
+        for index, view in views:
+            self.memory[index].data = view
+
+    def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """Returns what users see as the full values of an original parameter."""
+        return full
+
+    def taken_apart(self, index: int, value: Any) -> Any:
+        """Undoes `whole`, in memory of its own, for a value that fits; any other is returned as it is."""
+        return value
+
+    def wanted(self, index: int) -> str | None:
+        """Says what a full value of an original parameter must be, where its shape and dtype do not tell."""
+        return None
+
     def write_shard(self, out: torch.Tensor) -> None:
         """Copies this rank's shard to where it travels from, cast to that dtype."""
         out.copy_(self._shard, non_blocking=True)

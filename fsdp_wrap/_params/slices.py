@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import final
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from fsdp_wrap._params.flat import FlatLayout, HiddenFlatParameter
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
 
 
-@final
 class SliceLayout(FlatLayout):
     """The optimizer sees the user's own Parameter objects, each holding its slice of the shard.
 

@@ -352,7 +352,8 @@ def begin_load(
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
-    for name, _ in owned_names(_wrapped(unit), [unit], _not_a_unit):
+    named_originals = [*owned_names(_wrapped(unit), [unit], _not_a_unit)]
+    for name, _ in named_originals:
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
     wrapped = f"{prefix}{WRAPPED_ATTR}."
@@ -364,6 +365,9 @@ def begin_load(
     elif in_full or is_summoned(unit) or not all(map(copies_values, _shown_in(unit))):
         _distribute(unit, state_dict, wrapped)
         return _begin_full_load(unit)
+    for name, original in named_originals:
+        if wrapped + name in state_dict:
+            state_dict[wrapped + name] = original.taken_apart(state_dict[wrapped + name])
     return _begin_sharded_load(unit)
 
 
