@@ -28,11 +28,12 @@ from fsdp_wrap._params.interval_tensor import (
     assemble,
     rebuild_interval_tensor,
 )
-from fsdp_wrap._params.layout import Interval, Layout
+from fsdp_wrap._params.layout import Interval, Layout, memory_around
 from fsdp_wrap._params.parallel import (
     DataMesh,
     LocalPart,
     check_beside,
+    copyable,
     held_by_this_rank,
     holding,
     make_copyable,

@@ -13,7 +13,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
-from fsdp_wrap._params.layout import Interval, Layout, Written, round_up
+from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, round_up
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, dtensor_of, held_by_this_rank
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
@@ -60,7 +60,8 @@ class DTensorLayout(Layout):
         likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in cuts]
         # A view like a tensor costs half of a view by a tuple of numbers.
         self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
-        bounds = ((cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes))
+        bounds = [(cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes)]
+        self._filled = [each for each in bounds if each[0] < each[1]]
         self._lay_out(cuts, bounds, self._used.stop)
         if not self.in_place:
             self.full_numel = round_up(cuts[-1].stop, self._ranks)
@@ -215,6 +216,14 @@ class DTensorLayout(Layout):
 
     def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return [*map(dtensor_of, self.cut(shard), self._grad_specs)]
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        grads = super().gradient_blocks()
+        if not grads or len(grads) < len(self._filled):
+            return grads
+        first, last = self._filled[0][0], self._filled[-1][1]
+        block = memory_around(grads, [start - first for start, _ in self._filled], last - first)
+        return grads if block is None else [block]
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)

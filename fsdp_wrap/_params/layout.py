@@ -23,7 +23,7 @@ from fsdp_wrap._params.zero_marks import GradientMarks
 Written = tuple[list[int], list[int]]
 """How often tensors were written to, and where they lie."""
 
-_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
+_VERSION, _DTYPE, _DATA_PTR = attrgetter("_version"), attrgetter("dtype"), torch.Tensor.data_ptr
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
@@ -109,6 +109,25 @@ class Extent:
         """
         start = min(max(self.start - first, 0), length)
         return start, max(start, min(self.stop - first, length))
+
+
+def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel: int) -> torch.Tensor | None:
+    """Returns the one memory, 1-D, in which tensors begin at given elements; None if there is no such.
+
+    Args:
+        tensors: Not empty.
+        starts: Where in that memory each of them begins; the first at 0.
+        numel: Its size.
+    """
+    first = tensors[0]
+    begin, size = first.data_ptr(), first.element_size()
+    if [*map(_DATA_PTR, tensors)] != [begin + size * start for start in starts]:
+        return None
+    if {*map(_DTYPE, tensors)} != {first.dtype} or not all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    if (first.storage_offset() + numel) * size > first.untyped_storage().nbytes():
+        return None  # neighbours by chance
+    return torch.as_strided(first.detach(), (numel,), (1,))
 
 
 def stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:

@@ -33,13 +33,16 @@ def placed(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | N
 
 def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like another, of which this rank holds something else of the same shape."""
-    return dtensor_of(local, tensor._spec) if isinstance(tensor, DTensor) else local
+    if not isinstance(tensor, DTensor):
+        return local
+    spec = tensor._spec
+    if local.dtype != tensor.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(spec.shape, spec.stride, local.dtype))
+    return dtensor_of(local, spec)
 
 
 def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> None:
     """Lets `copy.deepcopy` copy the `DTensor`s of a state dict.
-
-    It takes the offset of a shard in what holds it for an address, and copies from there; so they get none.
 
     Args:
         entries: The state dict.
@@ -47,10 +50,22 @@ def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> No
     """
     for name in names:
         entry = entries[name]
-        if isinstance(entry, DTensor) and not isinstance(entry, nn.Parameter) and entry.storage_offset():
-            local = entry._local_tensor
-            entries[name] = same = dtensor_of(local.new_empty(0), entry._spec)
-            same._local_tensor = local
+        if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
+            entries[name] = copyable(entry)
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that `copy.deepcopy` can copy.
+
+    Of a `DTensor` it takes the offset of the shard in what holds that for an address, and copies from there;
+    so there is to be none.
+    """
+    if not isinstance(tensor, DTensor) or not tensor.storage_offset():
+        return tensor
+    local = tensor._local_tensor
+    same = dtensor_of(local.new_empty(0), tensor._spec)
+    same._local_tensor = local
+    return same
 
 
 @dataclass(frozen=True)

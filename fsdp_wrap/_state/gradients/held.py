@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
@@ -139,6 +140,8 @@ class HeldGradients:
     @property
     def distributed(self) -> bool:
         """Whether tensor parallelism has distributed a parameter, so that ranks of other units hold parts."""
+        if any(isinstance(param, DTensor) for param in self._others):
+            return True
         return any(segment.layout.distributed is not None for segment in self._segments)
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
@@ -154,8 +157,10 @@ class HeldGradients:
                     held = found.setdefault(over, [])
                     if grad is not None and grad.numel() and handle not in without:
                         held.append(grad)
-        strided = map(_strided, self.replicated)
-        found[None, None] += [grad for grad in strided if grad is not None and grad.numel()]
+        for param in self.replicated:
+            grad = _strided(param)
+            if grad is not None and grad.numel():
+                found.setdefault(over_of(param), []).append(grad)
         return found
 
     def named(self, share: Share) -> Named:
@@ -182,7 +187,7 @@ class HeldGradients:
                 over, grad = held[original.layout][original.index]
                 found.setdefault(over, []).append((original, grad))
             elif original.handle is None and not is_owned(original.source):
-                found.setdefault((None, None), []).append((original, _strided(original.source)))
+                found.setdefault(over_of(original.source), []).append((original, _strided(original.source)))
         return found
 
 
@@ -191,6 +196,23 @@ def _over(handle: ParamHandle, layout: Layout) -> list[Over]:
     cut = handle.communicator if layout.sharded and handle.communicator.size > 1 else None
     parts = layout.distributed or [None] * len(layout.fqns)
     return [(cut, None if part is None else (part.mesh, part.cut_dims)) for part in parts]
+
+
+def over_of(grad: torch.Tensor) -> Over:
+    """Returns the ranks that hold a gradient between them, for what no unit owns.
+
+    Raises:
+        ValueError: If each of them has a summand of it.
+    """
+    if not isinstance(grad, DTensor):
+        return None, None
+    if any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(
+            f"a gradient of shape {tuple(grad.shape)} has placements {grad.placements}: each rank has a "
+            "summand of it, of which no norm can be taken; redistribute it first"
+        )
+    cut = [dim for dim, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
+    return None, (grad.device_mesh, tuple(cut))
 
 
 class _Blocks:
