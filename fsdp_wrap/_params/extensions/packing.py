@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
 from fsdp_wrap._params.layout import round_up
@@ -96,8 +97,8 @@ def check_packable(fqn: str, param: nn.Parameter) -> None:
 
 
 def is_packable(param: torch.Tensor) -> bool:
-    """Whether a parameter is a subclass that is made of other tensors."""
-    return is_traceable_wrapper_subclass(param)
+    """Whether a parameter is a subclass that is made of other tensors; layouts know of `DTensor`s."""
+    return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
 
 
 def inner_tensors(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -50,7 +50,7 @@ def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> No
     """
     for name in names:
         entry = entries[name]
-        if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
+        if isinstance(entry, DTensor) and not isinstance(entry, nn.Parameter) and entry.storage_offset():
             entries[name] = copyable(entry)
 
 
