@@ -125,6 +125,20 @@ def test_the_next_job_finds_everything_clean():
     run_ranks(2, assert_clean)
 
 
+def redistribute(rank: int, world_size: int, size: int) -> int:
+    """Leaves in the caches of DTensors what belongs to this job's groups; returns how many threads are here."""
+    before = len(os.listdir("/proc/self/task"))
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("a", "b"))
+    DTensor.from_local(torch.ones(size), mesh, [Shard(0), Shard(0)], run_check=False).full_tensor()
+    return before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
+def test_groups_end_with_their_job():
+    found = [run_ranks(4, redistribute, size)[0] for size in range(2, 9)]
+    assert found[-1] < found[1] + 6, found  # a group has three, and the last may be about to end
+
+
 def use_dtensors(rank: int, world_size: int, groups_before: int) -> None:
     for _ in range(groups_before):  # other names for the mesh's groups
         dist.new_group()
