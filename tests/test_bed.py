@@ -127,6 +127,7 @@ def test_the_next_job_finds_everything_clean():
 
 def redistribute(rank: int, world_size: int, size: int) -> int:
     """Leaves in the caches of DTensors what belongs to this job's groups; returns how many threads are here."""
+    time.sleep(0.2)  # in which groups of the former job end
     before = len(os.listdir("/proc/self/task"))
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("a", "b"))
     DTensor.from_local(torch.ones(size), mesh, [Shard(0), Shard(0)], run_check=False).full_tensor()
@@ -135,8 +136,8 @@ def redistribute(rank: int, world_size: int, size: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
 def test_groups_end_with_their_job():
-    found = [run_ranks(4, redistribute, size)[0] for size in range(2, 9)]
-    assert found[-1] < found[1] + 6, found  # a group has three, and the last may be about to end
+    found = [run_ranks(4, redistribute, size)[0] for size in range(2, 7)]
+    assert max(found[2:]) <= found[1], found
 
 
 def use_dtensors(rank: int, world_size: int, groups_before: int) -> None:
