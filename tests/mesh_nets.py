@@ -1,4 +1,4 @@
-"""One small model on meshes of each kind, by each front-end: sharded, replicated, cut, in stages, with experts."""
+"""One small model on meshes of each kind, by each front-end."""
 
 from __future__ import annotations
 

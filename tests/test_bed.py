@@ -126,7 +126,7 @@ def test_the_next_job_finds_everything_clean():
 
 
 def redistribute(rank: int, world_size: int, size: int) -> int:
-    """Leaves in the caches of DTensors what belongs to this job's groups; returns how many threads are here."""
+    """Leaves this job's groups in the caches of DTensors; returns how many threads it found."""
     time.sleep(0.2)  # in which groups of the former job end
     before = len(os.listdir("/proc/self/task"))
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("a", "b"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 
 import mesh_nets
 from bed import run_ranks
-from bed.paths import ROOT
 from bed.sampling import few_fast
 from fronts import full
 from fsdp_wrap import checkpoint
