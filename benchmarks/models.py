@@ -239,7 +239,6 @@ SPLIT_CASES = {
 }
 # A part of a batch at a time.
 PART_CASES = {
-    "gpt": transformer(8, 512, 8, 128, 4096, batch=1),
     "small": transformer(12, 64, 4, 16, 256, batch=1),
     "mlp": MLP,
     "tiny": TINY,

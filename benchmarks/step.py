@@ -16,6 +16,7 @@ LONG = ("gpt", "lora")  # where ours takes as long without original parameters, 
 ON_FOUR = {f"{case} on 4 ranks": case for case in CASES}
 USUAL_ON_FOUR, ROUNDS_ON_FOUR = ["ddp", "fsdp1_flat", "fsdp2", *SHARED.values()], 9
 # On a mesh of two dimensions: what is trained there, and how.
+ROUNDS_ON_MESHES = 7
 ON_MESHES: dict[str, tuple[type[Trained], Case]] = {
     **{f"{name} with tensor parallelism": (TensorParallel, case) for name, case in SPLIT_CASES.items()},
     **{f"{name} accumulated over replicas": (Accumulated, case) for name, case in PART_CASES.items()},
@@ -58,7 +59,7 @@ def ask(settings: Settings) -> Figures:
 
 def _times(title: str, settings: Settings) -> dict[str, list[float]]:
     if title in ON_MESHES:
-        names, rounds = settings.implementations([*OVER_MESHES]), settings.rounds or ROUNDS_ON_FOUR
+        names, rounds = settings.implementations([*OVER_MESHES]), settings.rounds or ROUNDS_ON_MESHES
         return run_ranks(_measure_on_mesh, RANKS, title, names, rounds)  # type: ignore[no-any-return]
     case = ON_FOUR.get(title, title)
     ranks, rounds = (4, ROUNDS_ON_FOUR) if title in ON_FOUR else (settings.ranks, CASES[case].rounds)
@@ -87,12 +88,12 @@ for small and mlp, of {ROUNDS_ON_FOUR} on 4 ranks, after one to warm up.
 FSDP1 without original parameters refuses lora; on 4 ranks it is the only form of FSDP1 in the other cases.
 Ours without original parameters takes the same time in gpt and lora, and is left out there.
 
-On {RANKS} ranks as a mesh of two dimensions, {ROUNDS_ON_FOUR} rounds: `with tensor parallelism`, blocks with
-a matrix each for query, key and value are cut over {TENSOR} ranks by `parallelize_module`, and sharded over
-the others. `accumulated over replicas`: {COPIES} copies of {RANKS // COPIES} ranks, {BACKWARDS} backwards a
-step, each of the batch of mlp or of one row of the others; all but the last reduce within the copy alone
-(`set_requires_all_reduce(False)`, `no_sync(reduce_within_copy=True)`), and FSDP1's, which has no such way,
-not at all (`no_sync()`).""",
+On {RANKS} ranks as a mesh of two dimensions, {ROUNDS_ON_MESHES} rounds: `with tensor parallelism`, blocks
+with a matrix each for query, key and value are cut over {TENSOR} ranks by `parallelize_module`, and sharded
+over the others. `accumulated over replicas`: {COPIES} copies of {RANKS // COPIES} ranks, {BACKWARDS}
+backwards a step, each of the batch of mlp or of one row of small; all but the last reduce within the copy
+alone (`set_requires_all_reduce(False)`, `no_sync(reduce_within_copy=True)`), and FSDP1's, which has no such
+way, not at all (`no_sync()`).""",
     ask,
     chart="/ ddp",
     cases=ALL_CASES,
