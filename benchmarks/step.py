@@ -93,7 +93,8 @@ with a matrix each for query, key and value are cut over {TENSOR} ranks by `para
 over the others. `accumulated over replicas`: {COPIES} copies of {RANKS // COPIES} ranks, {BACKWARDS}
 backwards a step, each of the batch of mlp or of one row of small; all but the last reduce within the copy
 alone (`set_requires_all_reduce(False)`, `no_sync(reduce_within_copy=True)`), and FSDP1's, which has no such
-way, not at all (`no_sync()`).""",
+way, not at all (`no_sync()`). What gpt's model does with tensor parallelism and without sharding, its
+computing and its own collectives, is about four fifths of FSDP2's step: no sharding can be below that.""",
     ask,
     chart="/ ddp",
     cases=ALL_CASES,
