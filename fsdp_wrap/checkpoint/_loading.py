@@ -298,7 +298,7 @@ class _Reading:
 
     def _allocated(self, model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         own = {("extra", self._rank), *([("random", self._rank)] if self._is_same_size else [])}
-        others = {("state", name) for name in self._content.lacking}  # whose states are not this rank's either
+        others = {("state", name) for name in self._content.lacking}  # whose states are not its own
         for key, path in self.metadata.planner_data.items():  # in the order of the state that was saved
             entry = self.metadata.state_dict_metadata[key]
             if path[0] == "model" and path[1] in model:
