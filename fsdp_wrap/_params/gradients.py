@@ -23,6 +23,7 @@ from fsdp_wrap._comm import Buffer, Communicator
 from fsdp_wrap._core import SegmentDtypes
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import Layout
+from fsdp_wrap._params.parallel import PartialSums
 
 _GRAD, _LAYOUT, _STRIDED = attrgetter("grad"), attrgetter("layout"), {torch.strided}
 
@@ -73,6 +74,7 @@ class Gradients:
         self.kept = False
         self._unreduced = False
         self.partial: torch.Tensor | None = None
+        self._over_meshes = None if layout.distributed is None else PartialSums(layout.distributed)
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
             layout.take_gradients_in(dtypes.grad)
@@ -125,18 +127,21 @@ class Gradients:
                 f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
                 "when the first had taken its place; its unit must not use set_gradients_in_place"
             )
-        self._move([(index, self._layout.local_gradient(index, self._leaves[index].grad))])
+        grad = self._leaves[index].grad
+        if self._over_meshes is not None:
+            (grad,) = self._over_meshes.take([(index, grad)], self._views.parts, self.used, waits=True)
+        self._move([(index, grad)])
 
     def collect(self) -> None:
         """Moves what gradients the leaves hold into the reduce buffer, where more may be added."""
         if not self.collected:
             self._lie_in(self._sums)
-        self._move_all()
+        self._move_all(waits=True)
 
-    def _move_all(self) -> None:
+    def _move_all(self, waits: bool = False) -> None:
         grads = [*map(_GRAD, self._leaves)]
-        if self._layout.distributed is not None:
-            grads = [*map(self._layout.local_gradient, range(len(grads)), grads)]
+        if self._over_meshes is not None:
+            grads = self._over_meshes.take(enumerate(grads), self._views.parts, self.used, waits)
         if self._dtypes.arriving is None:
             self._check_dtypes(grads)
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_LAYOUT, grads)} == _STRIDED
@@ -189,6 +194,8 @@ class Gradients:
         if self._unreduced and not self.collected:
             self._lie_in(self._sums)
         self._move_all()
+        if self._over_meshes is not None:
+            self._over_meshes.settle(self._views.parts, self.used)
         views, filled = self._views, self.used
         if False in filled:
             self._allocate()

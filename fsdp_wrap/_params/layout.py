@@ -345,11 +345,6 @@ class Layout(ABC):
         """Views of a tensor of one original parameter's shape that have the shapes of its `parts`."""
         return [tensor]
 
-    def local_gradient(self, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns, of the gradient of a leaf that is distributed, the part of this rank; collective."""
-        part = None if self.distributed is None else self.distributed[index]
-        return grad if grad is None or part is None else part.gradient(grad)
-
     def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         """Returns what writes one tensor for each original parameter into a buffer that travels.
 

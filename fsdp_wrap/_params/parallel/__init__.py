@@ -18,3 +18,4 @@ from fsdp_wrap._params.parallel.local_part import (
     make_copyable,
     placed,
 )
+from fsdp_wrap._params.parallel.partial_sums import PartialSums

@@ -192,8 +192,8 @@ class LocalPart:
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a gradient, placed as the parameter is.
 
-        Collective over the ranks of the mesh where the gradient is placed otherwise (as a sum of all ranks'
-        contributions, say). Over the dimensions in `own` it stays this rank's contribution.
+        Collective over the ranks of the mesh where the gradient is placed otherwise. Over the dimensions in
+        `own` it stays this rank's contribution.
         """
         if isinstance(grad, DTensor):
             wanted = tuple(
@@ -202,8 +202,31 @@ class LocalPart:
             )
             if grad.placements != wanted:
                 grad = grad.redistribute(placements=wanted)
-            grad = grad._local_tensor
-        return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+        return arrived(grad)
+
+    def sums_over(self, grad: torch.Tensor) -> tuple[int, ...] | None:
+        """Tells what a gradient lacks to be placed as the parameter is, as `gradient` returns it.
+
+        Returns:
+            The dimensions of the mesh over which what ranks have is to be summed; None where sums are not
+            enough.
+        """
+        if not isinstance(grad, DTensor) or grad.placements == self.placements:
+            return ()
+        dims = []
+        for dim, (found, placement) in enumerate(zip(grad.placements, self.placements)):
+            if found == placement or (dim in self.own and isinstance(found, (Partial, Replicate))):
+                continue
+            if type(found) is not Partial or found.reduce_op != "sum" or not placement.is_replicate():
+                return None
+            dims.append(dim)
+        return tuple(dims)
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank holds of a tensor, once it is there."""
+    held = held_by_this_rank(tensor)
+    return held.wait() if isinstance(held, AsyncCollectiveTensor) else held
 
 
 def check_beside(fqn: str, param: torch.Tensor, ranks: ShardMesh) -> None:

@@ -1,0 +1,106 @@
+"""`PartialSums`: gradients of which each rank of a parameter's own mesh has a summand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._core.torch_private import foreach_copy_
+from fsdp_wrap._params.parallel.local_part import LocalPart, arrived
+
+_Summand = tuple[LocalPart, tuple[int, ...], Sequence[torch.Tensor]]
+"""Of which parameter, over which dimensions of its mesh to sum, and the tensors of this rank."""
+
+
+class PartialSums:
+    """Sums the gradients of one segment's leaves over the meshes on which the parameters were before.
+
+    Gradients come as sums that ranks have only parts of where the ranks computed with other tokens (norms
+    under sequence parallelism). All of a segment are summed by one collective. What is accumulated waits for
+    its last gradient.
+
+    Args:
+        parts: What is sharded of each parameter; None of one that is whole.
+    """
+
+    def __init__(self, parts: Sequence[LocalPart | None]) -> None:
+        self._parts = parts
+        self._waiting: dict[int, tuple[int, ...]] = {}  # by number, over what to sum
+
+    def take(
+        self,
+        grads: Iterable[tuple[int, torch.Tensor | None]],
+        held: Sequence[Sequence[torch.Tensor]],
+        used: Sequence[bool],
+        waits: bool,
+    ) -> list[torch.Tensor | None]:
+        """Returns this rank's parts of gradients, each fit to be added to what is held of its parameter.
+
+        Collective over the parameters' meshes, unless all can wait.
+
+        Args:
+            grads: With the numbers of their parameters.
+            held: For each parameter, views of what is accumulated.
+            used: For each parameter, whether anything is.
+            waits: Whether sums may wait for `settle`; where something is held, it decides.
+        """
+        self._forget_unused(used)
+        found: list[torch.Tensor | None] = []
+        lacking: list[tuple[int, _Summand]] = []
+        others: list[int] = []
+        for place, (index, grad) in enumerate(grads):
+            part = self._parts[index]
+            if grad is None or part is None:
+                found.append(grad)
+                continue
+            dims = part.sums_over(grad)
+            found.append(part.gradient(grad) if dims is None else arrived(grad))
+            if dims and (self._waiting.get(index) == dims if used[index] else waits):
+                self._waiting[index] = dims
+                continue
+            others.append(index)
+            if dims:
+                lacking.append((place, (part, dims, [found[-1]])))  # type: ignore[list-item]
+        self._sum_held(held, [index for index in others if index in self._waiting])
+        for (place, _), (total,) in zip(lacking, _summed([each for _, each in lacking])):
+            found[place] = total
+        return found
+
+    def settle(self, held: Sequence[Sequence[torch.Tensor]], used: Sequence[bool]) -> None:
+        """Sums what has waited, in place; collective over the parameters' meshes."""
+        self._forget_unused(used)
+        self._sum_held(held, [*self._waiting])
+
+    def _forget_unused(self, used: Sequence[bool]) -> None:
+        """Forgets what is not held any more: reduced, or zeroed by the user."""
+        for index in [index for index in self._waiting if not used[index]]:
+            del self._waiting[index]
+
+    def _sum_held(self, held: Sequence[Sequence[torch.Tensor]], indices: Collection[int]) -> None:
+        summands: list[_Summand] = []
+        for index in indices:
+            part = self._parts[index]
+            assert part is not None
+            summands.append((part, self._waiting.pop(index), held[index]))
+        for (_, _, views), totals in zip(summands, _summed(summands)):
+            foreach_copy_([*views], totals)
+
+
+def _summed(summands: Sequence[_Summand]) -> list[list[torch.Tensor]]:
+    """Returns the totals, for each summand as many as its tensors: one collective for all that are alike."""
+    together: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[int]] = {}
+    for place, (part, dims, tensors) in enumerate(summands):
+        together.setdefault((part.mesh, dims, tensors[0].dtype), []).append(place)
+    result: list[list[torch.Tensor]] = [[] for _ in summands]
+    for (mesh, dims, _), places in together.items():
+        tensors = [tensor for place in places for tensor in summands[place][2]]
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for dim in dims:
+            dist.all_reduce(joined, group=mesh.get_group(dim))
+        totals = iter(torch.split_with_sizes(joined, [tensor.numel() for tensor in tensors]))
+        for place in places:
+            result[place] = [next(totals).view(tensor.shape) for tensor in summands[place][2]]
+    return result
