@@ -43,6 +43,12 @@ ADD_ONS = {
         "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
         "MissingAddOn: compress() needs the add-on for compression",
     ),
+    "optimizers": AddOn(
+        ["optim/"],
+        ["optim/"],
+        "import fsdp_wrap.optim",
+        "ModuleNotFoundError: No module named 'fsdp_wrap.optim'",
+    ),
     "checkpoint folders": AddOn(
         ["checkpoint/"],
         [
