@@ -400,6 +400,13 @@ class ParamHandle:
             self._make_segments()
 
     @property
+    def shows_one_kind(self) -> bool:
+        """Whether all that modules show of a segment is of one dtype, and all or nothing of it has no values."""
+        firsts = [[next(iter(places)) for places in segment.layout.places] for segment in self.segments]
+        shown = [[module._parameters.get(name) for module, name in places] for places in firsts]
+        return all(len({(each.dtype, each.is_meta) for each in of if each is not None}) == 1 for of in shown)
+
+    @property
     def mixes(self) -> bool:
         """Whether its policies let it compute or reduce in another than the master dtype."""
         return any(dtypes.mixed for dtypes in self._mixed_dtypes())
