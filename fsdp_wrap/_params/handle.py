@@ -402,9 +402,12 @@ class ParamHandle:
     @property
     def shows_one_kind(self) -> bool:
         """Whether all that modules show of a segment is of one dtype, and all or nothing of it has no values."""
-        firsts = [[next(iter(places)) for places in segment.layout.places] for segment in self.segments]
-        shown = [[module._parameters.get(name) for module, name in places] for places in firsts]
-        return all(len({(each.dtype, each.is_meta) for each in of if each is not None}) == 1 for of in shown)
+        for segment in self.segments:
+            firsts = [next(iter(places)) for places in segment.layout.places]
+            shown = [module._parameters.get(name) for module, name in firsts]
+            if len({(param.dtype, param.is_meta) for param in shown if param is not None}) != 1:
+                return False
+        return True
 
     @property
     def mixes(self) -> bool:

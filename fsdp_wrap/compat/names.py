@@ -4,7 +4,8 @@
 torch's own modules, and those of every module that has imported them already. FSDP2's names stay as they are,
 unless `install(fully_shard=True)` makes them resolve to our `fully_shard` and what belongs to it.
 Torch's private helpers that programs call for a wrapper (`compat/helpers.py`) answer for ours as well.
-From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`, or `-m module` for the script.
+From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`, or
+`-m module` in place of the script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """torchtitan, unmodified: its trainer with its smallest models, on torch's `fully_shard` and on ours.
 
-What of it asks for a GPU is in `titan_on_cpu.py`; all else is torchtitan's own, from options to checkpoints. Two
-things are left out that fail on a CPU with torch's `fully_shard`, too: context parallelism, since torch's attention
-for the CPU takes no DTensors, and its offload, which wants a second backend for the CPU.
+What of it asks for a GPU is in `titan_on_cpu.py`; all else is torchtitan's own, from options to checkpoints.
+Two things are left out that fail on a CPU with torch's `fully_shard`, too: context parallelism, since torch's
+attention for the CPU takes no DTensors, and its offload, which wants a second backend for the CPU.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Records:
 
 @contextmanager
 def _sums() -> Iterator[None]:
-    """Lets torch's `fully_shard` take the factor of torchtitan, 1, over gloo, which cannot scale while it sums."""
+    """Lets torch's `fully_shard` take torchtitan's factor, 1, over gloo, which cannot scale while it sums."""
     given = torch_fsdp.FSDPModule.set_gradient_divide_factor
 
     def set_factor(module: Any, factor: float) -> None:
@@ -134,13 +134,14 @@ def _train(rank: int, world_size: int, port: int, ours: bool, given: list[str]) 
 
 def _require_sharded(parts: list[Any], package: str) -> None:
     """Every layer is a unit, and all are of one package's `fully_shard`."""
-    units = [module for part in parts for module in part.modules() if isinstance(module, torch_fsdp.FSDPModule)]
+    modules = [module for part in parts for module in part.modules()]
+    units = [module for module in modules if isinstance(module, torch_fsdp.FSDPModule)]
     assert len(units) > sum(len(part.layers) for part in parts)
     assert {type(unit).__mro__[1].__module__.partition(".")[0] for unit in units} == {package}
 
 
 def _on_all(ranks: list[list[tuple[float, float]]]) -> torch.Tensor:
-    """Returns losses and norms; of stages of a pipeline the last knows the loss, the others say less than 0."""
+    """Returns losses and norms; of a pipeline's stages the last knows the loss, the others say less than 0."""
     return torch.tensor(ranks, dtype=torch.float64).amax(0)
 
 
@@ -150,6 +151,7 @@ HYBRID = "--parallelism.data_parallel_replicate_degree=2"
 INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
 PER_OP = "--activation_checkpoint.selective_ac_option=op"
+ACCUMULATED, KEPT = "--training.global_batch_size=8", "--parallelism.fsdp_reshard_after_forward=never"
 HALF = "--training.mixed_precision_param=bfloat16"
 
 MODELS = {
@@ -160,20 +162,11 @@ MODELS = {
 
 WAYS = {
     "llama, plain": [],
-    "llama, tp": [TP],
     "llama, hybrid, full checkpointing": [HYBRID, FULL],
-    "llama, tp, selective checkpointing, accumulated, bf16": [
-        TP,
-        SELECTIVE,
-        PER_OP,
-        "--training.global_batch_size=8",
-        HALF,
-    ],
+    "llama, tp, selective checkpointing, accumulated, bf16": [TP, SELECTIVE, PER_OP, ACCUMULATED, HALF],
     "llama, pipeline": [PP, INTERLEAVED],
-    "experts, plain, selective checkpointing": [SELECTIVE],
-    "experts, tp, full checkpointing": [TP, FULL],
-    "experts, ep": [EP],
-    "experts, ep, tp, reshard never": [EP, TP, "--parallelism.fsdp_reshard_after_forward=never"],
+    "experts, selective checkpointing": [SELECTIVE],
+    "experts, ep, tp, full checkpointing, kept": [EP, TP, FULL, KEPT],
     "llama4, ep, hybrid": [EP, HYBRID],
 }
 
@@ -194,7 +187,7 @@ def test_losses_are_those_of_torch(run: Ranks, options: list[str], way: str) -> 
 def test_it_resumes_its_checkpoints(
     run: Ranks, options: list[str], tmp_path: Path, model: str, way: list[str], other: list[str]
 ) -> None:
-    """Its own exactly; those of a run on torch's `fully_shard`, and on another mesh, as close as those runs are."""
+    """Its own exactly; those of torch's `fully_shard`, and in another way, as close as those runs are."""
     half = STEPS // 2
     given = [*options, *MODELS[model], "--checkpoint.enable", f"--checkpoint.interval={half}"]
     folders = {which: f"--checkpoint.folder={which}" for which in (False, True)}
@@ -224,7 +217,8 @@ def test_its_command_line(run: Ranks, options: list[str]) -> None:
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    shown = re.findall(r"step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)", done.stdout + done.stderr)
+    line = r"step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)"
+    shown = re.findall(line, done.stdout + done.stderr)
     assert len(shown) == WORLD_SIZE * STEPS
     steps = {int(step): (float(loss), float(norm)) for step, loss, norm in shown}
     expected = _on_all(run(_train, True, given))

@@ -3,11 +3,11 @@
 Of torchtitan 0.2.2 these lines need a GPU. `prepare()` replaces what they call, and nothing else:
 
 - `tools/utils.py:37` takes "cuda" for the device where torch finds no accelerator, and others follow.
-- `components/metrics.py:45` to `:95`, the monitor of memory, asks the device for what `torch.cpu` has not, and
-  `distributed/utils.py:386` for its number.
-- `models/moe/kernels.py:8` imports triton, which torch brings for GPUs only, and `torchtitan/__init__.py` imports
-  that file. What is written in triton, called in `:90`, orders the tokens of experts that lie on several ranks.
-  The file has the same for the CPU, but `models/moe/utils.py:45` never asks for it.
+- `components/metrics.py:45` to `:95`, the monitor of memory, asks the device for what `torch.cpu` has not,
+  and `distributed/utils.py:386` for its number.
+- `models/moe/kernels.py:8` imports triton, which torch brings for GPUs only, and `torchtitan/__init__.py`
+  imports that file. What is written in triton, called in `:90`, orders the tokens of experts that lie on
+  several ranks. The file has the same for the CPU, but `models/moe/utils.py:45` never asks for it.
 - `models/moe/moe.py:348` and `:399` count with `torch.histc`, which takes integers on GPUs only.
 
 As a program it is torchtitan's own, `torchtitan/train.py`, with these in place.
