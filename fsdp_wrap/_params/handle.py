@@ -401,7 +401,7 @@ class ParamHandle:
 
     @property
     def shows_one_kind(self) -> bool:
-        """Whether all that modules show of a segment is of one dtype, and all or nothing of it has no values."""
+        """Whether what modules show of a segment has one dtype, and all of it values, or nothing of it."""
         for segment in self.segments:
             firsts = [next(iter(places)) for places in segment.layout.places]
             shown = [module._parameters.get(name) for module, name in firsts]

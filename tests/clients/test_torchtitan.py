@@ -141,7 +141,7 @@ def _require_sharded(parts: list[Any], package: str) -> None:
 
 
 def _on_all(ranks: list[list[tuple[float, float]]]) -> torch.Tensor:
-    """Returns losses and norms; of a pipeline's stages the last knows the loss, the others say less than 0."""
+    """Returns losses and norms; of a pipeline's stages the last knows the loss, the others say -1."""
     return torch.tensor(ranks, dtype=torch.float64).amax(0)
 
 
