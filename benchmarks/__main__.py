@@ -1,6 +1,6 @@
 """Asks all questions and writes the page of results.
 
-python -m benchmarks [--only step,memory] [--out DIR]
+python -m benchmarks [--only step,memory] [--cases gpt,lora] [--out DIR]
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ SCRIPTS = (
     "collectives",
     "latency",
     "travel",
+    "accumulation",
+    "counts",
     "compression",
     "gpu",
 )
@@ -48,10 +50,20 @@ def run(asked: list[Question], folder: Path, settings: Settings) -> Path:
     page = write_page(folder, questions(), answers)
     for question in asked:
         print(f"\n## {question.title}", flush=True)
-        answers[question.name] = answer(question, settings)
+        before = answers.get(question.name) if settings.cases else None
+        answers[question.name] = _beside(before, answer(question, settings))
         kept.write_text(json.dumps(answers, indent=1) + "\n")
         page = write_page(folder, questions(), answers)
     return page
+
+
+def _beside(before: dict[str, Any] | None, found: dict[str, Any]) -> dict[str, Any]:
+    """Puts tables beside those that were not asked for anew, and tells of them when they were measured."""
+    if before is None:
+        return found
+    when = {key: value for key, value in found.items() if key != "figures"}
+    later = {**before.get("later", {}), **dict.fromkeys(found["figures"], when)}
+    return {**before, "figures": {**before["figures"], **found["figures"]}, "later": later}
 
 
 def main() -> None:
@@ -59,14 +71,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures fsdp_wrap against its competitors.")
     parser.add_argument("--only", default=",".join(known), metavar="A,B", help=f"of {', '.join(known)}")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR", help="where performance.md goes")
+    parser.add_argument("--cases", default="", metavar="A,B", help="tables to measure anew, by their titles")
     options = parser.parse_args()
+    settings = Settings(cases=tuple(filter(None, options.cases.split(","))))
     if unknown := [name for name in options.only.split(",") if name not in known]:
         parser.error(f"{', '.join(unknown)} unknown; there are {', '.join(known)}")
+    asked = [known[name] for name in options.only.split(",")]
+    try:
+        for question in asked:
+            question.check(settings)
+    except ValueError as error:
+        parser.error(str(error))
     if importlib.util.find_spec("matplotlib") is None:
         print("without matplotlib (pip install -e '.[benchmarks]') there will be tables, but no pictures")
     preload()
     started = time.monotonic()
-    page = run([known[name] for name in options.only.split(",")], options.out, Settings())
+    page = run(asked, options.out, settings)
     print(f"\n{page} after {(time.monotonic() - started) / 60:.1f} minutes")
 
 

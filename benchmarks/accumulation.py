@@ -6,17 +6,15 @@ python -m benchmarks.accumulation
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks
+from benchmarks.meters import Travelling
 from fsdp_wrap import FullyShardedDataParallel, ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -24,28 +22,6 @@ RANKS, COPIES = 4, 2
 BACKWARDS = 4
 WIDTH, LAYERS = 512, 8
 WAYS = ("all reductions each time", "no_sync(reduce_within_copy=True)", "no_sync()")
-
-
-class Travelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives that are issued, and the bytes of what they gather or reduce, by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            kind = func._schema.name.split("::")[1].strip("_")
-            self.calls[kind] += 1
-            self.nbytes[kind] += max(map(_nbytes, args))
-        return func(*args, **(kwargs or {}))
-
-
-def _nbytes(arg: Any) -> int:
-    if isinstance(arg, torch.Tensor):
-        return arg.nbytes
-    return sum(map(_nbytes, arg)) if isinstance(arg, (list, tuple)) else 0
 
 
 def _made() -> FullyShardedDataParallel:
@@ -95,11 +71,11 @@ def _of(way: str) -> dict[str, float]:
     full = sum(each.numel() * each.element_size() for each in model.parameters()) * RANKS / COPIES
     return {
         "waits, of all gradients": waits / full,
-        "gathers": travelling.calls["allgather_base"],
-        "reduce-scatters": travelling.calls["reduce_scatter_base"],
-        "all-reduces": travelling.calls["allreduce"],
-        "reduced in the copy MB": travelling.nbytes["reduce_scatter_base"] / 1e6,
-        "summed over copies MB": travelling.nbytes["allreduce"] / 1e6,
+        "gathers": travelling.calls["gathers"],
+        "reduce-scatters": travelling.calls["reduce-scatters"],
+        "all-reduces": travelling.calls["all-reduces"],
+        "reduced in the copy MB": travelling.nbytes["reduce-scatters"] / 1e6,
+        "summed over copies MB": travelling.nbytes["all-reduces"] / 1e6,
     }
 
 

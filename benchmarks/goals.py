@@ -70,12 +70,33 @@ def _shared_steps(name: str, about: str, base: str, limits: Mapping[str, float])
     ]
 
 
+def _mesh_steps(limit: float) -> list[Goal]:
+    """A goal for each case on a mesh of two dimensions: each front-end beside torch's own."""
+    return [
+        Goal(
+            "P11",
+            f"step of {case}, {told}to {base}",
+            limit,
+            ("step", case, f"/ {base}"),
+            rows=(names[row],),
+        )
+        for case in MESH_CASES
+        for told, names in (("", dict(zip(SHARED, SHARED))), ("shared memory, ", SHARED))
+        for base, row in (("fsdp1", "fsdp_wrap"), ("fsdp2", "fully_shard"))
+    ]
+
+
 def _memory(case: str, group: str, column: str) -> tuple[str, str, str]:
     return "memory", f"{case}, {group}", column
 
 
 FLAT, EITHER, FSDP2 = ("fsdp1_flat",), ("fsdp1", "fsdp1_flat"), ("fsdp2",)
 WRAPPED = ("fsdp_wrap", "fully_shard")  # whose optimizer has original parameters
+
+MESH_CASES = (
+    *("gpt with tensor parallelism", "small with tensor parallelism"),
+    *(f"{case} accumulated over replicas" for case in ("small", "mlp")),
+)
 
 GOALS: list[Goal] = [
     *_steps("P1", "to DDP", "ddp", {"gpt": 1.00, "small": 1.75, "mlp": 0.95, "lora": 1.10}),
@@ -86,6 +107,7 @@ GOALS: list[Goal] = [
         "P2", "to the best of FSDP1", "fsdp1", {"gpt": 0.73, "small": 0.28, "mlp": 0.37, "lora": 0.52}
     ),
     *_shared_steps("P2", "to FSDP2", "fsdp2", {"gpt": 0.58, "small": 0.17, "mlp": 0.25, "lora": 0.65}),
+    *_mesh_steps(0.85),
     Goal("P3", "host time of a unit of 12, to FSDP1 flat", 0.20, ("host", "12 parameters", "/ fsdp1_flat")),
     Goal("P3", "host time of a unit of 12, to FSDP2", 0.12, ("host", "12 parameters", "/ fsdp2")),
     *(

@@ -154,6 +154,8 @@ def as_markdown(table: Table) -> str:
 def _figure(value: float | None) -> str:
     if value is None:
         return ""
+    if isinstance(value, int):
+        return f"{value:,}"
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:,.{4 if 0 < abs(value) < 0.05 else digits}f}"
 

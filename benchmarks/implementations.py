@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,10 +54,10 @@ def _fsdp_wrap_in_place(module: nn.Module) -> nn.Module:
     return wrapped
 
 
-def over(memory: bool, make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
+def over(memory: bool, make: Callable[..., nn.Module], module: nn.Module, *mesh: DeviceMesh) -> nn.Module:
     """Wraps with our library, whose ranks then communicate through shared memory, or over gloo."""
     with patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="1" if memory else "0"):
-        return make(module)
+        return make(module, *mesh)
 
 
 @contextmanager
@@ -140,13 +140,20 @@ class Trained:
 
     def __init__(self, implementation: str, case: Case, fused: bool = False) -> None:
         torch.manual_seed(0)
-        make = {**IMPLEMENTATIONS, PLAIN: lambda module: module}[implementation]
-        self.model: Any = make(case.model())
+        self.model: Any = self._made(implementation, case.model())
         trainable = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, fused=fused)
-        torch.manual_seed(1 + dist.get_rank())
+        torch.manual_seed(1 + self._part())
         self._batch = case.batch()
         self.loss = float("nan")
+
+    def _made(self, implementation: str, module: nn.Module) -> nn.Module:
+        """The module as the implementation trains it."""
+        return {**IMPLEMENTATIONS, PLAIN: lambda module: module}[implementation](module)
+
+    def _part(self) -> int:
+        """Which part of the data this rank trains with."""
+        return dist.get_rank()
 
     def step(self) -> None:
         """zero_grad, forward, backward, AdamW."""

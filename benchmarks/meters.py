@@ -1,4 +1,4 @@
-"""Meters: bytes that tensors take, that are resident in a process or on a host, that sockets received."""
+"""Meters: bytes of tensors, of a process, of a host, that sockets received; collectives and their bytes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import os
 import re
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _MMAP_THRESHOLD = -3  # as in malloc.h
 _BYTES_RECEIVED = 128  # where struct tcp_info of Linux has them
@@ -138,3 +141,39 @@ def _told(file: str, key: str) -> int:
     found = re.search(rf"^{key}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
     assert found, f"this system does not tell {key}"
     return 1024 * int(found[1])
+
+
+_KINDS = {
+    "gathers": ("_allgather_base_", "allgather_", "all_gather_into_tensor"),
+    "reduce-scatters": ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor"),
+    "all-reduces": ("allreduce_", "all_reduce", "all_reduce_"),
+    "all-to-alls": ("alltoall_base_", "alltoall_", "all_to_all_single"),
+    "messages": ("send", "recv_"),
+}
+"""Names of operators by kind; all others are of the kind "others"."""
+
+_SEND_NOTHING = ("wait_tensor", "check_for_nan", "_wrap_tensor_autograd")
+
+
+class Travelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts collectives that are issued, and the bytes of what they gather, reduce or send, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _SEND_NOTHING:
+            kind = next((kind for kind, names in _KINDS.items() if name in names), "others")
+            self.calls[kind] += 1
+            self.nbytes[kind] += max(map(_nbytes, (*args, result)))
+        return result
+
+
+def _nbytes(arg: Any) -> int:
+    if isinstance(arg, torch.Tensor):
+        return arg.nbytes
+    return sum(map(_nbytes, arg)) if isinstance(arg, (list, tuple)) else 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.tensor import DTensor
 
 ADAPTER_RANK = 5
 
@@ -33,13 +35,40 @@ class TransformerBlock(Block):
         return x + self.mlp_out(F.gelu(self.mlp_in(self.norm2(x))))
 
 
+class SplitTransformerBlock(Block):
+    """The same with a matrix for each of query, key and value, of which a rank may have some of the heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head_width = width // heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(x)
+        each = (made(normed) for made in (self.query, self.key, self.value))
+        query, key, value = (one.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for one in each)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.norm2(x))))
+
+
 class Transformer(nn.Module):
     """Next-token prediction."""
 
-    def __init__(self, blocks: int, width: int, heads: int, length: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        width: int,
+        heads: int,
+        length: int,
+        vocabulary: int,
+        block: Callable[[int, int], Block] = TransformerBlock,
+    ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(block(width, heads) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -76,6 +105,31 @@ class LinearBlock(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.linear(x))
+
+
+class ExpertsBlock(Block):
+    """A residual layer in which each token goes to one of the experts, as many to each, wherever they are."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, width)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) / width)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) / width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        rows = normed.flatten(0, -2)
+        if not isinstance(self.up, DTensor):
+            return x + self.gate(normed).sigmoid() * self._compute(rows, self.up, self.down).view_as(x)
+        group = self.up.device_mesh.get_group()
+        there = all_to_all_single_autograd(rows, None, None, group)
+        computed = self._compute(there, self.up.to_local(), self.down.to_local())
+        back = all_to_all_single_autograd(computed, None, None, group)
+        return x + self.gate(normed).sigmoid() * back.view_as(x)
+
+    def _compute(self, rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        grouped = rows.unflatten(0, (up.shape[0], -1))
+        return torch.bmm(F.relu(torch.bmm(grouped, up)), down).flatten(0, 1)
 
 
 class Perceptron(nn.Module):
@@ -124,12 +178,20 @@ class Case:
         return [name for name in names if name not in self.refused_by]
 
 
-def transformer(blocks: int, width: int, heads: int, length: int, vocabulary: int, batch: int) -> Case:
+def transformer(
+    blocks: int,
+    width: int,
+    heads: int,
+    length: int,
+    vocabulary: int,
+    batch: int,
+    block: Callable[[int, int], Block] = TransformerBlock,
+) -> Case:
     """A transformer that trains all its parameters."""
     return Case(
         f"{blocks} blocks, width {width}, {length} tokens, batch {batch}",
         rounds=9 if width > 64 else 20,
-        model=lambda: Transformer(blocks, width, heads, length, vocabulary),
+        model=lambda: Transformer(blocks, width, heads, length, vocabulary, block),
         batch=lambda: torch.randint(vocabulary, (batch, length + 1)),
     )
 
@@ -167,6 +229,18 @@ CASES = {
     "small": transformer(12, 64, 4, 16, 256, batch=2),
     "mlp": MLP,
     "lora": lora(128, batch=4),
+    "tiny": TINY,
+}
+# What tensor parallelism cuts: query, key and value apart.
+SPLIT_CASES = {
+    "gpt": transformer(8, 512, 8, 128, 4096, 4, SplitTransformerBlock),
+    "small": transformer(12, 64, 4, 16, 256, 2, SplitTransformerBlock),
+    "tiny": transformer(2, 16, 2, 4, 16, 2, SplitTransformerBlock),
+}
+# A part of a batch at a time.
+PART_CASES = {
+    "small": transformer(12, 64, 4, 16, 256, batch=1),
+    "mlp": MLP,
     "tiny": TINY,
 }
 # For memory: hardly any activations, which are the same for all and would hide what differs.

@@ -13,9 +13,9 @@ HEAD = """# Performance
 
 Measured by `python -m benchmarks`, which writes this page, its pictures and the
 [figures](performance/figures.json). `--only step,memory` measures some questions anew and keeps the others,
-`--out DIR` writes elsewhere. Each question is a script of its own with `--impl`, `--cases`, `--ranks` and
-`--rounds`, such as `python -m benchmarks.step --impl ddp,fsdp_wrap --cases mlp`. The end of the page tells
-how long each took.
+`--cases gpt,lora` some of their tables, `--out DIR` writes elsewhere. Each question is a script of its own
+with `--impl`, `--cases`, `--ranks` and `--rounds`, such as
+`python -m benchmarks.step --impl ddp,fsdp_wrap --cases mlp`. The end of the page tells how long each took.
 
 Implementations: `ddp` is torch's DistributedDataParallel; `fsdp1` its FullyShardedDataParallel with
 original parameters, `_flat` without, `_grad_op` with SHARD_GRAD_OP; `fsdp2` its `fully_shard`, `_keep`
@@ -64,19 +64,29 @@ def durations(answers: Mapping[str, Any]) -> str:
 
 
 def _section(folder: Path, question: Question, answer: Mapping[str, Any]) -> str:
-    machine = answer["machine"]
     lines = [
         f"## {question.title}\n",
         f"`python -m benchmarks.{question.name}`. {question.about}\n",
-        f"{answer['date']}: torch {machine['torch']}, Python {machine['python']}, {machine['cores']} cores "
-        f"of {machine['processor']}, load {machine['load']} at the start; took {answer['seconds']:.0f} s.\n",
+        _measured(answer),
     ]
     if draw(folder / "performance" / f"{question.name}.svg", question, answer["figures"]):
         lines.append(f"![{question.title}](performance/{question.name}.svg)\n")
     if not answer["figures"]:
         lines.append("This machine cannot answer it.\n")
-    lines += [f"**{title}**\n\n{as_markdown(table)}\n" for title, table in answer["figures"].items()]
+    later: Mapping[str, Any] = answer.get("later", {})
+    for title, table in answer["figures"].items():
+        apart = [_measured(later[title])] if title in later else []
+        lines += [f"**{title}**\n", *apart, f"{as_markdown(table)}\n"]
     return "\n".join(lines)
+
+
+def _measured(answer: Mapping[str, Any]) -> str:
+    """When and where figures were measured."""
+    machine = answer["machine"]
+    return (
+        f"{answer['date']}: torch {machine['torch']}, Python {machine['python']}, {machine['cores']} cores "
+        f"of {machine['processor']}, load {machine['load']} at the start; took {answer['seconds']:.0f} s.\n"
+    )
 
 
 def draw(path: Path, question: Question, figures: Figures) -> bool:

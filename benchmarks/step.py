@@ -6,19 +6,30 @@ python -m benchmarks.step --impl ddp,fsdp1,fsdp2,fsdp_wrap --cases "gpt,small,ml
 from __future__ import annotations
 
 from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, interleave, run_ranks
-from benchmarks.implementations import DEEPSPEED, DEFAULTS, IMPLEMENTATIONS, SHARED, trained
-from benchmarks.models import CASES, Case
+from benchmarks.implementations import DEEPSPEED, DEFAULTS, IMPLEMENTATIONS, SHARED, Trained, trained
+from benchmarks.meshes import BACKWARDS, COPIES, OVER_MESHES, RANKS, TENSOR, Accumulated, TensorParallel
+from benchmarks.models import CASES, PART_CASES, SPLIT_CASES, Case
 
 USUAL = [*DEFAULTS, *SHARED.values()]
 LONG = ("gpt", "lora")  # where ours takes as long without original parameters, and each step about a second
 # On four ranks, which share fewer cores, a step takes twice as long: fewer take part, in fewer rounds.
 ON_FOUR = {f"{case} on 4 ranks": case for case in CASES}
 USUAL_ON_FOUR, ROUNDS_ON_FOUR = ["ddp", "fsdp1_flat", "fsdp2", *SHARED.values()], 9
+# On a mesh of two dimensions: what is trained there, and how.
+ROUNDS_ON_MESHES = 7
+ON_MESHES: dict[str, tuple[type[Trained], Case]] = {
+    **{f"{name} with tensor parallelism": (TensorParallel, case) for name, case in SPLIT_CASES.items()},
+    **{f"{name} accumulated over replicas": (Accumulated, case) for name, case in PART_CASES.items()},
+}
+ALL_CASES = [*CASES, *ON_FOUR, *ON_MESHES]
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
     """Called on every rank: seconds per step of each implementation."""
-    competitors = {name: trained(name, case) for name in case.taken_by(names)}
+    return _raced({name: trained(name, case) for name in case.taken_by(names)}, rounds)
+
+
+def _raced(competitors: dict[str, Trained], rounds: int) -> dict[str, list[float]]:
     times = interleave({name: each.step for name, each in competitors.items()}, rounds, warmup=1)
     _check_same_work({name: each.loss for name, each in competitors.items() if name not in DEEPSPEED})
     return times
@@ -26,6 +37,11 @@ def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]
 
 def _measure_case(name: str, names: list[str], rounds: int) -> dict[str, list[float]]:
     return measure(CASES[name], names, rounds)
+
+
+def _measure_on_mesh(title: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+    kind, case = ON_MESHES[title]
+    return _raced({name: kind(name, case) for name in names}, rounds)
 
 
 def _check_same_work(losses: dict[str, float]) -> None:
@@ -36,15 +52,19 @@ def _check_same_work(losses: dict[str, float]) -> None:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table a case, at the ranks asked for and on 4."""
-    cases = [*CASES, *ON_FOUR]
-    figures = {}
-    for title in settings.cases_of(cases, usual=[case for case in cases if "tiny" not in case]):
-        case = ON_FOUR.get(title, title)
-        ranks, rounds = (4, ROUNDS_ON_FOUR) if title in ON_FOUR else (settings.ranks, CASES[case].rounds)
-        names = settings.implementations([*IMPLEMENTATIONS, *DEEPSPEED] if settings.impl else usual(title))
-        figures[title] = compare(run_ranks(_measure_case, ranks, case, names, settings.rounds or rounds))
-    return figures
+    """A table a case: at the ranks asked for, on 4, and on meshes."""
+    titles = settings.cases_of(ALL_CASES, usual=[case for case in ALL_CASES if "tiny" not in case])
+    return {title: compare(_times(title, settings)) for title in titles}
+
+
+def _times(title: str, settings: Settings) -> dict[str, list[float]]:
+    if title in ON_MESHES:
+        names, rounds = settings.implementations([*OVER_MESHES]), settings.rounds or ROUNDS_ON_MESHES
+        return run_ranks(_measure_on_mesh, RANKS, title, names, rounds)  # type: ignore[no-any-return]
+    case = ON_FOUR.get(title, title)
+    ranks, rounds = (4, ROUNDS_ON_FOUR) if title in ON_FOUR else (settings.ranks, CASES[case].rounds)
+    names = settings.implementations([*IMPLEMENTATIONS, *DEEPSPEED] if settings.impl else usual(title))
+    return run_ranks(_measure_case, ranks, case, names, settings.rounds or rounds)  # type: ignore[no-any-return]
 
 
 def usual(title: str) -> list[str]:
@@ -66,10 +86,18 @@ rank counts. Medians of {CASES["gpt"].rounds} rounds for gpt and lora, of {CASES
 for small and mlp, of {ROUNDS_ON_FOUR} on 4 ranks, after one to warm up.
 {"; ".join(f"`{name}`: {case.about}" for name, case in CASES.items() if name != "tiny")}.
 FSDP1 without original parameters refuses lora; on 4 ranks it is the only form of FSDP1 in the other cases.
-Ours without original parameters takes the same time in gpt and lora, and is left out there.""",
+Ours without original parameters takes the same time in gpt and lora, and is left out there.
+
+On {RANKS} ranks as a mesh of two dimensions, {ROUNDS_ON_MESHES} rounds: `with tensor parallelism`, blocks
+with a matrix each for query, key and value are cut over {TENSOR} ranks by `parallelize_module`, and sharded
+over the others. `accumulated over replicas`: {COPIES} copies of {RANKS // COPIES} ranks, {BACKWARDS}
+backwards a step, each of the batch of mlp or of one row of small; all but the last reduce within the copy
+alone (`set_requires_all_reduce(False)`, `no_sync(reduce_within_copy=True)`), and FSDP1's, which has no such
+way, not at all (`no_sync()`). What gpt's model does with tensor parallelism and without sharding, its
+computing and its own collectives, is about four fifths of FSDP2's step: no sharding can be below that.""",
     ask,
     chart="/ ddp",
-    cases=[*CASES, *ON_FOUR],
+    cases=ALL_CASES,
     implementations=[*IMPLEMENTATIONS, *DEEPSPEED],
 )
 

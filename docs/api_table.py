@@ -31,9 +31,7 @@ MODULES = ["", "fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scale
 
 PUBLIC_HERE = "public here only"
 
-REASONS = {
-    "UnshardHandle": "`unshard` alone makes one",
-}
+REASONS: dict[str, str] = {}
 """Why a name, or `name(argument)`, is missing here or differs. Each must be needed for some version."""
 
 NOTES: dict[str, str] = {

@@ -31,10 +31,12 @@ from fsdp_wrap.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_wrap.clip_grad import clip_grad_norm_, grad_norms
 from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_wrap.replicate import ReplicateModule, replicate
 
 __all__ = [
     "BackwardPrefetch",
@@ -58,6 +60,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Phase",
+    "ReplicateModule",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -65,19 +68,22 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
+    "grad_norms",
     "iter_full_optim_state",
     "iter_full_params",
     "observe_events",
     "param_aliases",
     "record_events",
     "register_fsdp_forward_method",
+    "replicate",
     "set_gradients_in_place",
     "set_travel_together_bytes",
     "share_comm_ctx",
 ]
 
 # Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.
-for _add_on in ("_comm.shared_memory", "_compression", "compat"):
+for _add_on in ("_comm.shared_memory", "_compression", "optim", "compat"):
     if find_spec(f"fsdp_wrap.{_add_on}"):
         import_module(f"fsdp_wrap.{_add_on}")

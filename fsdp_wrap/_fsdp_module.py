@@ -72,7 +72,7 @@ class FSDPModule(nn.Module):
         units = _unit_of(self).over_all_meshes
         for unit in units:
             schedule_of(unit).unshard(unit)
-        handle = UnshardHandle(units[0])
+        handle = _IssuedUnshard(units[0])
         if async_op:
             return handle
         handle.wait()
@@ -406,8 +406,8 @@ class FSDPModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise NotPicklableError(
-            f"a module that fully_shard has sharded ({_unit_of(self).name}) cannot be pickled, being tied to "
-            "its process group; save its state dict by torch.distributed.checkpoint or fsdp_wrap.checkpoint "
+            f"a sharded or replicated module ({_unit_of(self).name}) cannot be pickled, being tied to its "
+            "process group; save its state dict by torch.distributed.checkpoint or fsdp_wrap.checkpoint "
             "instead (copy.deepcopy makes a second module)"
         )
 
@@ -491,30 +491,37 @@ class _IssuedReduction(GradientReductionHandle):
 class UnshardHandle:
     """Waits for what `FSDPModule.unshard` has issued."""
 
+    def wait(self) -> None:
+        """Lets the modules show the full parameters, for what the caller does next."""
+
+
+class _IssuedUnshard(UnshardHandle):
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Lets the modules show the full parameters, for what the caller does next."""
         unit, self._unit = self._unit, None
         for each in () if unit is None else unit.over_all_meshes:
             schedule_of(each).show_unsharded(each)
 
 
-def run_as_unit(module: nn.Module, unit: Unit) -> None:
-    """Makes a module an `FSDPModule` of a unit, in place: its class becomes a subclass of what it was."""
+def run_as_unit(module: nn.Module, unit: Unit, kind: type[FSDPModule]) -> None:
+    """Makes a module one of a unit, in place: its class becomes a subclass of what it was, and of a kind."""
     module.__dict__[UNIT_ATTR] = unit
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes can be hashed
+    module.__class__ = _class_of(type(module), kind)  # type: ignore[arg-type]  # classes can be hashed
 
 
 @functools.cache
-def _sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+def _class_of(cls: type[nn.Module], kind: type[FSDPModule]) -> type[FSDPModule]:
+    name = f"{kind.__name__.removesuffix('Module')}{cls.__name__}"
+    return type(name, (kind, cls), {"__module__": cls.__module__})
 
 
 def _unit_of(module: Any) -> Unit:
     if not isinstance(module, FSDPModule):
-        raise ValueError(f"expected a module to which fully_shard was applied, not a {type(module).__name__}")
+        raise ValueError(
+            f"expected a module to which replicate or fully_shard was applied, not a {type(module).__name__}"
+        )
     unit: Unit = module.__dict__[UNIT_ATTR]
     return unit
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_wrap._comm import ShardMesh, resolve_mesh
+from fsdp_wrap._comm import Communicator, ShardMesh, resolve_mesh
 from fsdp_wrap._core import (
     UNIT_ATTR,
     BackwardPrefetch,
@@ -23,6 +22,7 @@ from fsdp_wrap._core import (
     Ignored,
     InputCasts,
     MixedPrecision,
+    ParamSlot,
     ShardingStrategy,
     WrongKindError,
     check_flag,
@@ -30,7 +30,7 @@ from fsdp_wrap._core import (
     check_nbytes,
     find_replicated,
 )
-from fsdp_wrap._params import FlatParameterLayout, Layout, SliceLayout
+from fsdp_wrap._params import FlatParameterLayout, Layout, PackedLayout, SliceLayout, is_packable
 from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -137,9 +137,19 @@ class Settings:
 
     def layouts(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., Layout]:
         """Returns what makes the layouts of a module's parameters."""
-        kind = SliceLayout if self.use_orig_params else FlatParameterLayout
+        plain = SliceLayout if self.use_orig_params else FlatParameterLayout
         offload = self.cpu_offload is not None and self.cpu_offload.offload_params
-        return partial(kind, module=module, sharded=mesh.shard is not None, offload=offload)
+        options: dict[str, Any] = {
+            "module": module,
+            "sharded": mesh.shard is not None,
+            "offload": offload,
+        }
+
+        def make_layout(slots: Sequence[ParamSlot], communicator: Communicator, *, name: str) -> Layout:
+            kind = PackedLayout if is_packable(slots[0].param) else plain
+            return kind(slots, communicator, name=name, **options)
+
+        return make_layout
 
     def unit_options(self, module: nn.Module) -> UnitOptions:
         """Returns how the schedule is to treat the unit made of a module."""

@@ -1,5 +1,86 @@
-"""Clipping by the norm of all gradients."""
+"""Clipping by the norm of all gradients, and their norms by name, for both front-ends."""
 
-from fsdp_wrap._state import GradientNorms, clip_grad_norm_
+from __future__ import annotations
 
-__all__ = ["GradientNorms", "clip_grad_norm_"]
+from collections.abc import Iterable, MutableMapping
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state import GradientNorms, clip_parameters
+
+__all__ = ["GradientNorms", "clip_grad_norm_", "grad_norms"]
+
+_known: MutableMapping[nn.Module, GradientNorms] = WeakKeyDictionary()
+
+
+def clip_grad_norm_(
+    model_or_parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scales gradients so that their total norm over all ranks is at most `max_norm`.
+
+    With a model no operator runs on a `DTensor`, and who holds which gradients is found out once. That of
+    `torch.nn.utils` takes longer, and refuses `DTensor`s of several meshes. Collective: one all-reduce of a
+    number; one more for each dimension of a mesh over which tensor parallelism cuts parameters.
+
+    Args:
+        model_or_parameters: A model that is wrapped, sharded by `fully_shard`, or neither; or parameters
+            whose gradients are `DTensor`s or the same on all ranks.
+        max_norm: Upper bound of the norm.
+        norm_type: The p of the p-norm; `float("inf")` for the largest absolute value.
+        error_if_nonfinite: Refuse a norm that is not finite; else all gradients are scaled by it.
+        foreach: Accepted: what kernels take at once is found out here.
+
+    Returns:
+        The total norm before clipping: 0-d, the same on all ranks, in the widest dtype of the gradients.
+
+    Raises:
+        ValueError: If `norm_type` is not positive or `max_norm` negative.
+        RuntimeError: If the norm is not finite and that is to be refused; with a model also inside its
+            forward or backward, or below its root.
+    """
+    if not isinstance(model_or_parameters, nn.Module):
+        return clip_parameters(model_or_parameters, max_norm, norm_type, error_if_nonfinite)
+    norms = _norms_of(model_or_parameters)
+    if norms is None:
+        return clip_parameters(model_or_parameters.parameters(), max_norm, norm_type, error_if_nonfinite)
+    return norms.clip(max_norm, norm_type, error_if_nonfinite)
+
+
+def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+    """Returns the norm of each parameter's gradient over all ranks, without unsharding.
+
+    Collective, with the all-reduces of `clip_grad_norm_`.
+
+    Args:
+        model: Wrapped, or sharded by `fully_shard`.
+        norm_type: As for `clip_grad_norm_`.
+
+    Returns:
+        0-d tensors by the names, and in the order, of the unwrapped model's `named_parameters()`. What has no
+        gradient is left out.
+
+    Raises:
+        TypeError: If `model` is no module.
+        ValueError: If nothing in it is wrapped or sharded, or `norm_type` is not positive.
+        RuntimeError: Inside a forward, a backward or `summon_full_params`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"grad_norms takes a model, not a {type(model).__name__}")
+    norms = _norms_of(model)
+    if norms is None:
+        raise ValueError(f"{type(model).__name__} has no wrapped or sharded module: pass the model that has")
+    return norms.by_name(norm_type)
+
+
+def _norms_of(model: nn.Module) -> GradientNorms | None:
+    """Returns what knows the gradients of a model; None where nothing is wrapped or sharded."""
+    if model not in _known and units_in(model):
+        _known[model] = GradientNorms(model)
+    return _known.get(model)

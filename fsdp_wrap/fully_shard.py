@@ -3,77 +3,44 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fsdp_wrap._comm import (
-    Communicator,
-    default_mesh,
-    device_of,
-    make_communicator,
-    neighbours,
-    ranks_of,
+from fsdp_wrap._comm import Communicator, default_mesh, device_of, make_communicator, neighbours
+from fsdp_wrap._composable import (
+    ON_DEVICE,
+    OWN_DTYPES,
+    Composition,
+    Location,
+    check_mesh,
+    check_own,
+    checked_offload,
+    compose,
+    outermost,
 )
 from fsdp_wrap._core import (
-    UNIT_ATTR,
-    AlreadyShardedError,
-    Contents,
-    CPUOffloadPolicy,
     DataParallelMeshDims,
-    Ignored,
-    InputCasts,
     MixedPrecisionPolicy,
     NoDimensionError,
     OffloadPolicy,
     ParamSlot,
-    SegmentPolicy,
     ShardPlacementResult,
     UnevenCutError,
     WrongKindError,
-    check_flag,
-    check_kind,
-    check_nbytes,
-    find_replicated,
 )
-from fsdp_wrap._fsdp_module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    run_as_unit,
-    share_comm_ctx,
-)
-from fsdp_wrap._params import (
-    DataMesh,
-    DTensorLayout,
-    ExtensionLayout,
-    Layout,
-    held_by_this_rank,
-    is_extension,
-)
-from fsdp_wrap._runtime import (
-    REGISTRY,
-    UnitOptions,
-    UnitSpec,
-    assemble_unit,
-    check_tensors,
-    is_container,
-    move,
-)
-from fsdp_wrap._state import offload_optimizer_state
+from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp_wrap._params import DataMesh, held_by_this_rank, is_extension
+from fsdp_wrap._runtime import UnitOptions
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 
 _Placements = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-
-_OWN_DTYPES = MixedPrecisionPolicy()
-_APPLIED_LATER = "apply it to model.parameters() after fully_shard"
-_ON_DEVICE = OffloadPolicy()
 
 
 def fully_shard(
@@ -82,8 +49,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: _Placements | None = None,
-    mp_policy: MixedPrecisionPolicy = _OWN_DTYPES,
-    offload_policy: OffloadPolicy = _ON_DEVICE,
+    mp_policy: MixedPrecisionPolicy = OWN_DTYPES,
+    offload_policy: OffloadPolicy = ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_memory: bool = True,
@@ -136,150 +103,39 @@ def fully_shard(
 
     The API is that of `torch.distributed.fsdp.fully_shard`.
     """
-    parts = _outermost(module)
-    offload = _checked(mp_policy, offload_policy)
-    _check_own(shared_memory, travel_together_bytes, keep_unsharded_bytes)
-    data = _data_mesh(default_mesh() if mesh is None else mesh, dp_mesh_dims)
-    device = device_of(data.mesh)
+    parts = outermost(module, "fully_shard")
+    offload = checked_offload(mp_policy, offload_policy)
+    check_own(shared_memory, travel_together_bytes, keep_unsharded_bytes)
+    data = _data_mesh(default_mesh("fully_shard") if mesh is None else mesh, dp_mesh_dims)
     reshard_after_forward = _resolved(reshard_after_forward)
-    owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
-    contents = Contents.of(owner, _ignored(parts, ignored_params))
-    slots = contents.slots
-    check_tensors(contents, _APPLIED_LATER, distributed=True, extended=True)
-    places = {slot.param: _place_of(slot, shard_placement_fn, data) for slot in slots}
-    meshes = _meshes(places, data)
-    policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, mp_policy) for slot in slots}
-    options = UnitOptions(
-        reshard_after_forward=reshard_after_forward is not False,
-        keeps_as_root=not reshard_after_forward,
-        casts=_casts(mp_policy),
-        travel_together_bytes=travel_together_bytes,
-        stay_bytes=keep_unsharded_bytes or 0,
+    shares = shared_memory is not False
+    wanted = Composition(
+        by="fully_shard",
+        kind=FSDPModule,
+        data=data,
+        location_of=partial(_location_of, placement_of=shard_placement_fn, data=data),
+        mp_policy=mp_policy,
+        offload=offload,
+        ignored_params=ignored_params,
+        options=UnitOptions(
+            reshard_after_forward=reshard_after_forward is not False,
+            keeps_as_root=not reshard_after_forward,
+            travel_together_bytes=travel_together_bytes,
+            stay_bytes=keep_unsharded_bytes or 0,
+        ),
+        kept_within=partial(_kept_within, reshard_after_forward, data=data, shared_memory=shares),
+        shared_memory=shares,
     )
-
-    def spec_over(over: DataMesh, number: int) -> UnitSpec:
-        within = _kept_within(reshard_after_forward, over, data, device, shared_memory is not False)
-        return UnitSpec(
-            mesh=over.ranks,
-            device=device,
-            make_layout=_makes_layouts(over, places, mp_policy, offload),
-            policy_of=policies.__getitem__,
-            options=replace(options, reshards_within=within, most_reducing=len(meshes)),
-            parts=() if owner is module else tuple(parts),
-            shared_memory=shared_memory is not False,
-            only=frozenset(param for param, place in places.items() if place.over == over),
-            over=f"(mesh {number}: {over.label})" if number > 1 else "",
-        )
-
-    first, *others = [spec_over(over, number) for number, over in enumerate(meshes, 1)]
-    move([named for named in contents.tensors() if not named[1].is_meta], device)
-    _offload_state(slots, offload)
-    unit = assemble_unit(owner, contents, first, others)
-    for part in parts:
-        run_as_unit(part, unit)
+    compose(module, parts, wanted)
     return module
 
 
-def _makes_layouts(
-    over: DataMesh,
-    places: Mapping[nn.Parameter, _Place],
-    mp_policy: MixedPrecisionPolicy,
-    offload: CPUOffloadPolicy | None,
-) -> Callable[[list[ParamSlot], Communicator, str], Layout]:
-    """Returns what makes a layout of some parameters that lie on one mesh, and travel together."""
-    on_host = _on_host(offload)
-
-    def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
-        if is_extension(segment[0].param):
-            return ExtensionLayout(segment, allocator, mesh=over, name=name, mp_policy=mp_policy, **on_host)
-        dims = [places[slot.param].dim for slot in segment]
-        return DTensorLayout(segment, allocator, mesh=over, dims=dims, name=name, **on_host)
-
-    return make_layout
-
-
-def _on_host(offload: CPUOffloadPolicy | None) -> dict[str, bool]:
-    """What of a unit's shards lies in host memory, as a layout takes it."""
-    return {
-        "offload": offload is not None and offload.offload_params,
-        "pin": offload is not None and offload.pin_memory,
-    }
-
-
-def _check_own(shared_memory: object, travel_together_bytes: object, keep_unsharded_bytes: object) -> None:
-    """Checks the arguments that torch does not have."""
-    check_flag("shared_memory", shared_memory)
-    check_nbytes("travel_together_bytes", travel_together_bytes)
-    check_nbytes("keep_unsharded_bytes", keep_unsharded_bytes)
-
-
-def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
-    """What users and torch's `replicate()` keep for themselves."""
-    replicated = find_replicated(modules)
-    theirs = (param for module in replicated for param in module.parameters(recurse=False))
-    return Ignored(modules=replicated, params=frozenset((*(params or ()), *theirs)))
-
-
-def _outermost(modules: Any) -> list[nn.Module]:
-    """Checks the argument; returns the modules that no other one encloses."""
-    modules = list(modules) if isinstance(modules, (list, tuple)) else [modules]
-    if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        found = ", ".join(type(module).__name__ for module in modules) or "an empty list"
-        raise TypeError(f"fully_shard takes a torch.nn.Module or a list of them, not {found}")
-    for module in modules:
-        REGISTRY.refuse_taken(module)
-        if UNIT_ATTR in module.__dict__:
-            raise AlreadyShardedError(f"fully_shard was applied to this {type(module).__name__} before")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"fully_shard changes a module's class, and that of a {type(module).__name__} "
-                "(torch.jit.script, trace or load) must stay; shard the plain module (torch.compile works on "
-                "it), or the module around this one with its parameters, if any, in ignored_params"
-            )
-        if is_container(module):
-            raise ValueError(
-                f"fully_shard unshards a module for its forward, and {type(module).__name__} has none; shard "
-                "the modules in it, or pass them as a list"
-            )
-    inner = {id(child) for module in modules for child in module.modules() if child is not module}
-    return [module for module in dict.fromkeys(modules) if id(module) not in inner]
-
-
-def _checked(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | None:
-    """Checks arguments by themselves; returns what is offloaded, if anything is."""
-    check_kind("mp_policy", mp_policy, MixedPrecisionPolicy, optional=False)
-    offloads = type(offload_policy).__name__ == CPUOffloadPolicy.__name__  # ours or another package's
-    kind = CPUOffloadPolicy if offloads else OffloadPolicy
-    check_kind("offload_policy", offload_policy, kind, optional=False)
-    return offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-
-
-def _casts(policy: MixedPrecisionPolicy) -> InputCasts:
-    inputs = policy.param_dtype if policy.cast_forward_inputs else None
-    return InputCasts(inputs, inputs, outputs=policy.output_dtype)
-
-
-def _offload_state(slots: Iterable[ParamSlot], offload: CPUOffloadPolicy | None) -> None:
-    """Marks parameters whose optimizer state alone is offloaded; what will stand for them is marked alike."""
-    if offload is not None and offload.only_state:
-        offload_optimizer_state((slot.param for slot in slots), offload.pin_memory)
-
-
 def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
-    check_kind("dp_mesh_dims", dims, DataParallelMeshDims)
-    if not isinstance(mesh, DeviceMesh):
-        ranks_of(mesh)  # which refuses it
+    check_mesh(mesh, dims)
     return DataMesh(mesh) if dims is None else DataMesh.within(mesh, dims)
 
 
-class _Place(NamedTuple):
-    """Where a parameter lies: the mesh, and the dimension along which it is cut there."""
-
-    over: DataMesh
-    dim: int
-
-
-def _place_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMesh) -> _Place:
+def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMesh) -> Location:
     """Checks one parameter; returns where it is to lie, by default on a mesh that is given."""
     shape = held_by_this_rank(slot.param).shape
     if not shape:
@@ -294,7 +150,7 @@ def _place_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMesh)
         over, placement = _mesh_told(slot, told.mesh_info, data), told.placement
     over.check(slot.fqn, slot.param)
     if placement is None:
-        return _Place(over, 0)
+        return Location(over, 0)
     if is_extension(slot.param) and placement != Shard(0):
         raise UnevenCutError(
             f"parameter '{slot.fqn}' is a {type(slot.param).__name__}, which decides what is gathered: it is "
@@ -310,7 +166,7 @@ def _place_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMesh)
             f"parameter '{slot.fqn}' cannot be cut by {placement} over {over.mesh}, which replicates only; "
             "its placement must be None"
         )
-    return _Place(over, _dim_of(slot.fqn, placement, shape, over))
+    return Location(over, _dim_of(slot.fqn, placement, shape, over))
 
 
 def _mesh_told(slot: ParamSlot, info: Any, data: DataMesh) -> DataMesh:
@@ -335,15 +191,6 @@ def _dim_of(fqn: str, placement: Shard, shape: torch.Size, over: DataMesh) -> in
     return dim
 
 
-def _meshes(places: Mapping[nn.Parameter, _Place], data: DataMesh) -> list[DataMesh]:
-    """Returns the meshes on which parameters lie, first that on which they lie by default."""
-    found: list[DataMesh] = []
-    for over, _ in places.values():
-        if over not in found:
-            found.append(over)
-    return sorted(found, key=lambda over: over != data) or [data]
-
-
 def _resolved(reshard_after_forward: Any) -> bool | int | None:
     """Checks the argument; returns a number only where some of the ranks may keep the full parameters."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
@@ -363,11 +210,7 @@ def _resolved(reshard_after_forward: Any) -> bool | int | None:
 
 
 def _kept_within(
-    reshard_after_forward: bool | int | None,
-    over: DataMesh,
-    data: DataMesh,
-    device: torch.device,
-    shared_memory: bool,
+    reshard_after_forward: bool | int | None, over: DataMesh, *, data: DataMesh, shared_memory: bool
 ) -> Communicator | None:
     """Returns the ranks that keep full parameters between them; of meshes beside `data` not all may."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
@@ -382,4 +225,6 @@ def _kept_within(
         )
     if shard.size == reshard_after_forward:
         return None
-    return make_communicator(neighbours(shard, reshard_after_forward), device, shared_memory)
+    return make_communicator(
+        neighbours(shard, reshard_after_forward), device_of(data.mesh), shared_memory
+    )

@@ -99,11 +99,16 @@ def is_expert(param: nn.Parameter) -> bool:
 def distribute(model: Net, mesh: DeviceMesh) -> Net:
     """Gives each rank of a mesh some of the experts."""
     for block in model.blocks:
-        for name in ("up", "down"):
-            whole = getattr(block, name)
-            part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]), whole.requires_grad)
-            setattr(block, name, part)
+        distribute_in(block, mesh)
     return model
+
+
+def distribute_in(block: nn.Module, mesh: DeviceMesh) -> None:
+    """The same for one layer."""
+    for name in ("up", "down"):
+        whole = getattr(block, name)
+        part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]), whole.requires_grad)
+        setattr(block, name, part)
 
 
 def meshes(replicas: bool = False) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +30,7 @@ from fsdp_wrap import (
     OffloadPolicy,
     ShardingStrategy,
     fully_shard,
+    replicate,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
@@ -72,6 +73,11 @@ COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
     )
 }
 """Options of `fully_shard`; those of the wrapper that it has as well, and its own."""
+
+REPLICATE_SPACE = {
+    name: values for name, values in COMPOSABLE_SPACE.items() if name not in ("columns", "stays")
+} | {"front": ["replicate", "mixed"]}
+"""Options of `replicate`, for all units or for every second one beside `fully_shard`."""
 
 HYBRID_COMPOSABLE_SPACE = {**COMPOSABLE_SPACE, "mesh": ["hybrid", "flat"], "reshard": [None, True, False, 2]}
 HYBRID_SPACE = {**SPACE, "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"]}
@@ -189,23 +195,36 @@ def _wrap(model: Model, scenario: Scenario) -> nn.Module:
     return _shard(model, scenario) if "front" in scenario else _wrapped(model, scenario)
 
 
+def _replicate(part: Any, scenario: Scenario, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
+    replicate(part, mesh=mesh, offload_policy=offload)
+    if scenario["reshard"] is not None:
+        unit = part[0] if isinstance(part, list) else part
+        unit.set_reshard_after_forward(scenario["reshard"], recurse=False)
+
+
 def _shard(model: Model, scenario: Scenario) -> nn.Module:
     hybrid = scenario.get("mesh") == "hybrid"
     sizes = (2, dist.get_world_size() // 2) if hybrid else (dist.get_world_size(),)
 
     def placement(param: nn.Parameter) -> Shard | None:
         even = param.ndim == 2 and param.shape[1] % sizes[-1] == 0
-        return Shard(1) if scenario["columns"] and even else None
+        return Shard(1) if scenario.get("columns") and even else None
 
-    for part in _parts(model, scenario["wrapping"]):
+    replicated = {"fully_shard": (), "replicate": (0, 1), "mixed": (1,)}[scenario["front"]]
+    for number, part in enumerate(_parts(model, scenario["wrapping"])):
         reshard = scenario["reshard"]
+        mesh = init_device_mesh(_device_of(model).type, sizes)
+        offload = CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy()
+        if number % 2 in replicated:
+            _replicate(part, scenario, mesh, offload)
+            continue
         fully_shard(
             part,
-            mesh=init_device_mesh(_device_of(model).type, sizes),
+            mesh=mesh,
             reshard_after_forward=True if hybrid and reshard == 2 else reshard,
             shard_placement_fn=placement,
-            offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
-            keep_unsharded_bytes=scenario["stays"],
+            offload_policy=offload,
+            keep_unsharded_bytes=scenario.get("stays", 0),
         )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if scenario["prefetch"] == "explicit":

@@ -17,7 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from bed.accelerator import Simulation
 from fronts import FRONTS, full_state, inner, no_sync, shard
-from fsdp_wrap import CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_wrap import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    replicate,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
 from fsdp_wrap.in_place_gradients import set_gradients_in_place
@@ -142,6 +150,16 @@ def _together(rank: int, device: Simulation, front: str, nbytes: int | None, **o
         model(batch(rank, 8)).square().sum().backward()
         hook.remove()
     return train(model, rank, device, steps=2, accumulates=True)
+
+
+def _replicates(rank: int, device: Simulation, dtype: torch.dtype | None = None, **options: Any) -> object:
+    """Every second layer is whole on each rank, and so is what lies outside of them."""
+    model = net()
+    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype is not None else None)
+    for number, layer in enumerate(model[:-1]):
+        way = fully_shard if number % 2 else replicate
+        way(layer, mp_policy=policy, **options)
+    return train(replicate(model, mp_policy=policy, **options), rank, device, accumulates=True)
 
 
 def _run_before(units: list[nn.Module], layer: nn.Module, args: Any) -> Any:
@@ -464,6 +482,9 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "mixed": (2, partial(_trains, front="orig", mixed_precision=BF16)),
     "mixed-offload": (2, partial(_trains, front="orig", mixed_precision=BF16, cpu_offload=OFFLOAD)),
     **{f"together-{front}": (2, partial(_together, front=front, nbytes=None)) for front in FRONTS},
+    "replicates": (2, _replicates),
+    "replicates-mixed": (2, partial(_replicates, dtype=torch.bfloat16)),
+    "replicates-offload": (2, partial(_replicates, offload_policy=CPUOffloadPolicy())),
     "together-two": (2, partial(_together, front="orig", nbytes=2 * 9000, forward_prefetch=True)),
     "fails-together-forward": (2, partial(_fails, front="composable", where="forward", after=2)),
     "fails-together-backward": (2, partial(_fails, front="orig", where="backward", after=2)),

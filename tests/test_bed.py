@@ -125,6 +125,21 @@ def test_the_next_job_finds_everything_clean():
     run_ranks(2, assert_clean)
 
 
+def redistribute(rank: int, world_size: int, size: int) -> int:
+    """Leaves this job's groups in the caches of DTensors; returns how many threads it found."""
+    time.sleep(0.2)  # in which groups of the former job end
+    before = len(os.listdir("/proc/self/task"))
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("a", "b"))
+    DTensor.from_local(torch.ones(size), mesh, [Shard(0), Shard(0)], run_check=False).full_tensor()
+    return before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
+def test_groups_end_with_their_job():
+    found = [run_ranks(4, redistribute, size)[0] for size in range(2, 7)]
+    assert max(found[2:]) <= found[1], found
+
+
 def use_dtensors(rank: int, world_size: int, groups_before: int) -> None:
     for _ in range(groups_before):  # other names for the mesh's groups
         dist.new_group()

@@ -72,6 +72,11 @@ def net(checkpointing: str = "none", seed: int = 0, hidden: int = HIDDEN) -> Net
     return Net(checkpointing, hidden).double()
 
 
+def net_for(mesh_name: str, checkpointing: str = "none") -> Net:
+    """A model whose matrix products the mesh's ranks can share: what they multiply must be cut evenly."""
+    return net(checkpointing, hidden=2 * WIDTH if mesh_name == "wide" else HIDDEN)
+
+
 def mesh_of(name: str) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
     """The whole mesh, that of data parallelism, and that of tensor parallelism."""
     shape, names = MESHES[name]

@@ -99,21 +99,26 @@ def default_group(user: str) -> dist.ProcessGroup:
     return group
 
 
-def default_mesh() -> DeviceMesh:
+def default_mesh(user: str, *names: str) -> DeviceMesh:
     """Returns the one-dimensional mesh of all ranks, on the accelerator if they can communicate from it.
+
+    Args:
+        user: What needs it, for the error's text.
+        names: Of its dimension; none for one without a name.
 
     Raises:
         ValueError: If there is no process group.
     """
-    group = default_group("fully_shard")
+    group = default_group(user)
 
     def make() -> DeviceMesh:
-        mesh = init_device_mesh(device_type_for(group), (dist.get_world_size(),))
+        world = (dist.get_world_size(),)
+        mesh = init_device_mesh(device_type_for(group), world, mesh_dim_names=names or None)
         # It finds groups by name as well. Torch keeps meshes in caches of its own, and groups must not stay.
         mesh._pg_registry.clear()
         return mesh
 
-    return once_for(group, "mesh", make)
+    return once_for(group, ("mesh", *names), make)
 
 
 def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None = None) -> DeviceMesh:

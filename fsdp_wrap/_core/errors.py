@@ -17,8 +17,8 @@ class ReplacedError(ValueError, RuntimeError):
     """Something else was put in the place of a sharded parameter."""
 
 
-class AlreadyShardedError(ValueError, AssertionError):
-    """A module is in a unit already."""
+class AlreadyShardedError(ValueError, AssertionError, RuntimeError):
+    """A module is in a unit already; torch's `replicate` raises `RuntimeError`."""
 
 
 class NoDimensionError(ValueError, AssertionError):

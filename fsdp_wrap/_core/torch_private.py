@@ -17,6 +17,7 @@ from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed._composable import replicate_with_fsdp as torch_replicate
 from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
 from torch.distributed._composable_state import _get_module_state as get_module_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -37,7 +38,7 @@ from torch.distributed.fsdp import _fully_shard as torch_fully_shard
 from torch.distributed.fsdp import _runtime_utils as torch_runtime_utils
 from torch.distributed.fsdp import _traversal_utils as torch_traversal_utils
 from torch.distributed.fsdp import _unshard_param_utils as torch_unshard_utils
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
@@ -125,6 +126,7 @@ PURPOSES = {
     "torch.distributed.tensor.placement_types._StridedShard": "how shards of distributed parameters lie",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
     "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
+    "torch.distributed._composable.replicate_with_fsdp": "the names of `replicate`, which `compat` rebinds",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
     "torch.distributed._shard.metadata.ShardMetadata": "tells of pieces as a `ShardedTensor` would",
@@ -155,6 +157,7 @@ PURPOSES = {
     "torch.distributed.fsdp._unshard_param_utils._unshard_params": "answers for our wrappers",
     "torch.distributed.fsdp._unshard_param_utils._unshard_params_for_summon": "answers for our wrappers",
     "torch.distributed.fsdp._fully_shard": "the names of FSDP2, which `compat` leaves alone or rebinds",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "as what programs read parameters",

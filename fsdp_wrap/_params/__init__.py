@@ -8,7 +8,16 @@ Must never know: when that happens, and in which order units run.
 
 from fsdp_wrap._params.display import Showing
 from fsdp_wrap._params.dtensor import DTensorLayout
-from fsdp_wrap._params.extensions import ExtensionLayout, check_extension, is_extension
+from fsdp_wrap._params.extensions import (
+    ExtensionLayout,
+    PackedLayout,
+    check_extension,
+    check_packable,
+    inner_tensors,
+    is_extension,
+    is_packable,
+    like_made_of_tensors,
+)
 from fsdp_wrap._params.flat import FlatLayout, FlatParameter, FlatParameterLayout, HiddenFlatParameter
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
@@ -19,11 +28,12 @@ from fsdp_wrap._params.interval_tensor import (
     assemble,
     rebuild_interval_tensor,
 )
-from fsdp_wrap._params.layout import Interval, Layout
+from fsdp_wrap._params.layout import Interval, Layout, memory_around
 from fsdp_wrap._params.parallel import (
     DataMesh,
     LocalPart,
     check_beside,
+    copyable,
     held_by_this_rank,
     holding,
     make_copyable,

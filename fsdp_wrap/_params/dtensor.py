@@ -13,7 +13,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
-from fsdp_wrap._params.layout import Interval, Layout, Written, round_up
+from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, round_up
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, dtensor_of, held_by_this_rank
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
@@ -22,6 +22,9 @@ _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 class DTensorLayout(Layout):
     """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks stand side by side.
+
+    Over a mesh that only replicates there is one chunk, the whole. The leaves alias it where they have its
+    dtype: nothing is to be unsharded then.
 
     Behind the chunks stands one number per parameter, by which the ranks tell each other, in the reduction
     itself, whose gradients they have contributed to: all ranks get the same gradients, or None.
@@ -50,14 +53,15 @@ class DTensorLayout(Layout):
         pin: bool,
     ) -> None:
         super().__init__(name, slots, communicator, offload, pin, mesh.own_dims)
-        self.in_place = self._ranks == 1
+        self.in_place, self.sharded = self._ranks == 1, mesh.shards
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
         likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in cuts]
         # A view like a tensor costs half of a view by a tuple of numbers.
         self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
-        bounds = ((cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes))
+        bounds = [(cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes)]
+        self._filled = [each for each in bounds if each[0] < each[1]]
         self._lay_out(cuts, bounds, self._used.stop)
         if not self.in_place:
             self.full_numel = round_up(cuts[-1].stop, self._ranks)
@@ -73,6 +77,8 @@ class DTensorLayout(Layout):
 
     def _adopt(self, shard: torch.Tensor) -> None:
         self._shard, self.dtype, self._pieces = shard, shard.dtype, self.cut(shard)
+        resides = not self.sharded and not self.offloaded and not shard.is_meta
+        self.resident = shard.data if resides else None
         self.flat_param = nn.Parameter(shard, requires_grad=False)
         self._specs = self._specs_in(self.dtype)
         self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
@@ -210,6 +216,14 @@ class DTensorLayout(Layout):
 
     def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return [*map(dtensor_of, self.cut(shard), self._grad_specs)]
+
+    def gradient_blocks(self) -> list[torch.Tensor]:
+        grads = super().gradient_blocks()
+        if not grads or len(grads) < len(self._filled):
+            return grads
+        first, last = self._filled[0][0], self._filled[-1][1]
+        block = memory_around(grads, [start - first for start, _ in self._filled], last - first)
+        return grads if block is None else [block]
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)

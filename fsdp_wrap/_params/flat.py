@@ -121,7 +121,7 @@ class FlatLayout(Layout):
     ) -> None:
         super().__init__(name, slots, communicator, offload)
         self.module, self.sharded = module, sharded
-        extents = _extents(slots)
+        extents = self._extents_of(slots)
         shard_numel = max(1, -(-extents[-1].stop // communicator.size))
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
@@ -136,6 +136,10 @@ class FlatLayout(Layout):
             self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
         self._resides = not sharded and not self.offloaded
         self._take_over(slots)
+
+    def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
+        """Says where the original parameters are to lie."""
+        return _extents(slots)
 
     def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         piece, begin = self._pieces[index], self._begins[index]

@@ -272,8 +272,7 @@ class ParamHandle:
             return False
         if self._extended:
             return False
-        segments = self.segments
-        return all(segment.full.temporary and not segment.layout.offloaded for segment in segments)
+        return not any(segment.layout.offloaded for segment in self.segments)
 
     def look(self) -> None:
         """Notices that the sharded parameters were written to since the last gather."""

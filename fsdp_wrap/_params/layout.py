@@ -23,7 +23,7 @@ from fsdp_wrap._params.zero_marks import GradientMarks
 Written = tuple[list[int], list[int]]
 """How often tensors were written to, and where they lie."""
 
-_VERSION, _DATA_PTR = attrgetter("_version"), torch.Tensor.data_ptr
+_VERSION, _DTYPE, _DATA_PTR = attrgetter("_version"), attrgetter("dtype"), torch.Tensor.data_ptr
 
 _ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
@@ -109,6 +109,25 @@ class Extent:
         """
         start = min(max(self.start - first, 0), length)
         return start, max(start, min(self.stop - first, length))
+
+
+def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel: int) -> torch.Tensor | None:
+    """Returns the one memory, 1-D, in which tensors begin at given elements; None if there is no such.
+
+    Args:
+        tensors: Not empty.
+        starts: Where in that memory each of them begins; the first at 0.
+        numel: Its size.
+    """
+    first = tensors[0]
+    begin, size = first.data_ptr(), first.element_size()
+    if [*map(_DATA_PTR, tensors)] != [begin + size * start for start in starts]:
+        return None
+    if {*map(_DTYPE, tensors)} != {first.dtype} or not all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    if (first.storage_offset() + numel) * size > first.untyped_storage().nbytes():
+        return None  # neighbours by chance
+    return torch.as_strided(first.detach(), (numel,), (1,))
 
 
 def stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:
@@ -314,6 +333,10 @@ class Layout(ABC):
         """Views of an unsharded buffer, one per original parameter, in its shape."""
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
 
+    def as_originals(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what lies in views of an unsharded buffer, distributed as the original parameters were."""
+        return [view if part is None else part.tensor(view) for view, part in zip(views, self._parts)]
+
     def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
         """Views of a buffer that travels: for each original parameter the boxes in which it lies."""
         return [[view] for view in self.views(travelling)]
@@ -390,6 +413,23 @@ class Layout(ABC):
         self._follow_places()
         return self.leaves
 
+    def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Lets leaves, given by number, lie in other views."""
+        for index, view in views:
+            self.memory[index].data = view
+
+    def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """Returns what users see as the full values of an original parameter."""
+        return full
+
+    def taken_apart(self, index: int, value: Any) -> Any:
+        """Undoes `whole`, in memory of its own, for a value that fits; any other is returned as it is."""
+        return value
+
+    def wanted(self, index: int) -> str | None:
+        """Says what a full value of an original parameter must be, where its shape and dtype do not tell."""
+        return None
+
     def write_shard(self, out: torch.Tensor) -> None:
         """Copies this rank's shard to where it travels from, cast to that dtype."""
         out.copy_(self._shard, non_blocking=True)
@@ -417,7 +457,7 @@ class Layout(ABC):
         Args:
             params: One per original parameter.
             copies: Whether they are the user's to keep. Otherwise the user's own Parameter objects, where
-                those are the sharded parameters, stand for them.
+                those are the sharded parameters and no `DTensor`s, stand for them.
         """
         self.show(params)
 

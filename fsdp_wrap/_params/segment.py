@@ -119,17 +119,27 @@ class Segment:
 
         To read what is freed would end the process.
         """
-        references = [*map(getrefcount, self.leaves)]
-        self._held = {index: alone for index, alone in self._held.items() if references[index] > alone}
+        self._forget_dropped()
         memory = self.layout.memory
-        for index in self._held:
-            memory[index].data = memory[index].data.clone()
+        self.layout.lie_in((index, memory[index].data.clone()) for index in self._held)
         self._apart += self._held
+
+    def _forget_dropped(self) -> None:
+        """Forgets which leaves were held and are not any more.
+
+        A graph may have had one of the references that were counted without, and be gone: then a leaf that
+        does not train has as many now, and is held.
+        """
+        references, leaves = [*map(getrefcount, self.leaves)], self.leaves
+        self._held = {
+            index: alone
+            for index, alone in self._held.items()
+            if references[index] + (not leaves[index].requires_grad) > alone
+        }
 
     def _rejoin(self) -> None:
         views = self.layout.views(self.full.tensor)
-        for index in self._apart:
-            self.layout.memory[index].data = views[index]
+        self.layout.lie_in((index, views[index]) for index in self._apart)
         self._apart = []
 
     def admit(self, changed: bool, in_place: bool) -> None:
@@ -221,8 +231,7 @@ class Segment:
         self._write_from_shard()
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
-        for each, view in zip(self.layout.memory, self.layout.views(self.full.tensor)):
-            each.data = view
+        self.layout.lie_in(enumerate(self.layout.views(self.full.tensor)))
 
     def _write_from_shard(self) -> None:
         self.write_shard: Callable[[], object] = _write_nothing

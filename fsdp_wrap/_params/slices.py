@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import final
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from fsdp_wrap._params.flat import FlatLayout, HiddenFlatParameter
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
 
 
-@final
 class SliceLayout(FlatLayout):
     """The optimizer sees the user's own Parameter objects, each holding its slice of the shard.
 
@@ -43,10 +41,13 @@ class SliceLayout(FlatLayout):
             self.show(params)
             return
         self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
-        for source, param in zip(self.sources, params):
+        shown: list[nn.Parameter] = []
+        for source, param, part in zip(self.sources, params, self._parts):
             source.grad = None
-            source.data = param.data
-        self.show_sharded()
+            if part is None:
+                source.data = param.data
+            shown.append(source if part is None else param)  # no plain parameter can hold a `DTensor`
+        self.show(shown)
 
     def hide_full(self) -> None:
         for param, piece in zip(self.sources, self._pieces):

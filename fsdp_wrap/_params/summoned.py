@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import refuse_in_steps
 from fsdp_wrap._params.layout import Layout
+from fsdp_wrap._params.parallel import held_by_this_rank, placed
 
 _REASON = (
     "was made inside summon_full_params and holds '{}' as shown there, which training does not reach: "
@@ -58,14 +61,14 @@ class SummonedSegment:
         if any(self._have_grads):
             self._grads.collect(layout.write_gradient)
         self._params = [
-            nn.Parameter(view, requires_grad=source.requires_grad)
-            for view, source in zip(self._values.views, layout.sources)
+            nn.Parameter(shown, requires_grad=source.requires_grad)
+            for shown, source in zip(self._values.shown, layout.sources)
         ]
         if self.shows_full:
             layout.show_full(self._params, copies=False)
-        for param, view, has_grad in zip(layout.shown(), self._grads.views, self._have_grads):
+        for param, grad, has_grad in zip(layout.shown(), self._grads.shown, self._have_grads):
             if param is not None and has_grad:
-                param.grad = view
+                param.grad = grad
 
     def _where_grads(self) -> list[bool]:
         """For each parameter, whether any rank that holds a part of this copy has a gradient of it."""
@@ -85,7 +88,7 @@ class SummonedSegment:
         """Notes what the modules show now, for `write_back`, or refuses what does not fit.
 
         Raises:
-            ValueError: If a parameter or gradient was replaced by one of another shape or dtype.
+            ValueError: If a parameter or gradient was replaced by one of another shape, dtype or placement.
         """
         if not self.shows_full:
             return
@@ -94,10 +97,10 @@ class SummonedSegment:
         ]
         grads = [param.grad if self._how.with_grads else None for param in shown]
         # Not against the parameters: their `.data` may be what was replaced.
-        for fqn, view, found, grad in zip(self._layout.fqns, self._values.views, shown, grads):
-            _check_fits(f"parameter '{prefix}{fqn}'", view, found)
+        for fqn, given, found, grad in zip(self._layout.fqns, self._values.shown, shown, grads):
+            _check_fits(f"parameter '{prefix}{fqn}'", given, found)
             if grad is not None:
-                _check_fits(f"the gradient of parameter '{prefix}{fqn}'", view, grad)
+                _check_fits(f"the gradient of parameter '{prefix}{fqn}'", given, grad)
         self._values.note(shown)
         self._have_grads = [grad is not None for grad in grads]
         if any(self._have_grads):
@@ -113,12 +116,27 @@ class SummonedSegment:
             self._layout.read_gradient(self._grads.own_part() if any(have_grads) else None, have_grads)
 
 
-def _check_fits(what: str, view: torch.Tensor, found: torch.Tensor) -> None:
-    if found.shape != view.shape or found.dtype != view.dtype:
+def _check_fits(what: str, given: torch.Tensor, found: torch.Tensor) -> None:
+    if found.shape != given.shape or found.dtype != given.dtype:
         raise ValueError(
             f"{what} was replaced inside summon_full_params by one of shape {tuple(found.shape)} and dtype "
-            f"{found.dtype}; it must keep {tuple(view.shape)} and {view.dtype}. No edit was written back"
+            f"{found.dtype}; it must keep {tuple(given.shape)} and {given.dtype}. No edit was written back"
         )
+    here, there = placed(given), placed(found)
+    if here != there:
+        raise ValueError(
+            f"{what} was replaced inside summon_full_params by {_told(there)}; it must stay {_told(here)}: "
+            "distribute what is put there likewise (torch.distributed.tensor.distribute_tensor). No edit was "
+            "written back"
+        )
+
+
+def _held(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else held_by_this_rank(tensor)
+
+
+def _told(place: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> str:
+    return "a plain tensor" if place is None else f"a DTensor with placements {place[1]} on {place[0]}"
 
 
 class _FullBuffer:
@@ -127,6 +145,7 @@ class _FullBuffer:
     Attributes:
         shows: Whether this rank shows what is in it.
         views: Views of it, one for each original parameter; none where it is not.
+        shown: The same as their modules have them: `DTensor`s where tensor parallelism has made such.
     """
 
     def __init__(
@@ -135,7 +154,7 @@ class _FullBuffer:
         self._layout, self._communicator, self._replicas, self._how = layout, communicator, replicas, how
         self._in_first_copy = replicas.rank == 0
         self.shows = not how.rank0_only or (self._in_first_copy and communicator.rank == 0)
-        self.views: list[torch.Tensor] = []
+        self.views, self.shown = list[torch.Tensor](), list[torch.Tensor]()
         self._full: torch.Tensor | None = None
         self._edits: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -159,9 +178,9 @@ class _FullBuffer:
             with torch.inference_mode(False):
                 self._lie_in(torch.zeros(self._layout.full_numel, dtype=self._layout.dtype, device="cpu"))
         self._edits = [
-            (view, torch.zeros_like(view) if value is None else value.detach().clone())
-            for view, value in zip(self.views, values)
-            if value is None or value.data_ptr() != view.data_ptr() or value.stride() != view.stride()
+            (view, torch.zeros_like(view) if held is None else held.detach().clone())
+            for view, held in zip(self.views, map(_held, values))
+            if held is None or held.data_ptr() != view.data_ptr() or held.stride() != view.stride()
         ]
 
     def own_part(self) -> torch.Tensor:
@@ -179,6 +198,7 @@ class _FullBuffer:
 
     def _lie_in(self, full: torch.Tensor) -> None:
         self._full, self.views = full, self._layout.views(full)
+        self.shown = self._layout.as_originals(self.views)
 
     def _empty(self, numel: int) -> torch.Tensor:
         return self._communicator.empty(numel, self._layout.dtype)

@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator, all_gather_object
 from fsdp_wrap._core import Contents, children_first, joined, replace_tensor
 from fsdp_wrap._core.torch_private import swap_tensor_impl
-from fsdp_wrap._params import held_by_this_rank
+from fsdp_wrap._params import held_by_this_rank, inner_tensors
 
 _MESSAGE_BYTES = 32 << 20
 """Most that one message of `broadcast` carries."""
@@ -144,6 +144,7 @@ def broadcast(
     Raises:
         ValueError: On every rank, if the ranks' names, shapes or dtypes differ.
     """
+    named = [inner for fqn, tensor in named for inner in inner_tensors(fqn, tensor)]
     _check_same(named, groups)
     for _, tensor in named:
         target = held_by_this_rank(tensor).detach()

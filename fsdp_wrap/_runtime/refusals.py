@@ -31,8 +31,10 @@ from fsdp_wrap._params import (
     ParamHandle,
     Segment,
     check_extension,
+    check_packable,
     held_by_this_rank,
     is_extension,
+    is_packable,
 )
 from fsdp_wrap._runtime.unit import Unit, Use
 
@@ -67,6 +69,8 @@ def check_tensors(
             _refuse_scripted(slot.fqn, user)
         if extended and is_extension(slot.param):
             check_extension(slot.fqn, slot.param)
+        elif is_extension(slot.param) and is_packable(slot.param):
+            check_packable(slot.fqn, slot.param)
         else:
             _check_kind(slot.fqn, slot.param, distributed)
         _refuse_hooks(slot.fqn, slot.param)

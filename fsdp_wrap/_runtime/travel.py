@@ -292,7 +292,7 @@ class Travel:
         handle = unit.handle
         if handle is None or handle.state is not HandleState.SHARDED or handle.kept is not None:
             return False
-        if handle.staying:  # of which little or nothing is gathered
+        if handle.communicator.size == 1 or handle.staying:  # of which little or nothing is gathered
             return False
         if not self._is_small(unit, handle, handle.travelling_nbytes) or handle.without_values:
             return False
@@ -300,8 +300,8 @@ class Travel:
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether nothing speaks against it that holds for parameters and gradients."""
-        fits = 0 < nbytes <= self.most and handle.communicator.size > 1
-        return fits and not unit.options.gradients_in_place and handle.travels_plainly
+        fits = 0 < nbytes <= self.most and not unit.options.gradients_in_place
+        return fits and handle.travels_plainly
 
     def _companions(
         self,
@@ -379,6 +379,8 @@ class Travel:
         if handle is None or handle.reduction is not None or not handle.trainable or not unit.options.syncs:
             return False
         if not self._is_small(unit, handle, _reduced_nbytes(handle)) or not handle.communicator.keeps_notes:
+            return False
+        if handle.communicator.size == handle.replicas.size == 1:  # nothing travels
             return False
         return len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
 

@@ -31,7 +31,7 @@ from fsdp_wrap._state.gradients.hooks import (
     register_comm_hook,
     set_gradients_in_place,
 )
-from fsdp_wrap._state.gradients.over_meshes import clip_grad_norm_
+from fsdp_wrap._state.gradients.over_meshes import clip_parameters
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_load import load_optim_state_dict

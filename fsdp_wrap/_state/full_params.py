@@ -35,7 +35,8 @@ def summon_full_params(
 
     Buffers stay in the dtype that forwards compute with (`buffer_dtype`); state dicts have them in their own.
     Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
-    must therefore be the same on all ranks, save with `rank0_only`.
+    must therefore be the same on all ranks, save with `rank0_only`. What tensor parallelism had distributed
+    before is shown as it was then: `DTensor`s over that mesh, whose `full_tensor()` is the whole.
 
     Args:
         module: Any module; all units at and below it take part.
@@ -53,7 +54,7 @@ def summon_full_params(
         RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced; on
             leaving, if another rank's edits are lost (`rank0_only`).
         ReplacedError: If something else was put in the place of a sharded parameter before.
-        ValueError: On leaving, if a parameter was replaced by one of another shape or dtype.
+        ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
     """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
     # Programs know torch's words.
@@ -135,33 +136,15 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
     Raises:
         ReplacedError: If something else was put in the place of a sharded parameter.
         RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
-        NotImplementedError: If tensor parallelism has distributed a parameter.
     """
     used = used_by([unit])
     summoned = [each for each in used if not is_summoned(each)]
     for each in used if not how.rank0_only else ():
         refuse_hidden(each)
-    for each in summoned:
-        _refuse_distributed(each)
     sharded_handles(summoned)  # summoning would leave no trace of what was replaced
     for handle in handles_of(summoned):
         handle.summon(how)
     return summoned
-
-
-def _refuse_distributed(unit: Unit) -> None:
-    """Refuses to show in full what tensor parallelism has distributed.
-
-    Raises:
-        NotImplementedError: If it has.
-    """
-    found = unit.handle.distributed if unit.handle is not None else []
-    if found:
-        raise NotImplementedError(
-            f"parameter '{unit.name_of(found[0])}' was distributed by tensor parallelism before it was "
-            "wrapped, and cannot be shown in full in its module: take full values by state_dict() or "
-            "iter_full_params, and load what modules take in ways of their own under SHARDED_STATE_DICT"
-        )
 
 
 def refuse_hidden(unit: Unit) -> None:

@@ -40,6 +40,7 @@ class FullValue:
         lengths: How many elements each rank holds.
         write: Writes this rank's elements into a 1-D tensor.
         part: What they hold between them, if that is a part only: other ranks have the others.
+        whole: Makes of the full tensor what users see, if that is something else.
     """
 
     key: Any
@@ -49,6 +50,7 @@ class FullValue:
     lengths: Sequence[int]
     write: Callable[[torch.Tensor], object]
     part: LocalPart | None = None
+    whole: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def full_shape(self) -> torch.Size:
@@ -77,6 +79,7 @@ def full_values(handle: ParamHandle) -> list[FullValue]:
             lengths,
             copier(each.data),
             each.part,
+            None if layout.wanted(index) is None else partial(layout.whole, index),
         )
         for layout in handle.layouts
         for index, (each, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
@@ -183,8 +186,10 @@ def _made(value: FullValue, make: Callable[[], torch.Tensor], wanted: bool, to_h
     if value.part is not None and full is not None:
         full = value.part.whole(full)
     if full is None or not wanted:
-        return torch.empty(value.full_shape, dtype=value.dtype, device="meta")
-    return full.cpu() if to_host else full
+        full = torch.empty(value.full_shape, dtype=value.dtype, device="meta")
+    elif to_host:
+        full = full.cpu()
+    return full if value.whole is None else value.whole(full)
 
 
 def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValue]]:
@@ -328,6 +333,19 @@ class FullParams:
         self._values = [_cast(value, dtype) for value in _params(names)]
         self._budget = 2 * names.largest_unit_nbytes()
         self._values += _buffers(module, units) if buffers else []
+
+    def refuse_subclasses(self, doing: str) -> None:
+        """Refuses what takes plain tensors only.
+
+        Raises:
+            TypeError: If a full value is of a tensor subclass.
+        """
+        made = [value.key for value in self._values if value.whole is not None]
+        if made:
+            raise TypeError(
+                f"{doing} takes plain tensors, and '{made[0]}' is of a tensor subclass: save the full "
+                "state_dict() by torch.save, or the model by fsdp_wrap.checkpoint"
+            )
 
     def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Returns shapes and dtypes by name, in order."""

@@ -71,6 +71,7 @@ class _Target:
     start: int
     data: torch.Tensor
     part: LocalPart | None = None
+    original: Original | None = None
 
     @property
     def stop(self) -> int:
@@ -78,6 +79,10 @@ class _Target:
 
     def matches(self, piece: IntervalTensor) -> bool:
         return (piece.start, piece.stop, piece.part) == (self.start, self.stop, self.part)
+
+    def taken_apart(self, value: Any) -> Any:
+        """Returns a value as the tensor that is cut."""
+        return value if self.original is None else self.original.taken_apart(value)
 
     def takes(self, value: Any, pieces: bool) -> bool:
         """Whether a value can be copied here at once."""
@@ -103,6 +108,10 @@ class _Target:
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
         """Yields complaints about a value that does not fit."""
+        wanted = None if self.original is None else self.original.wanted
+        if wanted is not None and getattr(value, "shape", None) != self.shape:
+            yield f"kind mismatch for {key}: the checkpoint has {_kind_of(value)}, the model {wanted}."
+            return
         if not is_tensor_like(value):  # type: ignore[no-untyped-call]
             yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
         found = getattr(value, "shape", self.shape)
@@ -169,11 +178,11 @@ class Targets:
         if not self._is_plain or (strict and self._by_name.keys() != set(state_dict)):
             return False
         pairs = [(target, key) for key, target in self._by_name.items() if target and key in state_dict]
-        if not all(target.takes(state_dict[key], pieces) for target, key in pairs):
+        if not all(target.takes(target.taken_apart(state_dict[key]), pieces) for target, key in pairs):
             return False
         with original_buffers(self._units), torch.no_grad():
             for target, key in pairs:
-                target.load(state_dict[key])
+                target.load(target.taken_apart(state_dict[key]))
         return True
 
     def check(self, state_dict: Mapping[str, Any], strict: bool, kind: StateDictType) -> bool:
@@ -188,7 +197,11 @@ class Targets:
         """
         given = {clean_fqn(key): value for key, value in state_dict.items()}
         known = ((key, target) for key, target in self._by_name.items() if target and key in given)
-        problems = [problem for key, target in known for problem in target.problems(key, given[key])]
+        problems = [
+            problem
+            for key, target in known
+            for problem in target.problems(key, target.taken_apart(given[key]))
+        ]
         pieces = [key for key, value in given.items() if isinstance(value, IntervalTensor)]
         if pieces and kind is StateDictType.FULL_STATE_DICT:
             problems.append(
@@ -218,6 +231,10 @@ class Targets:
             )
 
 
+def _kind_of(value: Any) -> str:
+    return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+
+
 def _quoted(keys: list[str]) -> str:
     return ", ".join(f'"{key}"' for key in keys)
 
@@ -235,7 +252,7 @@ def _all_targets(module: nn.Module, owned: Mapping[Place, Original]) -> Iterator
     for fqn, place, tensor in named(module, _entries, all_names=True):
         if place in owned:
             interval = owned[place].interval
-            yield fqn, _Target(interval.shape, interval.start, interval.data, interval.part)
+            yield fqn, _Target(interval.shape, interval.start, interval.data, interval.part, owned[place])
         elif place[1] == _EXTRA:
             yield fqn, None
         elif tensor is not None and not isinstance(tensor, FlatParameter):

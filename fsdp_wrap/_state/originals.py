@@ -89,6 +89,15 @@ class Original:
         """Cuts this rank's piece, in memory of its own, out of something of the parameter's shape."""
         return self.piece(self.interval.own(full).to(self.source.device, copy=True))
 
+    def taken_apart(self, value: Any) -> Any:
+        """Returns a full value as the tensor that is cut; what does not fit as it is."""
+        return value if self.layout is None else self.layout.taken_apart(self.index, value)
+
+    @property
+    def wanted(self) -> str | None:
+        """What a full value must be, where shape and dtype do not tell."""
+        return None if self.layout is None else self.layout.wanted(self.index)
+
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.
 

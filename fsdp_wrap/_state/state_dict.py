@@ -40,7 +40,7 @@ from fsdp_wrap._core import (
     params,
     walk,
 )
-from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread
+from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread, held_by_this_rank
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
@@ -352,7 +352,8 @@ def begin_load(
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
-    for name, _ in owned_names(_wrapped(unit), [unit], _not_a_unit):
+    named_originals = [*owned_names(_wrapped(unit), [unit], _not_a_unit)]
+    for name, _ in named_originals:
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
     wrapped = f"{prefix}{WRAPPED_ATTR}."
@@ -362,8 +363,22 @@ def begin_load(
     if kind is not StateDictType.FULL_STATE_DICT:
         refuse_summoned([unit], f"loading a state dict of type {kind.name}")
     elif in_full or is_summoned(unit) or not all(map(copies_values, _shown_in(unit))):
+        _distribute(unit, state_dict, wrapped)
         return _begin_full_load(unit)
+    for name, original in named_originals:
+        if wrapped + name in state_dict:
+            state_dict[wrapped + name] = original.taken_apart(state_dict[wrapped + name])
     return _begin_sharded_load(unit)
+
+
+def _distribute(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Makes `DTensor`s of the values that go to such parameters: modules would not copy whole ones there."""
+    for name, original in owned_names(_wrapped(unit), [unit], _not_a_unit):
+        part, value = original.interval.part, state_dict.get(prefix + name)
+        if part is None or not isinstance(value, torch.Tensor) or held_by_this_rank(value) is not value:
+            continue
+        if value.shape == part.shape:  # else the module says what does not fit
+            state_dict[prefix + name] = part.tensor(part.cut(value).contiguous())
 
 
 def _begin_full_load(unit: Unit) -> Callable[[bool], None]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_wrap._core.torch_private import unflatten_state_dict
@@ -98,7 +98,9 @@ def load(
     subject = team.together(lambda: Subject(model, optim, extra))
     folder = _agreed_folder(team, Path(dir).absolute(), step)
     manifest = verified(team, folder)
-    reading = team.together(lambda: _Reading(subject, folder, manifest, team, strict))
+    content = team.together(lambda: _Content(subject.model_state(), read_metadata(folder)))
+    unexpected = _of_no_rank(team, content.lacking) if strict else []
+    reading = team.together(lambda: _Reading(subject, content, folder, manifest, team, strict, unexpected))
     read(folder, reading.metadata, reading.flat, team, trusted=trusted)
     found = team.together(lambda: reading.found(trusted))
     subject.put_in(team, found["model"], found["optim"], strict)
@@ -171,6 +173,28 @@ def _of_all_ranks(found: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
     ]
 
 
+def _of_no_rank(team: Team, lacking: list[str]) -> list[str]:
+    """Returns what no rank's model has: each may have another stage of a pipeline."""
+    common = set.intersection(*map(set, team.gather(lacking)))
+    return [name for name in lacking if name in common]
+
+
+class _Content:
+    """A rank's model beside what a checkpoint holds.
+
+    Attributes:
+        model: The model's state, of pieces where it is sharded.
+        metadata: What `torch.distributed.checkpoint` knows of the checkpoint.
+        saved: Names of the checkpoint's model.
+        lacking: Those of them that this rank's model lacks.
+    """
+
+    def __init__(self, model: Mapping[str, Any], metadata: Metadata) -> None:
+        self.model, self.metadata = model, metadata
+        self.saved = list(dict.fromkeys(path[1] for path in entries_of(metadata, "model").values()))
+        self.lacking = [name for name in self.saved if name not in model]
+
+
 class _Reading:
     """What one rank reads of a checkpoint, aside.
 
@@ -180,21 +204,32 @@ class _Reading:
 
     Args:
         subject: What it is for.
+        content: Its model beside what the checkpoint holds.
         folder: The step's.
         manifest: Of the step.
         team: The ranks that load.
         strict: Whether names must be the same.
+        unexpected: Names in the checkpoint that no rank's model has.
 
     Raises:
         ValueError: If names or shapes do not fit.
     """
 
-    def __init__(self, subject: Subject, folder: Path, manifest: Manifest, team: Team, strict: bool) -> None:
-        self._subject, self.metadata = subject, read_metadata(folder)
+    def __init__(
+        self,
+        subject: Subject,
+        content: _Content,
+        folder: Path,
+        manifest: Manifest,
+        team: Team,
+        strict: bool,
+        unexpected: Sequence[str],
+    ) -> None:
+        self._subject, self._content, self.metadata = subject, content, content.metadata
         self._is_same_size = manifest.world_size == team.size
         self._rank = str(team.rank) if self._is_same_size else "0"  # whose extras and random state are read
-        model = subject.model_state()
-        misfits = [*self._other_shapes(model), *(self._other_names(model) if strict else ())]
+        model = content.model
+        misfits = [*self._other_shapes(model), *(self._other_names(model, unexpected) if strict else ())]
         if misfits:
             raise ValueError(f"{folder} does not fit, and nothing was loaded: {'; '.join(misfits)}")
         if not self._is_same_size and team.is_first:
@@ -206,10 +241,21 @@ class _Reading:
         state: dict[str, Any] = unflatten_state_dict(self.flat, self.metadata.planner_data)
         packed = state.get("extra", {}).get(self._rank, {})
         extra = {name: unpacked(data, f"extra['{name}']", trusted) for name, data in packed.items()}
-        optim = {"state": {}, **state["optim"]} if "optim" in state else None
+        optim = {"state": {}, **self._own_groups(state["optim"])} if "optim" in state else None
         data = self.flat.get(f"random.{self._rank}")
         random = None if data is None else unpacked(data, "the random state", trusted)
         return {"model": state.get("model", {}), "optim": optim, "extra": extra, "random": random}
+
+    def _own_groups(self, optim: Mapping[str, Any]) -> dict[str, Any]:
+        """Leaves what this rank's model lacks out of the groups of parameters."""
+        if not self._content.lacking or "param_groups" not in optim:
+            return dict(optim)
+        lacking = set(self._content.lacking)
+        cut = (
+            {**group, "params": [name for name in group["params"] if name not in lacking]}
+            for group in optim["param_groups"]
+        )
+        return {**optim, "param_groups": [group for group in cut if group["params"]]}
 
     def _other_shapes(self, model: Mapping[str, Any]) -> Iterator[str]:
         for name, value in model.items():
@@ -219,12 +265,12 @@ class _Reading:
             if entry.size != value.shape:
                 yield f"{name} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
 
-    def _other_names(self, model: Mapping[str, Any]) -> Iterator[str]:
-        saved = [path[1] for path in entries_of(self.metadata, "model").values()]
+    def _other_names(self, model: Mapping[str, Any], unexpected: Sequence[str]) -> Iterator[str]:
+        saved = set(self._content.saved)
         extra = [path[2] for path in entries_of(self.metadata, "extra", self._rank).values()]
-        if missing := [name for name in model if name not in set(saved)]:
+        if missing := [name for name in model if name not in saved]:
             yield f"the checkpoint lacks {listed(missing)} of the model"
-        if unexpected := [name for name in dict.fromkeys(saved) if name not in model]:
+        if unexpected:
             yield f"the model lacks {listed(unexpected)} of the checkpoint"
         if self._subject.optimizers and not entries_of(self.metadata, "optim"):
             yield "the checkpoint has no optimizer state: pass optim=None"
@@ -252,11 +298,12 @@ class _Reading:
 
     def _allocated(self, model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         own = {("extra", self._rank), *([("random", self._rank)] if self._is_same_size else [])}
+        others = {("state", name) for name in self._content.lacking}  # whose states are not its own
         for key, path in self.metadata.planner_data.items():  # in the order of the state that was saved
             entry = self.metadata.state_dict_metadata[key]
             if path[0] == "model" and path[1] in model:
                 yield key, allocated(entry, model[path[1]])
-            elif path[0] == "optim" and self._subject.optimizers:
+            elif path[0] == "optim" and self._subject.optimizers and path[1:3] not in others:
                 yield key, allocated(entry, model.get(path[2]) if path[1] == "state" else None)
             elif path[:2] in own:
                 yield key, None

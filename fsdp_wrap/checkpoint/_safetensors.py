@@ -92,10 +92,11 @@ def export_safetensors(
     Raises:
         RuntimeError: Inside a forward, backward or `summon_full_params`; on every rank, if the first one
             could not write.
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument has the wrong type, or a full parameter is of a tensor subclass.
         ValueError: If `max_shard_bytes` or `budget` is no positive size, or safetensors has no such dtype.
     """
     params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True)
+    params.refuse_subclasses("export_safetensors()")
     plan = _plan(params.described(), max_shard_bytes)
     first = FirstRank(module)
     error: str | None = None

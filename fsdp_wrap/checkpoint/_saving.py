@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -265,11 +266,27 @@ def _agreed(doing: str, process_group: dist.ProcessGroup | None, plan: Callable[
     wait_for_pending()
     team = Team.of(process_group, doing)
     to_do = team.together(lambda: plan(team))
-    steps = team.gather(to_do.step)
+    optim = to_do.state.get("optim", {"param_groups": []})
+    names = [group["params"] for group in optim["param_groups"]]
+    steps, sums = zip(*team.gather((to_do.step, zlib.crc32(repr(names).encode()))))
     if len(set(steps)) > 1:
         told = ", ".join(f"{step} on rank {rank}" for rank, step in enumerate(steps))
         raise ValueError(f"all ranks must save the same step; step is {told}")
+    if len(set(sums)) > 1:  # each has another stage of a pipeline
+        optim["param_groups"] = _joined(team.gather(optim["param_groups"]))
     return to_do
+
+
+def _joined(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns all ranks' groups of parameters, each parameter in the first that has it."""
+    known: set[str] = set()
+    joined = []
+    for group in (each for groups in of_ranks for each in groups):
+        new = [name for name in group["params"] if name not in known]
+        known.update(new)
+        if new:
+            joined.append({**group, "params": new})
+    return joined
 
 
 def _in_background(team: Team) -> Team:

@@ -28,6 +28,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import __version__
 from fsdp_wrap._core.torch_private import StorageWriterTransforms, load_state_dict
+from fsdp_wrap._params import like_made_of_tensors
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 from fsdp_wrap.checkpoint._team import Team
 
@@ -199,7 +200,8 @@ def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
         return None
     dtype = entry.properties.dtype
     if isinstance(like, torch.Tensor) and like.shape == entry.size and like.dim() > 0:
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        made = like_made_of_tensors(like)
+        return torch.empty_like(like, dtype=dtype, requires_grad=False) if made is None else made
     return torch.empty(entry.size, dtype=dtype, device="cpu")
 
 

@@ -98,9 +98,12 @@ class Team:
 
     @contextmanager
     def in_dcp(self, doing: str) -> Iterator[None]:
-        """Turns what `torch.distributed.checkpoint` raises on all ranks into an ordinary error."""
+        """Turns what `torch.distributed.checkpoint` raises on all ranks into an ordinary error.
+
+        Without gradients: some tensor subclasses cannot be taken out of a `DTensor` with them.
+        """
         try:
-            with self._collectives():
+            with self._collectives(), torch.no_grad():
                 yield
         except CheckpointException as error:
             own, _ = error.failures.get(self.rank, (None, None))

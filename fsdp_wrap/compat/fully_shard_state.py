@@ -1,15 +1,16 @@
-"""What programs read of the state that torch's `fully_shard` keeps, told of our units.
+"""What programs read of the state that torch's `fully_shard` and `replicate` keep, told of our units.
 
 It has the names of torch's classes, for which `isinstance` takes it, and is computed when asked for. What our
 units cannot tell or do raises by its name, since an answer that is missing would pass for "not sharded".
-`adapt_fully_shard` makes the names of torch's `fully_shard` stand for ours, for `compat`.
-Importing this file gives `fully_shard`, which knows nothing of it, torch's way to ask: `fully_shard.state`.
+`adapt_fully_shard` makes the names of both stand for ours, for `compat`. Importing this file gives our
+functions, which know nothing of it, torch's way to ask: `fully_shard.state`, `replicate.state`.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
@@ -23,16 +24,21 @@ from fsdp_wrap._runtime import Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
 from fsdp_wrap.fully_shard import fully_shard
+from fsdp_wrap.replicate import replicate
 
 __all__ = ["adapt_fully_shard", "fully_shard_names", "state_of"]
 
 
 def state_of(module: nn.Module) -> UnitState | None:
-    """Returns the state of a module to which our `fully_shard` was applied, else None."""
+    """Returns the state of a module to which our `fully_shard` or `replicate` was applied, else None."""
     return UnitState(module.__dict__[UNIT_ATTR]) if isinstance(module, FSDPModule) else None
 
 
-vars(fully_shard)["state"] = state_of
+_WITH_STATE = {"fully_shard": fully_shard, "replicate": replicate}
+"""What torch's ways to ask hang on."""
+
+for _function in _WITH_STATE.values():
+    vars(_function)["state"] = state_of
 
 
 class _Told:
@@ -156,7 +162,10 @@ class UnitGroup(_Told):
 
     @property
     def mesh_info(self) -> Any:
-        mesh = self._handle.segments[0].layout.sources[0].device_mesh
+        held_by = self._handle.held_by
+        mesh = held_by.mesh  # without those of tensor parallelism
+        if held_by.replicated:
+            return torchs.DDPMeshInfo(mesh, replicate_mesh_dim=0)
         if mesh.ndim == 1:
             return torchs.FSDPMeshInfo(mesh, shard_mesh_dim=0)
         return torchs.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -227,8 +236,9 @@ class UnitParam(_Told):
 
     @property
     def _sharded_param_data(self) -> Any:
-        local, mesh = self._sharded_local_tensor, self.sharded_param.device_mesh
-        if self.sharded_param.numel() != local.numel() * mesh.size(-1):  # torch's is padded
+        local, held_by = self._sharded_local_tensor, UnitGroup(self.unit)._handle.held_by
+        here = self.segment.layout.extents[self.index].shape
+        if here.numel() != local.numel() * held_by.size:  # torch's is padded
             self._refuse("_sharded_param_data")
         return local.view(-1)
 
@@ -269,11 +279,15 @@ def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:
 
 # names
 
+_CLASSES = ("FSDPModule", "ReplicateModule")
+"""Those that torch's own modules hold only to ask whether something is one."""
+
 _TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in torchs.torch_fully_shard.__all__}
+_TORCHS |= {name: getattr(torchs.torch_replicate, name) for name in ("replicate", "ReplicateModule")}
 """What the public names of torch's FSDP2 stand for before any installation."""
 
-_IMPORTERS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.replicate_with_fsdp")
-"""Small modules of torch that name FSDP2's things, loaded first so that they get torch's back at the end."""
+_IMPORTER = "torch.distributed._composable.fsdp"
+"""A small module of torch that names FSDP2's things, loaded first so that it gets torch's back at the end."""
 
 _STAGES = "torch.distributed.pipelining.stage"
 
@@ -284,10 +298,10 @@ _LATER = (
 )
 """Large ones, which are adapted when they are imported."""
 
-_BY_CLASS = (f"{torchs.torch_fully_shard.__name__}._", _IMPORTERS[1], *_LATER)
-"""How modules of torch begin that hold its `FSDPModule` only to ask whether something is one.
+_BY_CLASS = (f"{torchs.torch_fully_shard.__name__}._", torchs.torch_replicate.__name__, *_LATER)
+"""How modules of torch begin that hold its classes of modules only to ask, or to make some.
 
-They keep it: ours are instances of it, too, as are the modules of torch's `replicate`.
+They keep them: ours are instances of them, too.
 """
 
 
@@ -300,28 +314,30 @@ def fully_shard_names() -> dict[str, tuple[Any, Any]]:
 def adapt_fully_shard(installation: Installation) -> None:
     """Makes the names of torch's FSDP2 resolve to ours, in all loaded modules and for later imports.
 
-    Modules that our `fully_shard` has sharded are instances of torch's `FSDPModule` meanwhile, whoever holds
-    that class, and torch's functions that look for a module's state find theirs.
+    Modules that our functions have made units are instances of torch's `FSDPModule` or `ReplicateModule`
+    meanwhile, whoever holds that class, and torch's functions that look for a module's state find theirs.
     """
-    for name in _IMPORTERS:
-        importlib.import_module(name)
+    importlib.import_module(_IMPORTER)
     names = fully_shard_names()
-    theirs, ours = names.pop("FSDPModule")
+    classes = [names.pop(name) for name in _CLASSES]
     installation.replace([*names.values(), (torchs.get_module_state, _state_of)], kept=("fsdp_wrap.",))
-    installation.replace([(theirs, ours)], kept=("fsdp_wrap.", *_BY_CLASS))
+    installation.replace(classes, kept=("fsdp_wrap.", *_BY_CLASS))
     for name in _LATER:
         installation.when_imported(name, _adapt_importer)
-    if theirs not in ours.__bases__:
-        installation.callback(setattr, ours, "__bases__", ours.__bases__)
-        ours.__bases__ = (*ours.__bases__, theirs)  # last: whatever we define or inherit goes before
-        installation.callback(_set_attributes, dict(vars(fully_shard)))
-        _set_attributes({**vars(fully_shard), "state": _contracted_state_of})
+    for theirs, ours in classes:
+        if theirs not in ours.__bases__:
+            installation.callback(setattr, ours, "__bases__", ours.__bases__)
+            ours.__bases__ = (*ours.__bases__, theirs)  # last: whatever we define or inherit goes before
+    for name, function in _WITH_STATE.items():
+        if vars(function)["state"] is state_of:
+            installation.callback(_set_attributes, function, dict(vars(function)))
+            _set_attributes(function, {**vars(function), "state": _contracted_state_of(_TORCHS[name])})
 
 
-def _set_attributes(attributes: dict[str, Any]) -> None:
-    """Gives our `fully_shard` these attributes, and no others."""
-    vars(fully_shard).clear()
-    vars(fully_shard).update(attributes)
+def _set_attributes(function: Any, attributes: dict[str, Any]) -> None:
+    """Gives a function of ours these attributes, and no others."""
+    vars(function).clear()
+    vars(function).update(attributes)
 
 
 def _adapt_importer(installation: Installation, module: Any) -> None:
@@ -329,17 +345,17 @@ def _adapt_importer(installation: Installation, module: Any) -> None:
     for name, (old, new) in fully_shard_names().items():
         if name in vars(module):
             setattr(module, name, old)
-            if name != "FSDPModule":
+            if name not in _CLASSES:
                 installation.rebind(module, name, new)
     if module.__name__ == _STAGES:
         adapt_stages(installation)
 
 
 def _state_of(module: nn.Module) -> Any:
-    """Returns what one of torch's composable ways, or our `fully_shard`, knows of a module; else None."""
+    """Returns what one of torch's composable ways, or of ours, knows of a module; else None."""
     return state_of(module) or torchs.get_module_state(module)
 
 
-def _contracted_state_of(module: nn.Module) -> Any:
-    """Returns the same, as `fully_shard.state`."""
-    return state_of(module) or _TORCHS["fully_shard"].state(module)
+def _contracted_state_of(theirs: Any) -> Callable[[nn.Module], Any]:
+    """Returns what finds the same, as the `state` of our function that stands for one of torch's."""
+    return lambda module: state_of(module) or theirs.state(module)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -40,6 +41,8 @@ def threads_as_ranks(
     world_size: int, backend: str = "threaded"
 ) -> Iterator[Callable[[Callable[[int], Any]], None]]:
     """Gives a function that runs its argument on every rank, each a thread with process groups of its own."""
+    with FakeTensorMode():  # what torch 2.11 sets up in the first goes with its thread: not one of a rank
+        pass
     multi_threaded_pg._install_threaded_pg()
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     isolate(True)

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from bed.job import Job, Outcome, resolve
@@ -141,10 +142,9 @@ class _EndingGroups:
 def _clean_up(environment: dict[str, str], ending: _EndingGroups) -> Outcome:
     """Undo what a job may have left in this process."""
     try:
+        _forget_meshes()
         if dist.is_initialized():
             ending.leave()
-        # It holds meshes of the groups just destroyed, and the next job's meshes compare equal to them.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         _reset_torch()
         if os.environ != environment:
             os.environ.clear()
@@ -154,6 +154,17 @@ def _clean_up(environment: dict[str, str], ending: _EndingGroups) -> Outcome:
         return Outcome(kind="passed", pid=os.getpid())
     except BaseException as failure:
         return _failed(failure)
+
+
+def _forget_meshes() -> None:
+    """Empties the caches of `DTensor`s: they hold meshes, and with them process groups and their threads.
+
+    The next job's meshes compare equal to them, so it would find what belongs to groups that are no more.
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _collect() -> None:

@@ -1,4 +1,4 @@
-"""torchao's tensor subclasses below `fully_shard`: float8 training, and frozen NF4 weights."""
+"""torchao's tensor subclasses below `fully_shard`: float8 training, frozen NF4 and int8 weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import fully_shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import checkpoint, fully_shard
 from launch import needs
 
 pytestmark = needs("torchao")
@@ -117,3 +120,165 @@ def test_frozen_nf4_is_gathered_quantised_and_saved(rank, world_size, tmp_path):
     fresh.load_state_dict(target)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
     assert torch.equal(fresh(x), model(x))
+
+
+def int8(granularity: str, seed: int, rows: int) -> Any:
+    """Blocks of a frozen int8 matrix, whose bias trains, and a norm."""
+    import torchao.quantization as quantization
+
+    torch.manual_seed(seed)
+    blocks = (
+        nn.Sequential(nn.Linear(WIDTH, rows), nn.Tanh(), nn.Linear(rows, WIDTH), nn.LayerNorm(WIDTH))
+        for _ in range(BLOCKS)
+    )
+    model = nn.Sequential(*blocks)
+    kinds = {
+        "row": quantization.PerRow(),
+        "tensor": quantization.PerTensor(),
+        "group": quantization.PerGroup(2),
+    }
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(granularity=kinds[granularity]))
+    for block in model:
+        for layer in (block[0], block[2]):
+            layer.weight.requires_grad_(False)
+    return model
+
+
+def inner(tensor: Any) -> dict[str, torch.Tensor]:
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor", "group"])
+@ranks(4)
+def test_frozen_int8_is_gathered_quantised(rank, world_size, granularity):
+    plain, model = (int8(granularity, 0, 30) for _ in range(2))  # 30 rows over 4 ranks: 8, 8, 8, 6
+    sharded(model, shared_memory=False)
+    kind = type(plain[0][0].weight)
+    counted = train(model, plain, rank, world_size, 3)
+    for block, like in zip(model, plain):
+        for layer in (0, 2):
+            weight, whole = block[layer].weight, like[layer].weight
+            assert isinstance(weight, DTensor) and type(weight._local_tensor) is kind and weight.grad is None
+            chunk = -(-whole.shape[0] // 4)
+            rows = slice(rank * chunk, min((rank + 1) * chunk, whole.shape[0]))
+            assert torch.equal(weight._local_tensor.qdata, whole.qdata[rows])
+            assert torch.equal(weight._local_tensor.dequantize(), whole.dequantize()[rows])
+    travels = 0
+    for block in plain:
+        weights = [tensor for layer in (0, 2) for tensor in inner(block[layer].weight).values()]
+        # Rows are padded to 32, inner tensors to 16 bytes on each rank.
+        travels += sum(-(-each.shape[0] // 4) * 4 * each[0].numel() * each.element_size() for each in weights)
+        travels += len(weights) * 4 * 16 + 4 * sum(
+            each.numel() + 32 for each in block.parameters() if each.ndim == 1
+        )
+    matrices = BLOCKS * 2 * 30 * WIDTH
+    gathered = counted["all_gather_into_tensor"].bytes
+    assert 2 * matrices <= gathered <= 2 * travels, (gathered, travels)
+    if granularity != "group":  # whose scales are as large
+        assert gathered < 2 * 4 * matrices / 2, "less than half of float32"
+    assert counted["reduce_scatter_tensor"].bytes < matrices, "gradients of biases and norms alone"
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@ranks(4)
+def test_int8_is_loaded_by_other_numbers_of_ranks(rank, world_size, granularity, tmp_path):
+    model, plain = sharded(int8(granularity, 0, 30)), int8(granularity, 0, 30)
+    with torch.no_grad():
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
+    checkpoint.save(tmp_path / "own", model, step=1)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
+    for size in (4, 3, 2, 1):
+        group = dist.new_group([*range(size)])
+        mesh = None
+        if rank < size:
+            mesh = DeviceMesh.from_group(group, "cpu")
+        for how in ("dcp", "own") if mesh is not None else ():
+            other = sharded(int8(granularity, 1, 30), mesh=mesh)
+            assert not torch.equal(other(x), plain(x))  # and leaves are there already
+            if how == "own":
+                checkpoint.load(tmp_path / "own", other, process_group=group)
+            else:
+                target = other.state_dict()
+                with torch.no_grad():
+                    dcp.load(target, checkpoint_id=tmp_path / "dcp", process_group=group)
+                other.load_state_dict(target)
+            assert torch.equal(other(x), plain(x)), (size, how)
+            for block, like in zip(other, plain):
+                block.unshard()
+                for layer in (0, 2):
+                    full, wanted = inner(block[layer].weight), inner(like[layer].weight)
+                    assert full.keys() == wanted.keys()
+                    assert all(torch.equal(full[name], wanted[name]) for name in wanted), (size, how)
+                block.reshard()
+        dist.barrier()
+
+
+@ranks(2)
+def test_int8_by_blocks_of_rows_is_refused(rank, world_size):
+    import torchao.quantization as quantization
+
+    layer = nn.Linear(32, 32)
+    made = quantization.Int8Tensor.from_hp(layer.weight.detach(), quantization.PerBlock([8, 8]))
+    layer.weight = nn.Parameter(made, requires_grad=False)
+    with pytest.raises(TypeError, match="'weight' of shape .* is a Int8Tensor that has 'scale' of shape"):
+        fully_shard(layer)
+    assert type(layer.weight) is type(made) and type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("kind", ["nf4", "row", "tensor", "group"])
+@ranks(3)
+def test_the_wrapper_shards_frozen_weights_as_bytes(rank, world_size, kind, use_orig_params, tmp_path):
+    """Over 3 ranks, into which torchao itself cannot cut an NF4 tensor."""
+
+    def make(seed: int) -> Any:
+        if kind != "nf4":
+            return int8(kind, seed, 30)
+        torch.manual_seed(seed)
+        return adapted()
+
+    def wrapped(model: Any) -> Any:
+        options = {"use_orig_params": use_orig_params, "shared_memory": False}
+        for index, block in enumerate(model):
+            model[index] = FSDP(block, **options)
+        return FSDP(model, **options)
+
+    plain, model, other, unlike = make(0), wrapped(make(0)), wrapped(make(1)), make(1)
+    counted = train(model, plain, rank, world_size, 3)
+    frozen = [param for param in plain.parameters() if not param.requires_grad]
+    quantised = sum(each.numel() * each.element_size() for param in frozen for each in inner(param).values())
+    trained = sum(param.numel() for param in plain.parameters() if param.requires_grad) * 4
+    gathered = counted["all_gather_into_tensor"].bytes
+    # Backward needs all again; every tensor begins at a multiple of 16 bytes.
+    assert 2 * quantised <= gathered <= 2 * (quantised + trained) + BLOCKS * 4096, (gathered, quantised)
+    held = sum(param.numel() for param in model.parameters() if param.dtype == torch.uint8)
+    assert abs(held - quantised / 3) <= 2048
+    state = model.state_dict()
+    for name, param in plain.named_parameters():
+        if not param.requires_grad:
+            assert type(state[name]) is type(param.detach())
+            pairs = zip(inner(state[name]).values(), inner(param).values())
+            assert all(torch.equal(found, wanted) for found, wanted in pairs), name
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
+    other(x)
+    other.load_state_dict(state)
+    unlike.load_state_dict(state)
+    assert torch.equal(other(x), model(x)) and torch.equal(unlike(x), model(x))
+    checkpoint.save(tmp_path, model, step=1)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        fewer = make(1)
+        for index, block in enumerate(fewer):
+            fewer[index] = FSDP(block, use_orig_params=use_orig_params, process_group=pair)
+        fewer = FSDP(fewer, use_orig_params=use_orig_params, process_group=pair)
+        checkpoint.load(tmp_path, fewer, process_group=pair)
+        assert torch.equal(fewer(x), unlike(x))
+    dist.barrier()
+
+
+@ranks(2)
+def test_safetensors_have_no_form_for_them(rank, world_size, tmp_path):
+    model = FSDP(int8("row", 0, 30))
+    with pytest.raises(TypeError, match="plain tensors, and '0.0.weight' is of a tensor subclass"):
+        checkpoint.export_safetensors(model, tmp_path / "files")
+    assert not (tmp_path / "files").exists()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import fsdp as composable_fsdp
+from torch.distributed._composable import replicate_with_fsdp as replicating
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as ImportedBefore
 from torch.distributed.fsdp import _fully_shard as package
@@ -33,6 +34,9 @@ composable_module = sys.modules[f"{composable_fsdp.__name__}.fully_shard"]
 
 HELD = (nn.Sequential, torch_fsdp.FSDPModule)
 """A class in a tuple, which nobody rebinds."""
+
+HELD_OF_REPLICATE = (replicating.replicate, replicating.ReplicateModule)
+"""In a tuple for the same reason."""
 
 NAMES = {
     "CPUOffloadPolicy",
@@ -59,20 +63,24 @@ def _held_by_torch() -> dict[tuple[str, str], object]:
 
 
 def test_names_resolve_to_ours_and_back(clean):
-    before, attributes = _held_by_torch(), dict(vars(fsdp_wrap.fully_shard))
+    ours = fsdp_wrap.fully_shard, fsdp_wrap.replicate
+    before, attributes = _held_by_torch(), [dict(vars(function)) for function in ours]
     compat.install(fully_shard=True)
     for module in (torch_fsdp, package, composable_fsdp, composable_module):
         held = {name: value for name, value in vars(module).items() if name in NAMES}
         assert held == {name: OURS[name] for name in held}, module.__name__
     assert vars(torch_fsdp).keys() >= NAMES and ImportedBefore is fsdp_wrap.FSDPModule
     assert private.fully_shard is fsdp_wrap.fully_shard, "by its whole path, too"
+    assert replicating.replicate is fsdp_wrap.replicate
+    assert issubclass(fsdp_wrap.ReplicateModule, replicating.ReplicateModule)
     assert _fsdp_api.MixedPrecisionPolicy is fsdp_wrap.MixedPrecisionPolicy
     assert torch_fsdp.FullyShardedDataParallel is fsdp_wrap.FullyShardedDataParallel
     compat.uninstall()
     after = _held_by_torch()
     assert {key for key in before if after[key] is not before[key]} == set()
     assert ImportedBefore is HELD[1] and fsdp_wrap.FSDPModule.__bases__ == (nn.Module,)
-    assert vars(fsdp_wrap.fully_shard) == attributes
+    assert fsdp_wrap.ReplicateModule.__bases__ == (fsdp_wrap.FSDPModule,)
+    assert [vars(function) for function in ours] == attributes
 
 
 def test_every_name_that_we_have_is_ours(clean):
@@ -106,6 +114,42 @@ def test_sharded_modules_are_instances_of_torchs_class_while_installed(rank, wor
         assert not isinstance(model[0], HELD[1])
         model(torch.ones(2, 4)).sum().backward()
     assert not isinstance(before, HELD[1]) and isinstance(before, fsdp_wrap.FSDPModule)
+
+
+@ranks(2)
+def test_programs_that_name_torchs_replicate_get_ours(rank, world_size):
+    """Whether they imported it before, inside of it, or hold the class that torch's modules have."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    torch.manual_seed(0)
+    for param in plain.parameters():
+        nn.init.normal_(param)
+    model = copy.deepcopy(plain)
+    with compat.install(fully_shard=True):
+        theirs = HELD_OF_REPLICATE[0](nn.Linear(2, 2))
+        replicating.replicate(model[0])
+        replicating.replicate(model)
+        assert isinstance(model, fsdp_wrap.ReplicateModule) and type(model[:1]) is nn.Sequential
+        for kind in (HELD_OF_REPLICATE[1], replicating.ReplicateModule, HELD[1], torch_fsdp.FSDPModule):
+            assert isinstance(model, kind), kind
+        assert not isinstance(torch_fsdp.fully_shard(nn.Linear(2, 2)), HELD_OF_REPLICATE[1])
+        state = replicating.replicate.state(model)
+        assert isinstance(state, _fsdp_state.FSDPState) and state == model._get_fsdp_state()
+        assert isinstance(replicating.replicate.state(theirs), replicating._ReplicateState)
+        assert type(replicating.replicate.state(theirs)) is replicating._ReplicateState
+        state._lazy_init()
+        groups = [each._fsdp_param_group for each in state._state_ctx.all_states]
+        for group in groups:
+            info = group.mesh_info
+            assert type(info).__name__ == "DDPMeshInfo" and info.mesh.mesh_dim_names == ("replicate",)
+            assert group._all_reduce_process_group.size() == 2 and group.post_forward_mesh_info is None
+            for param in group.fsdp_params:
+                assert torch.equal(param._sharded_param_data, param.sharded_param.to_local().view(-1))
+        inputs = torch.arange(16.0, dtype=torch.float64).view(2, 2, 4)
+        model(inputs[rank]).square().sum().backward()
+        plain(inputs).square().sum().div(2).backward()
+        for param, expected in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    assert not isinstance(model, HELD_OF_REPLICATE[1]) and replicating.replicate is HELD_OF_REPLICATE[0]
 
 
 def _sharded(**options):

@@ -50,6 +50,7 @@ ADD_ONS = {
             "comm/test_lost_ranks.py",
             "whole/test_examples.py",
             "clients/test_exports.py",
+            "clients/test_torchao.py",
             "parallel/test_distributed_parameters.py",
             "parallel/test_mesh_per_parameter.py",
             "parallel/test_tensor_parallel_checkpoints.py",

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from bed import RankFailure, ranks, run_isolated
 from bed.references import Traffic, count_collectives
 from fronts import full
-from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, compat, fully_shard
+from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, ReplicateModule, compat, fully_shard
 from fsdp_wrap._params import HandleState
 from fsdp_wrap._runtime import units_in
 from scenario import Scenario, pairwise
@@ -162,6 +162,30 @@ def assert_sharded(pipeline: Pipeline) -> None:
 
 
 # one gather and one reduction of each unit in a step
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_replicated_stages_reduce_once_and_gather_nothing(rank, world_size, schedule):
+    with compat.install(fully_shard=True):
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        pipeline = pipeline_of(schedule, 2)
+        for stage in pipeline.own.values():
+            shard(stage, pipeline.data, replicate)
+            assert isinstance(stage, ReplicateModule)
+        pipeline.train()
+        runs = pipeline.schedule()
+        for step in range(STEPS):
+            with count_collectives() as counts:
+                pipeline.step(runs, step)
+            assert calls(counts) == (0, 0)
+            if step:  # the first infers shapes by a step of its own
+                assert counts["all_reduce"].calls <= UNITS * len(pipeline.own)
+            pipeline.plain_backward(step)
+            pipeline.assert_gradients()
+            pipeline.update()
 
 
 def check_counts(schedule: str) -> None:

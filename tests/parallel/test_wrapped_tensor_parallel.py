@@ -11,19 +11,21 @@ from torch import nn
 import tp_nets
 from bed import ranks
 from bed.sampling import few_fast
+from fronts import accumulating
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, iter_full_params, set_gradients_in_place
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import MixedPrecision, ShardingStrategy, iter_full_params, set_gradients_in_place
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from scenario import Scenario, pairwise
 
 SPACE: dict[str, Any] = {
-    "mesh": ["flat", "replicas", "shards"],
+    "mesh": ["flat", "replicas", "shards", "long", "wide"],
     "plan": tp_nets.PLANS,
     "use_orig_params": [False, True],
     "kept": [False, True],
-    "accumulation": ["T", "FT", "TT"],
-    "precision": ["none", "float32"],
-    "frozen": ["nothing", "blocks"],
+    "accumulation": ["T", "FT", "TT", "CT"],
+    "precision": ["none", "float32", "reduced"],
+    "frozen": ["nothing", "up", "blocks"],
+    "offload": [False, True],
     "checkpointing": ["none", "reentrant", "early_stop"],
     "clip": [None, 1.0, 2.0, float("inf")],
     "sync": [False, True],
@@ -33,11 +35,22 @@ SPACE: dict[str, Any] = {
 }
 
 
+def freeze(model: tp_nets.Net, which: str) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_({"nothing": "-", "up": ".up.", "blocks": "blocks."}[which] not in name)
+
+
+def precision_of(name: str) -> MixedPrecision | None:
+    if name == "none":
+        return None
+    reduced = torch.float64 if name == "reduced" else None
+    return MixedPrecision(torch.float32, reduced, cast_root_forward_inputs=False)
+
+
 def wrap(model: tp_nets.Net, mesh_name: str, plan: str, **options: Any) -> FSDP:
     _, data, tensor = tp_nets.mesh_of(mesh_name)
     tp_nets.parallelize(model, tensor, plan)
-    if options.pop("frozen", "nothing") == "blocks":
-        model.blocks.requires_grad_(False)
+    freeze(model, options.pop("frozen", "nothing"))
     hybrid, kept = data.ndim > 1, options.pop("kept", False)
     if hybrid:
         strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if kept else ShardingStrategy.HYBRID_SHARD
@@ -52,12 +65,11 @@ def whole(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 def check(scenario: Scenario) -> None:
-    reference, exact = tp_nets.net(), scenario["precision"] == "none"
-    if scenario["frozen"] == "blocks":
-        reference.blocks.requires_grad_(False)
+    reference, exact = tp_nets.net_for(scenario["mesh"]), scenario["precision"] == "none"
+    freeze(reference, scenario["frozen"])
     data = tp_nets.mesh_of(scenario["mesh"])[1]
     model = wrap(
-        tp_nets.net(scenario["checkpointing"]),
+        tp_nets.net_for(scenario["mesh"], scenario["checkpointing"]),
         scenario["mesh"],
         scenario["plan"],
         frozen=scenario["frozen"],
@@ -66,7 +78,8 @@ def check(scenario: Scenario) -> None:
         sync_module_states=scenario["sync"],
         travel_together_bytes=scenario["together"],
         keep_unsharded_bytes=scenario["stays"],
-        mixed_precision=None if exact else MixedPrecision(torch.float32, cast_root_forward_inputs=False),
+        cpu_offload=CPUOffload(offload_params=scenario["offload"]),
+        mixed_precision=precision_of(scenario["precision"]),
     )
     set_gradients_in_place(model, scenario["in_place"])
     near = {"rtol": 0, "atol": 1e-12 if exact else 2e-5}
@@ -74,7 +87,7 @@ def check(scenario: Scenario) -> None:
     for step in range(2):
         for number, synced in enumerate(scenario["accumulation"]):
             tokens = tp_nets.batches(data.size(), 10 * step + number)
-            with model.no_sync() if synced == "F" else torch.enable_grad():
+            with accumulating(model, {"F": "T", "T": "F"}.get(synced, synced)):
                 tp_nets.loss_of(model, tp_nets.own_batch(tokens, data), scenario["plan"])
             for each in tokens:
                 tp_nets.loss_of(reference, each)
@@ -94,9 +107,9 @@ def check(scenario: Scenario) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("part", few_fast(range(4), 4))
+@pytest.mark.parametrize("part", few_fast(range(6), 6))
 def test_training_equals_a_plain_model(rank, world_size, part):
-    for scenario in pairwise(SPACE, seed=23)[part::4]:
+    for scenario in pairwise(SPACE, seed=23)[part::6]:
         try:
             check(scenario)
         except Exception as error:

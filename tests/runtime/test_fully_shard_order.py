@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -14,13 +15,15 @@ import torch
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
+from bed.threads import threads_as_ranks
 from composable import assert_same, shard_blocks, trace
 from fsdp_wrap import FSDPModule, fully_shard, record_events
+from fsdp_wrap._core import UNIT_ATTR
 from models import Transformer, loss_of, tokens
 
 N = 3
@@ -114,6 +117,49 @@ def test_counts_and_gradients_with_neighbours_and_replicas(rank, world_size):
     hybrid.set_requires_all_reduce(True)
     assert counts(loss_of(hybrid, tokens(rank, 1)).backward) == (N, N + 1, N + 1)
     assert_same(hybrid, ddp.module, exact=False)
+
+
+@pytest.mark.parametrize("shape", [(6,), (8,), (2, 4), (1, 6)])
+def test_any_divisor_of_the_ranks_may_keep_parameters(shape):
+    """The ranks are threads. Each keeps its part of the full parameters from forward to backward."""
+    size, sharding = math.prod(shape), shape[-1]
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(7, 7) for _ in range(N))).double()
+    batches = torch.randn(size, 5, 7, dtype=torch.float64)
+    (torch.stack([plain(batch).square().sum() for batch in batches]).sum() / size).backward()
+
+    def train(rank: int, mesh: DeviceMesh, number: int) -> None:
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=number, travel_together_bytes=0)
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(batches[rank]).square().sum()
+            handle = model[1].__dict__[UNIT_ATTR].handle
+            if number in (1, sharding):
+                assert handle.kept is None
+            else:
+                kept = sum(part.numel() for part in handle.kept._parts)
+                assert kept == -(-handle.segments[0].layout.full_numel // number)
+            loss.backward()
+        for found, expected in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape)
+        for number in range(-1, size + 2):
+            if number > 0 and sharding % number == 0:
+                train(rank, mesh, number)
+                continue
+            model = nn.Linear(7, 7)
+            with pytest.raises(ValueError, match=rf"{number} must divide the {sharding} ranks"):
+                fully_shard(model, mesh=mesh, reshard_after_forward=number)
+            assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+
+    with warnings.catch_warnings(), threads_as_ranks(size) as run:
+        warnings.filterwarnings("ignore", "reshard_after_forward=1 lets")
+        run(body)
 
 
 def transformer(checkpointing: str, reshard: bool | None) -> FSDPModule:

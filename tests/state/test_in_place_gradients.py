@@ -165,11 +165,16 @@ def test_mixed_dtypes_and_frozen_parameters_take_what_way_they_can(rank, world_s
 
 
 class _Halves(nn.Module):
-    """A unit of equal parameters, whose gradients come one after the other."""
+    """A unit of equal parameters, whose gradients come one after the other.
+
+    Of 4 MiB: over gloo, tensors of less than 4 MB are reduced by way of a second one of their size.
+    """
+
+    WIDTH = 512
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -184,14 +189,14 @@ def test_a_unit_of_memory_less(rank, world_size, front):
     gc.collect()
     before = live_bytes()  # of earlier tests
     model = shard(front, nn.Sequential(*(_Halves() for _ in range(8))), ModuleWrapPolicy({_Halves}))
-    unit = 4 * 256 * 256 * 4
+    unit = 4 * _Halves.WIDTH**2 * 4
     held = before + 2 * 8 * unit / world_size
     peaks = []
     for in_place in (False, True):
         set_gradients_in_place(model, in_place)
-        model(torch.ones(1, 256)).sum().backward()
+        model(torch.ones(1, _Halves.WIDTH)).sum().backward()
         model.zero_grad()
-        loss = model(torch.ones(1, 256)).sum()
+        loss = model(torch.ones(1, _Halves.WIDTH)).sum()
         with Peak(held + 2.1 * unit) as peak:
             loss.backward()
         peaks.append((peak.value - held) / unit)

@@ -20,16 +20,17 @@ from bed.paths import ROOT
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
-from benchmarks import accumulation
+from benchmarks import accumulation, counts, harness
 from benchmarks.__main__ import questions, run
 from benchmarks.goals import GOALS, Goal, judged
-from benchmarks.harness import Settings, as_markdown, compare, run_ranks
+from benchmarks.harness import Question, Settings, as_markdown, compare, run_ranks
 from benchmarks.implementations import SHARED
 from benchmarks.meters import received, resident, resident_on_host, tensors
 from benchmarks.models import lora
 
-STEPS = ("tiny", "tiny on 4 ranks", "4 blocks")
-CASES = (*STEPS, "barrier", "4 parameters", "12 parameters", "by cause", "gloo", "fake group")
+ON_MESHES = ("tiny with tensor parallelism", "tiny accumulated over replicas")
+STEPS = ("tiny", "tiny on 4 ranks", *ON_MESHES, "4 blocks")
+CASES = (*STEPS, "experts", "barrier", "4 parameters", "12 parameters", "by cause", "gloo", "fake group")
 FAKE = ("fake group of 2", "fake group of 8")
 IMPL = ("ddp", "fsdp1", "fsdp2", "fsdp_wrap", *SHARED.values())
 MB = 1 << 20
@@ -37,7 +38,8 @@ MB = 1 << 20
 
 def _of_ways(question, table):
     """Whether a table tells of something else than implementations."""
-    return question in ("collectives", "latency", "compression", "travel") or "hooks" in table
+    others = ("accumulation", "collectives", "counts", "latency", "compression", "travel")
+    return question in others or "hooks" in table
 
 
 @pytest.mark.slow
@@ -48,6 +50,22 @@ def test_ways_to_accumulate():
     assert each["reduce-scatters"] == within["reduce-scatters"] == 4 * without["reduce-scatters"]
     assert within["waits, of all gradients"] == pytest.approx(0.5, abs=0.02)
     assert without["waits, of all gradients"] == pytest.approx(1.5, abs=0.02)
+
+
+@pytest.mark.slow
+def test_no_more_collectives_than_torchs():
+    tables = counts.ask(Settings())
+    assert set(tables) >= {"tensor parallelism", "experts", "pipeline"}
+    for case, table in tables.items():
+        each = 2 if case == "float8" else 1  # what subclasses gather travels apart from all else
+        ours = [name for name in table if name in counts.THEIRS]
+        assert len(table) == 2 * len(ours) > 0
+        for name in ours:
+            theirs = table[counts.THEIRS[name]]
+            assert theirs["gathers"] and theirs["reduce-scatters"]
+            for column, found in table[name].items():
+                most = 1.01 * theirs[column] if column.endswith("KB") else each * theirs[column]
+                assert found <= most, (case, name, column)
 
 
 @pytest.mark.slow
@@ -70,6 +88,8 @@ def test_every_question_is_answered_and_shown(tmp_path):
         assert drawn == (importlib.util.find_spec("matplotlib") is not None and bool(figures))
     assert set(answers["step"]["figures"]["tiny"]) == set(IMPL)
     assert set(answers["step"]["figures"]["tiny on 4 ranks"]) == set(IMPL)
+    for title in ON_MESHES:
+        assert set(answers["step"]["figures"][title]) == set(IMPL) - {"ddp"}
     took = {name: {"s": answer["seconds"]} for name, answer in answers.items()}
     assert as_markdown({**took, "all": {"s": sum(row["s"] for row in took.values())}}) in page
     wire = answers["wire"]["figures"]["tiny"]["fsdp_wrap"]
@@ -87,6 +107,18 @@ def test_answers_given_before_stay_on_the_page(tmp_path):
     page = (tmp_path / "performance.md").read_text()
     assert "## Time of a step" in page and "## Host time" not in page
     assert "| P1 | step of gpt, to DDP | 1 | **7.25** |  |  | no |" in page
+
+
+def test_tables_measured_anew_stand_beside_the_others(tmp_path, monkeypatch):
+    there = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
+    monkeypatch.setattr(harness, "machine", lambda: there)
+    figures = iter([{"a": {"x": {"c": 1}}, "b": {"x": {"c": 2}}}, {"b": {"x": {"c": 3}}}])
+    question = Question("q", "Title", "About.", lambda settings: next(figures), "c", cases=("a", "b"))
+    run([question], tmp_path, Settings())
+    run([question], tmp_path, Settings(cases=("b",)))
+    found = json.loads((tmp_path / "performance" / "figures.json").read_text())["q"]
+    assert found["figures"] == {"a": {"x": {"c": 1}}, "b": {"x": {"c": 3}}}
+    assert list(found["later"]) == ["b"] and found["later"]["b"]["date"].endswith("UTC")
 
 
 def test_ratios_are_paired_by_round_and_to_the_fastest_form():

@@ -13,6 +13,7 @@ from scenario import (
     COMPOSABLE_SPACE,
     HYBRID_COMPOSABLE_SPACE,
     HYBRID_SPACE,
+    REPLICATE_SPACE,
     SPACE,
     check,
     draw,
@@ -39,6 +40,12 @@ def test_hybrid_with_other_options(rank, world_size, scenario):
 @pytest.mark.parametrize("scenario", few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 6), ids=name_of)
 @ranks(2)
 def test_every_pair_of_options_of_fully_shard(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+@pytest.mark.parametrize("scenario", few_fast(pairwise(REPLICATE_SPACE, seed=5), 14), ids=name_of)
+@ranks(2)
+def test_every_pair_of_options_of_replicate(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 

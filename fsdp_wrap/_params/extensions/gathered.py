@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Buffer
-from fsdp_wrap._params.extensions.methods import POST, Whole
+from fsdp_wrap._params.extensions.methods import Whole
 
 
 class Gathered:
@@ -64,8 +64,7 @@ class Gathered:
 
     def first(self, local: torch.Tensor) -> torch.Tensor:
         """Lets the subclass make the full tensor of what has come."""
-        method: Any = getattr(local, POST)
-        unsharded, inner = method(self._outputs, self._metadata, self._dtype)
+        unsharded, inner = self._whole.made_of(self._outputs, self._metadata, self._dtype, local)
         storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in inner}
         for buffer in self.buffers:
             storages.pop(buffer.tensor.untyped_storage()._cdata, None)
@@ -77,8 +76,7 @@ class Gathered:
         for storage, nbytes in self._besides:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
-        method: Any = getattr(local, POST)
-        method(self._outputs, self._metadata, self._dtype, out=leaf)
+        self._whole.made_of(self._outputs, self._metadata, self._dtype, local, out=leaf)
 
     def free(self) -> None:
         """Frees what the leaf computes with."""

@@ -13,7 +13,8 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import MixedPrecisionPolicy, ParamSlot
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
 from fsdp_wrap._params.dtensor import DTensorLayout
-from fsdp_wrap._params.extensions.methods import Whole, plain
+from fsdp_wrap._params.extensions.inner import InnerTensors, copied
+from fsdp_wrap._params.extensions.methods import Whole, plain, says_nothing
 from fsdp_wrap._params.layout import Interval, Written
 from fsdp_wrap._params.parallel import DataMesh, held_by_this_rank
 
@@ -57,7 +58,8 @@ class ExtensionLayout(DTensorLayout):
         super().__init__(slots, communicator, mesh=mesh, dims=dims, name=name, offload=offload, pin=pin)
         shards = _shard_mesh(mesh)
         self.wholes = [
-            Whole(cut.fqn, shards, cut.shape, mp_policy, cut.chunk, self._ranks) for cut in self.extents
+            Whole(cut.fqn, shards, cut.shape, mp_policy, cut.chunk, self._ranks, inner)
+            for cut, inner in zip(self.extents, self._inners)
         ]
 
     @property
@@ -72,27 +74,37 @@ class ExtensionLayout(DTensorLayout):
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
-        self._attributes = [*map(_users_attributes, params)]
-        self._adopt_all([self._cut_out(index, held_by_this_rank(each)) for index, each in enumerate(params)])
+        self._attributes = [*map(users_attributes, params)]
+        cuts = [self._cut_out(index, held_by_this_rank(each)) for index, each in enumerate(params)]
+        self._inners = [inner for inner, _ in cuts]
+        self._adopt_all([part for _, part in cuts])
         self._stand_for(params)
         self._follow_places()
         self.hide_full()
 
-    def _cut_out(self, index: int, param: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a parameter, in memory of its own.
+    def _cut_out(self, index: int, param: torch.Tensor) -> tuple[InnerTensors | None, torch.Tensor]:
+        """Returns how a parameter is cut, if its subclass does not say, and this rank's part in own memory.
 
-        By the operations that subclasses implement for torch's `fully_shard`, and by no others.
+        By the operations that subclasses implement for torch's `fully_shard`, and by no others if it says.
         """
-        full, rows = param.detach(), self.extents[index].rows(self._rank)
+        cut, full = self.extents[index], param.detach()
+        rows = cut.rows(self._rank)
+        if says_nothing(param):
+            inner, own = InnerTensors.cut(cut.fqn, full, (cut.first_row(self._rank), rows))
+            return inner, self._placed_own(own)
         chunks = torch.chunk(full, self._ranks, dim=0)
         own = full.new_zeros(chunks[0].size())
         if rows:
             own.narrow(0, 0, rows).copy_(chunks[self._rank])
+        return None, self._placed_own(own).narrow(0, 0, rows)
+
+    def _placed_own(self, own: torch.Tensor) -> torch.Tensor:
+        """Brings a part to where it lives."""
         if self._offload and not own.is_meta:
             own = own.cpu()
             if self._pin and self._accelerator is not None:
                 own = own.pin_memory()
-        return own.narrow(0, 0, rows)
+        return own
 
     def _adopt_all(self, parts: Sequence[torch.Tensor]) -> None:
         first = parts[0]
@@ -104,7 +116,7 @@ class ExtensionLayout(DTensorLayout):
         self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
 
     def _adopt_copies(self) -> None:
-        self._adopt_all([piece.new_zeros(piece.size()).copy_(piece) for piece in map(_detached, self.locals)])
+        self._adopt_all([*map(_copied, self._inners, map(_detached, self.locals))])
 
     def _take_values(self, found: Sequence[nn.Parameter]) -> None:
         self._adopt_all([*map(held_by_this_rank, found)])
@@ -174,7 +186,11 @@ class ExtensionLayout(DTensorLayout):
 _detached = torch.Tensor.detach
 
 
-def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
+def _copied(inner: InnerTensors | None, piece: torch.Tensor) -> torch.Tensor:
+    return piece.new_zeros(piece.size()).copy_(piece) if inner is None else copied(piece)
+
+
+def users_attributes(param: nn.Parameter) -> dict[str, Any]:
     """Returns what users have set on a parameter: not what its class has, which may be the values."""
     own = param.detach().__dict__
     return {name: value for name, value in param.__dict__.items() if name not in own and name != _MARK}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._core import MixedPrecisionPolicy
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
+from fsdp_wrap._params.extensions.inner import InnerTensors
 from fsdp_wrap._params.parallel import held_by_this_rank
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -34,6 +36,14 @@ def is_extension(param: torch.Tensor) -> bool:
     if type(local) in _PLAIN:
         return False
     return hasattr(local, PRE) or hasattr(local, POST) or is_traceable_wrapper_subclass(local)
+
+
+def says_nothing(param: torch.Tensor) -> bool:
+    """Whether nothing trains a subclass that is made of other tensors, and it has not the methods."""
+    local = held_by_this_rank(param)
+    if param.requires_grad or hasattr(local, PRE) or hasattr(local, POST):
+        return False
+    return is_traceable_wrapper_subclass(local)
 
 
 def check_extension(fqn: str, param: torch.Tensor) -> None:
@@ -57,8 +67,8 @@ def check_methods(fqn: str, local: torch.Tensor) -> int:
     if missing:
         raise TypeError(
             f"parameter '{fqn}' is a {type(local).__name__} without {' and '.join(missing)}, so that nothing "
-            "says what is to be gathered of it: define both methods, ignore the parameter with "
-            "ignored_params, or make it a plain torch.nn.Parameter"
+            "says what is to be gathered of it: define both methods, freeze the parameter before it is "
+            "sharded, ignore it with ignored_params, or make it a plain torch.nn.Parameter"
         )
     method: Any = getattr(local, PRE)
     arguments = inspect.signature(method).parameters
@@ -82,6 +92,7 @@ class Whole:
         mp_policy: Dtypes of computation and communication.
         padded: Rows of the largest part.
         ranks: How many have parts.
+        inner: Of what it is made, if it has no methods.
     """
 
     fqn: str
@@ -90,6 +101,7 @@ class Whole:
     mp_policy: MixedPrecisionPolicy
     padded: int
     ranks: int
+    inner: InnerTensors | None = None
 
     @functools.cached_property
     def stride(self) -> tuple[int, ...]:
@@ -110,17 +122,41 @@ class Whole:
             TypeError: If the methods are not there, or something else than tensors is to be gathered.
             ValueError: If this part has fewer rows than others, and what is to be gathered of it has not.
         """
-        arguments: tuple[Any, ...] = (self.mesh,)
-        if check_methods(self.fqn, local) > 1:
-            arguments = (self.mesh, self.size, self.stride, module, self.mp_policy)
-        given: Any = getattr(local, PRE)(*arguments)
-        inputs, metadata = given
+        inputs, metadata = self._given_by(local, module)
         if isinstance(inputs, torch.Tensor) or not all(isinstance(each, torch.Tensor) for each in inputs):
             raise TypeError(
                 f"{PRE} of the {type(local).__name__} in parameter '{self.fqn}' must return a tuple of "
                 f"tensors, and what {POST} is to get beside them, not {type(inputs).__name__}"
             )
         return [self._padded(plain(each), local) for each in inputs], metadata
+
+    def _given_by(self, local: torch.Tensor, module: nn.Module) -> Any:
+        inner = self._inner_of(local)
+        if inner is not None:
+            return inner.inputs(local)
+        arguments: tuple[Any, ...] = (self.mesh,)
+        if check_methods(self.fqn, local) > 1:
+            arguments = (self.mesh, self.size, self.stride, module, self.mp_policy)
+        return getattr(local, PRE)(*arguments)
+
+    def made_of(
+        self,
+        outputs: Sequence[torch.Tensor],
+        metadata: Any,
+        dtype: torch.dtype,
+        local: torch.Tensor,
+        **out: Any,
+    ) -> Any:
+        """Lets a part make the whole of what has come; see `fsdp_post_all_gather`."""
+        inner = self._inner_of(local)
+        if inner is not None:
+            return inner.put_together(outputs, local, (self.size, self.stride), **out)
+        method: Any = getattr(local, POST)
+        return method(outputs, metadata, dtype, **out)
+
+    def _inner_of(self, local: torch.Tensor) -> InnerTensors | None:
+        """How to take a part apart, unless it has got the methods by now."""
+        return None if hasattr(local, PRE) else self.inner
 
     @property
     def uneven(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from sys import getrefcount
 
 import torch
 
@@ -144,8 +143,7 @@ class ExtensionSegment(Segment):
             set_version_counters(self.counted, self._freed)
         self._admitted = self._rests = False
         if self._held:
-            references = [*map(getrefcount, self.leaves)]
-            self._held = {index: alone for index, alone in self._held.items() if references[index] > alone}
+            self._forget_dropped()
         for index, values in enumerate([] if self._keeps_memory else self._values):
             if index not in self._held:
                 values.free()

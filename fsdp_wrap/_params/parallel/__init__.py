@@ -10,9 +10,11 @@ from fsdp_wrap._params.parallel.data_mesh import DataMesh
 from fsdp_wrap._params.parallel.local_part import (
     LocalPart,
     check_beside,
+    copyable,
     dtensor_of,
     held_by_this_rank,
     holding,
     local_parts,
     make_copyable,
+    placed,
 )

@@ -102,8 +102,12 @@ class DataMesh:
     def ranks(self) -> ShardMesh:
         """The same, as units take it."""
         found = ranks_of(self.mesh)
-        only_copies = self.only_copies if self.dims is None else not self.dims.shard_names
-        return ShardMesh(None, found.shard, self.mesh) if only_copies else found
+        return found if self.shards else ShardMesh(None, found.shard, self.mesh)
+
+    @property
+    def shards(self) -> bool:
+        """Whether each rank has a part of each parameter, and not the whole."""
+        return not self.only_copies if self.dims is None else bool(self.dims.shard_names)
 
     @property
     def label(self) -> str:

@@ -26,15 +26,23 @@ def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def placed(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Returns over what a tensor is distributed, and how; None of one that is no `DTensor`."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
 def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like another, of which this rank holds something else of the same shape."""
-    return dtensor_of(local, tensor._spec) if isinstance(tensor, DTensor) else local
+    if not isinstance(tensor, DTensor):
+        return local
+    spec = tensor._spec
+    if local.dtype != tensor.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(spec.shape, spec.stride, local.dtype))
+    return dtensor_of(local, spec)
 
 
 def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> None:
     """Lets `copy.deepcopy` copy the `DTensor`s of a state dict.
-
-    It takes the offset of a shard in what holds it for an address, and copies from there; so they get none.
 
     Args:
         entries: The state dict.
@@ -43,9 +51,21 @@ def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> No
     for name in names:
         entry = entries[name]
         if isinstance(entry, DTensor) and not isinstance(entry, nn.Parameter) and entry.storage_offset():
-            local = entry._local_tensor
-            entries[name] = same = dtensor_of(local.new_empty(0), entry._spec)
-            same._local_tensor = local
+            entries[name] = copyable(entry)
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that `copy.deepcopy` can copy.
+
+    Of a `DTensor` it takes the offset of the shard in what holds that for an address, and copies from there;
+    so there is to be none.
+    """
+    if not isinstance(tensor, DTensor) or not tensor.storage_offset():
+        return tensor
+    local = tensor._local_tensor
+    same = dtensor_of(local.new_empty(0), tensor._spec)
+    same._local_tensor = local
+    return same
 
 
 @dataclass(frozen=True)
@@ -97,9 +117,13 @@ class LocalPart:
         """Returns that of which `described` tells."""
         return cls(mesh, placements, torch.Size(shape), stride, frozenset(own))
 
+    def tensor(self, local: torch.Tensor) -> DTensor:
+        """Returns what is distributed like the original, and of which this rank has `local`."""
+        return dtensor_of(local, self.spec(local.dtype))
+
     def parameter(self, local: torch.Tensor) -> nn.Parameter:
         """Returns a parameter like the original, whose part on this rank is `local` itself."""
-        param = nn.Parameter(dtensor_of(local, self.spec(local.dtype)), requires_grad=False)
+        param = nn.Parameter(self.tensor(local), requires_grad=False)
         param._local_tensor = local  # type: ignore[attr-defined]
         return param
 
@@ -163,7 +187,7 @@ class LocalPart:
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the whole of what this rank has a part of; collective over the ranks of the mesh."""
-        return dtensor_of(local, self.spec(local.dtype)).full_tensor()
+        return self.tensor(local).full_tensor()
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a gradient, placed as the parameter is.

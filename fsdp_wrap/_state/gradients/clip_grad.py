@@ -15,10 +15,13 @@ from torch import nn
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import schedule_of, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
-from fsdp_wrap._state.gradients.held import HeldGradients
+from fsdp_wrap._state.gradients.held import HeldGradients, Named
 from fsdp_wrap._state.gradients.norms import (
     accumulation_dtype,
     by_kind,
+    check_finite,
+    checked_bound,
+    checked_norm,
     merged,
     over_ranks,
     power,
@@ -26,7 +29,7 @@ from fsdp_wrap._state.gradients.norms import (
     root,
     scale,
 )
-from fsdp_wrap._state.gradients.over_meshes import power_over
+from fsdp_wrap._state.gradients.over_meshes import power_over, summed_over
 
 _UNREDUCED = (
     "gradients that no_sync() has left unreduced are not clipped; call clip_grad_norm_() after a backward "
@@ -51,7 +54,7 @@ class GradientNorms:
         return GradientNorms(copy.deepcopy(self._module(), memo))
 
     @torch.no_grad()
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scales all gradients so that their total norm is at most `max_norm`.
 
         One all-reduce; none where no unit is sharded; more only where units are sharded over groups of which
@@ -61,6 +64,7 @@ class GradientNorms:
         Args:
             max_norm: Upper bound of the norm.
             norm_type: The p of the p-norm.
+            error_if_nonfinite: Refuse a norm that is not finite.
 
         Returns:
             The total norm before clipping, a 0-d tensor on the device of the sharded parameters, the same on
@@ -68,12 +72,11 @@ class GradientNorms:
             also of those that are not there. One that is not finite scales the gradients of all ranks alike.
 
         Raises:
-            RuntimeError: Inside a forward, a backward or `summon_full_params`, or below the root.
+            RuntimeError: Inside a forward, a backward or `summon_full_params`, or below the root; if the norm
+                is not finite and that is to be refused.
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
-        p, bound = _norm_type(norm_type), float(max_norm)
-        if not bound >= 0:
-            raise ValueError(f"max_norm must not be negative, but is {max_norm}")
+        p, bound = checked_norm(norm_type), checked_bound(max_norm)
         known = self._found("clip_grad_norm_()")
         if known.units[0].nested:
             raise RuntimeError(
@@ -83,10 +86,12 @@ class GradientNorms:
         if unreduced := known.unreduced:
             _warn(_UNREDUCED)
         if known.distributed:
-            return self._clip_parts(known, unreduced, p, bound)
+            return self._clip_parts(known, unreduced, p, bound, error_if_nonfinite)
         grads = {share: by_kind(known.held(share)) for share in known.shares}
         powers = {share: power(held, p, known.device) for share, held in grads.items()}
         total = root(merged(over_ranks(powers, p), p), p).squeeze(0)
+        if error_if_nonfinite:
+            check_finite(total, p)
         if unreduced:
             grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
         elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
@@ -95,8 +100,9 @@ class GradientNorms:
         first = next(known.params(), total)
         return total.to(first.device, known.widest_dtype())
 
+    @staticmethod
     def _clip_parts(
-        self, known: HeldGradients, unreduced: list[ParamHandle], p: float, bound: float
+        known: HeldGradients, unreduced: list[ParamHandle], p: float, bound: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """As `clip`, where tensor parallelism has distributed parameters: ranks of two meshes hold them.
 
@@ -105,6 +111,8 @@ class GradientNorms:
         held = known.by_ranks()
         powers = [power_over(over, parts, p, known.device) for over, parts in held.items()]
         total = root(merged(powers, p), p).squeeze(0)
+        if error_if_nonfinite:
+            check_finite(total, p)
         kept = known.by_ranks(unreduced) if unreduced else held
         scale(by_kind(chain.from_iterable(kept.values())), total, bound)
         return total.to(next(known.params(), total).device, known.widest_dtype())
@@ -127,23 +135,12 @@ class GradientNorms:
         Raises:
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
-            NotImplementedError: If tensor parallelism has distributed a parameter.
         """
-        p = _norm_type(norm_type)
+        p = checked_norm(norm_type)
         known = self._found("grad_norms()")
-        if known.distributed:
-            raise NotImplementedError(
-                "grad_norms() knows no norms of parameters that tensor parallelism has distributed; "
-                "clip_grad_norm_(float('inf')) returns the total norm, and fully_shard gives DTensors, whose "
-                "gradients have norms each"
-            )
-        named = {share: known.named(share) for share in known.shares}
-        values = {
-            share: powers_and_presence([piece for _, piece in each], p, known.device)
-            for share, each in named.items()
-        }
-        powers, present = torch.cat([part.view(2, -1) for part in over_ranks(values, p)], dim=1)
-        originals = [original for each in named.values() for original, _ in each]
+        named, values = _powers_by_mesh(known, p) if known.distributed else _powers_by_share(known, p)
+        powers, present = torch.cat([part.view(2, -1) for part in values], dim=1)
+        originals = [original for each in named for original, _ in each]
         found = [each for each in zip(originals, root(powers, p), present.tolist()) if each[2]]
         found.sort(key=lambda each: each[0].order)
         return {each.fqn: norm.to(accumulation_dtype(each.source.dtype)) for each, norm, _ in found}
@@ -159,11 +156,24 @@ class GradientNorms:
         return self._known
 
 
-def _norm_type(norm_type: float) -> float:
-    p = float(norm_type)
-    if not p > 0:
-        raise ValueError(f"norm_type must be positive, but is {norm_type}: it is the p of the p-norm")
-    return p
+def _powers_by_share(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:
+    """Returns parameters, and for each list the powers of their norms and which there are, over all ranks."""
+    named = {share: known.named(share) for share in known.shares}
+    values = {
+        share: powers_and_presence([piece for _, piece in each], p, known.device)
+        for share, each in named.items()
+    }
+    return [*named.values()], over_ranks(values, p)
+
+
+def _powers_by_mesh(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:
+    """The same, where tensor parallelism has distributed parameters: ranks of two meshes hold them."""
+    named = known.named_by_ranks()
+    values = [
+        summed_over(over, powers_and_presence([piece for _, piece in each], p, known.device), p)
+        for over, each in named.items()
+    ]
+    return [*named.values()], values
 
 
 def _warn(message: str) -> None:

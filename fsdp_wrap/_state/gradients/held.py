@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
-from fsdp_wrap._params import ParamHandle, Segment, held_by_this_rank
+from fsdp_wrap._params import Layout, ParamHandle, Segment, held_by_this_rank
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 
@@ -28,6 +29,9 @@ _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 
 Over = tuple[Communicator | None, tuple[DeviceMesh, tuple[int, ...]] | None]
 """Ranks that hold a tensor between them: those of a unit, and those of dimensions of another mesh."""
+
+Named = list[tuple[Original, torch.Tensor | None]]
+"""Parameters, each with what this rank holds of its gradient, or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +140,8 @@ class HeldGradients:
     @property
     def distributed(self) -> bool:
         """Whether tensor parallelism has distributed a parameter, so that ranks of other units hold parts."""
+        if any(isinstance(param, DTensor) for param in self._others):
+            return True
         return any(segment.layout.distributed is not None for segment in self._segments)
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
@@ -147,27 +153,66 @@ class HeldGradients:
         found: dict[Over, list[torch.Tensor]] = {(None, None): []}
         for handle in self._handles:
             for layout in handle.layouts:
-                cut = handle.communicator if layout.sharded and handle.communicator.size > 1 else None
-                parts = layout.distributed or repeat(None)
-                for part, grad in zip(parts, layout.gradients()):
-                    over = None if part is None else (part.mesh, part.cut_dims)
-                    held = found.setdefault((cut, over), [])
+                for over, grad in zip(_over(handle, layout), layout.gradients()):
+                    held = found.setdefault(over, [])
                     if grad is not None and grad.numel() and handle not in without:
                         held.append(grad)
-        strided = map(_strided, self.replicated)
-        found[None, None] += [grad for grad in strided if grad is not None and grad.numel()]
+        for param in self.replicated:
+            grad = _strided(param)
+            if grad is not None and grad.numel():
+                found.setdefault(over_of(param), []).append(grad)
         return found
 
-    def named(self, share: Share) -> list[tuple[Original, torch.Tensor | None]]:
+    def named(self, share: Share) -> Named:
         """Returns the parameters of a share, each with what this rank holds of its gradient, or None."""
         gradients = {each.layout: each.layout.gradients() for each in _segments(share.handles)}
-        found: list[tuple[Original, torch.Tensor | None]] = []
+        found: Named = []
         for original in Originals(self._module()).by_name.values():
             if original.layout in gradients:
                 found.append((original, gradients[original.layout][original.index]))
             elif original.handle is None and None in share.handles and not is_owned(original.source):
                 found.append((original, _strided(original.source)))
         return found
+
+    def named_by_ranks(self) -> dict[Over, Named]:
+        """Returns all parameters, each with what this rank holds of its gradient, by who holds the rest."""
+        held = {
+            layout: [*zip(_over(handle, layout), layout.gradients())]
+            for handle in self._handles
+            for layout in handle.layouts
+        }
+        found: dict[Over, Named] = {}
+        for original in Originals(self._module()).by_name.values():
+            if original.layout in held:
+                over, grad = held[original.layout][original.index]
+                found.setdefault(over, []).append((original, grad))
+            elif original.handle is None and not is_owned(original.source):
+                found.setdefault(over_of(original.source), []).append((original, _strided(original.source)))
+        return found
+
+
+def _over(handle: ParamHandle, layout: Layout) -> list[Over]:
+    """Returns, for each original parameter of a layout, the ranks that hold it between them."""
+    cut = handle.communicator if layout.sharded and handle.communicator.size > 1 else None
+    parts = layout.distributed or [None] * len(layout.fqns)
+    return [(cut, None if part is None else (part.mesh, part.cut_dims)) for part in parts]
+
+
+def over_of(grad: torch.Tensor) -> Over:
+    """Returns the ranks that hold a gradient between them, for what no unit owns.
+
+    Raises:
+        ValueError: If each of them has a summand of it.
+    """
+    if not isinstance(grad, DTensor):
+        return None, None
+    if any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(
+            f"a gradient of shape {tuple(grad.shape)} has placements {grad.placements}: each rank has a "
+            "summand of it, of which no norm can be taken; redistribute it first"
+        )
+    cut = [dim for dim, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
+    return None, (grad.device_mesh, tuple(cut))
 
 
 class _Blocks:

@@ -35,6 +35,43 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def checked_norm(norm_type: float) -> float:
+    """Returns the p of a p-norm.
+
+    Raises:
+        ValueError: If it is not positive.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type must be positive, but is {norm_type}: it is the p of the p-norm")
+    return p
+
+
+def checked_bound(max_norm: float) -> float:
+    """Returns the upper bound of a norm.
+
+    Raises:
+        ValueError: If it is negative.
+    """
+    bound = float(max_norm)
+    if not bound >= 0:
+        raise ValueError(f"max_norm must not be negative, but is {max_norm}")
+    return bound
+
+
+def check_finite(total: torch.Tensor, p: float) -> None:
+    """Refuses a total norm that is not finite.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    if not math.isfinite(total.item()):
+        raise RuntimeError(
+            f"the total norm of order {p} of the gradients is {total.item()}, so they cannot be clipped; "
+            "leave out error_if_nonfinite=True to scale them nevertheless"
+        )
+
+
 def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Groups tensors for the kernels that take many at once: those of one dtype on one device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -1,0 +1,258 @@
+"""What `fully_shard` and `replicate` share: they make units of modules in place, with `DTensor`s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._comm import Communicator, device_of, ranks_of
+from fsdp_wrap._core import (
+    UNIT_ATTR,
+    AlreadyShardedError,
+    Contents,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    Ignored,
+    InputCasts,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ParamSlot,
+    SegmentPolicy,
+    check_flag,
+    check_kind,
+    check_nbytes,
+    find_replicated,
+)
+from fsdp_wrap._fsdp_module import FSDPModule, run_as_unit
+from fsdp_wrap._params import DataMesh, DTensorLayout, ExtensionLayout, Layout, is_extension
+from fsdp_wrap._runtime import (
+    REGISTRY,
+    UnitOptions,
+    UnitSpec,
+    assemble_unit,
+    check_tensors,
+    is_container,
+    move,
+)
+from fsdp_wrap._state import offload_optimizer_state
+
+OWN_DTYPES = MixedPrecisionPolicy()
+ON_DEVICE = OffloadPolicy()
+"""The defaults of both functions."""
+
+
+class Location(NamedTuple):
+    """Where a parameter lies: the mesh, and the dimension along which it is cut there."""
+
+    over: DataMesh
+    dim: int
+
+
+def _nobody(over: DataMesh) -> Communicator | None:
+    """Lets no ranks keep full parameters between them."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """What is to be made of modules.
+
+    Attributes:
+        by: The function that makes it, for messages.
+        kind: What they become.
+        data: The mesh on which parameters lie by default.
+        location_of: Checks a parameter, and says where it is to lie.
+        mp_policy: Dtypes of computation and communication.
+        offload: What lives in host memory, if anything does.
+        ignored_params: Parameters to leave alone.
+        options: How the schedule treats the unit.
+        kept_within: Returns the ranks that keep full parameters between them, of those over one mesh.
+        shared_memory: Whether ranks that share a host may communicate through its memory.
+    """
+
+    by: str
+    kind: type[FSDPModule]
+    data: DataMesh
+    location_of: Callable[[ParamSlot], Location]
+    mp_policy: MixedPrecisionPolicy
+    offload: CPUOffloadPolicy | None
+    ignored_params: Iterable[nn.Parameter] | None
+    options: UnitOptions
+    kept_within: Callable[[DataMesh], Communicator | None] = _nobody
+    shared_memory: bool = True
+
+
+def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
+    """Makes a unit of modules in place, once all has been checked.
+
+    Args:
+        module: The user's argument.
+        parts: The modules of which each has a forward of its own.
+        wanted: How.
+    """
+    owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
+    contents = Contents.of(owner, _ignored(parts, wanted.ignored_params))
+    slots, device = contents.slots, device_of(wanted.data.mesh)
+    later = f"apply it to model.parameters() after {wanted.by}"
+    check_tensors(contents, later, distributed=True, extended=True)
+    locations = {slot.param: wanted.location_of(slot) for slot in slots}
+    meshes = _meshes(locations, wanted.data)
+    policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, wanted.mp_policy) for slot in slots}
+    options = replace(wanted.options, casts=_casts(wanted.mp_policy), most_reducing=len(meshes))
+
+    def spec_over(over: DataMesh, number: int) -> UnitSpec:
+        return UnitSpec(
+            mesh=over.ranks,
+            device=device,
+            make_layout=_makes_layouts(over, locations, wanted.mp_policy, wanted.offload),
+            policy_of=policies.__getitem__,
+            options=replace(options, reshards_within=wanted.kept_within(over)),
+            parts=() if owner is module else tuple(parts),
+            shared_memory=wanted.shared_memory,
+            only=frozenset(param for param, location in locations.items() if location.over == over),
+            over=f"(mesh {number}: {over.label})" if number > 1 else "",
+        )
+
+    first, *others = [spec_over(over, number) for number, over in enumerate(meshes, 1)]
+    move([named for named in contents.tensors() if not named[1].is_meta], device)
+    _offload_state(slots, wanted.offload)
+    unit = assemble_unit(owner, contents, first, others)
+    for part in parts:
+        run_as_unit(part, unit, wanted.kind)
+
+
+# checks of arguments
+
+
+def outermost(modules: Any, by: str) -> list[nn.Module]:
+    """Checks what is to become units; returns the modules that no other one encloses.
+
+    Args:
+        modules: The user's argument.
+        by: The function that makes them, for messages.
+
+    Raises:
+        TypeError: If they are no modules, or were made by TorchScript.
+        ValueError: If one is in a unit already, or has no forward.
+    """
+    modules = list(modules) if isinstance(modules, (list, tuple)) else [modules]
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        found = ", ".join(type(module).__name__ for module in modules) or "an empty list"
+        raise TypeError(f"{by} takes a torch.nn.Module or a list of them, not {found}")
+    for module in modules:
+        REGISTRY.refuse_taken(module)
+        if UNIT_ATTR in module.__dict__:
+            raise AlreadyShardedError(
+                f"fully_shard or replicate was applied to this {type(module).__name__} before"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{by} changes a module's class, and that of a {type(module).__name__} "
+                f"(torch.jit.script, trace or load) must stay; {by} the plain module (torch.compile works on "
+                "it), or the module around this one with its parameters, if any, in ignored_params"
+            )
+        if is_container(module):
+            raise ValueError(
+                f"{by} shows the parameters of a module to its forward, and {type(module).__name__} has "
+                f"none; {by} the modules in it, or pass them as a list"
+            )
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [module for module in dict.fromkeys(modules) if id(module) not in inner]
+
+
+def checked_offload(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | None:
+    """Checks both policies by themselves; returns what is offloaded, if anything is.
+
+    Raises:
+        TypeError: If either is of another type.
+    """
+    check_kind("mp_policy", mp_policy, MixedPrecisionPolicy, optional=False)
+    offloads = type(offload_policy).__name__ == CPUOffloadPolicy.__name__  # ours or another package's
+    kind = CPUOffloadPolicy if offloads else OffloadPolicy
+    check_kind("offload_policy", offload_policy, kind, optional=False)
+    return offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+
+
+def check_own(shared_memory: object, travel_together_bytes: object, keep_unsharded_bytes: object = 0) -> None:
+    """Checks the arguments that torch does not have.
+
+    Raises:
+        TypeError: If one is of another type.
+        ValueError: If a number is negative.
+    """
+    check_flag("shared_memory", shared_memory)
+    check_nbytes("travel_together_bytes", travel_together_bytes)
+    check_nbytes("keep_unsharded_bytes", keep_unsharded_bytes)
+
+
+def check_mesh(mesh: Any, dims: Any) -> None:
+    """Checks the types of both, and that this rank is part of the mesh.
+
+    Raises:
+        TypeError: If one is of another type.
+        ValueError: If this rank is not part of it.
+    """
+    check_kind("dp_mesh_dims", dims, DataParallelMeshDims)
+    if not isinstance(mesh, DeviceMesh):
+        ranks_of(mesh)  # which refuses it
+
+
+# what a unit is made of
+
+
+def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
+    """What users and torch's `replicate()` keep for themselves."""
+    replicated = find_replicated(modules)
+    theirs = (param for module in replicated for param in module.parameters(recurse=False))
+    return Ignored(modules=replicated, params=frozenset((*(params or ()), *theirs)))
+
+
+def _makes_layouts(
+    over: DataMesh,
+    locations: Mapping[nn.Parameter, Location],
+    mp_policy: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
+) -> Callable[[list[ParamSlot], Communicator, str], Layout]:
+    """Returns what makes a layout of some parameters that lie on one mesh, and travel together."""
+    on_host = _on_host(offload)
+
+    def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
+        if is_extension(segment[0].param):
+            return ExtensionLayout(segment, allocator, mesh=over, name=name, mp_policy=mp_policy, **on_host)
+        dims = [locations[slot.param].dim for slot in segment]
+        return DTensorLayout(segment, allocator, mesh=over, dims=dims, name=name, **on_host)
+
+    return make_layout
+
+
+def _on_host(offload: CPUOffloadPolicy | None) -> dict[str, bool]:
+    """What of a unit's shards lies in host memory, as a layout takes it."""
+    return {
+        "offload": offload is not None and offload.offload_params,
+        "pin": offload is not None and offload.pin_memory,
+    }
+
+
+def _casts(policy: MixedPrecisionPolicy) -> InputCasts:
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    return InputCasts(inputs, inputs, outputs=policy.output_dtype)
+
+
+def _offload_state(slots: Iterable[ParamSlot], offload: CPUOffloadPolicy | None) -> None:
+    """Marks parameters whose optimizer state alone is offloaded; what will stand for them is marked alike."""
+    if offload is not None and offload.only_state:
+        offload_optimizer_state((slot.param for slot in slots), offload.pin_memory)
+
+
+def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[DataMesh]:
+    """Returns the meshes on which parameters lie, first that on which they lie by default."""
+    found: list[DataMesh] = []
+    for over, _ in locations.values():
+        if over not in found:
+            found.append(over)
+    return sorted(found, key=lambda over: over != data) or [data]

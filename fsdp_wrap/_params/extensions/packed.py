@@ -1,0 +1,115 @@
+"""`PackedLayout`: frozen tensor subclasses of the wrapper, in a flat parameter of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core import ParamSlot, mark_owned
+from fsdp_wrap._params.extensions.layout import users_attributes
+from fsdp_wrap._params.extensions.packing import Packing
+from fsdp_wrap._params.layout import Extent, round_up
+from fsdp_wrap._params.slices import SliceLayout
+
+_ALIGNMENT_BYTES = 16
+
+
+@final
+class PackedLayout(SliceLayout):
+    """The tensors of which subclasses are made lie in the buffer one after the other, as bytes.
+
+    While sharded, 1-D slices of bytes stand for the parameters under their names, whether or not the wrapper
+    uses the original parameters. Full ones are subclasses over the bytes.
+
+    Args:
+        slots: The parameters, frozen and made of other tensors.
+        communicator: Allocates the shard and knows the rank.
+        options: As `FlatLayout` takes them.
+    """
+
+    def __init__(self, slots: Sequence[ParamSlot], communicator: Communicator, **options: Any) -> None:
+        self._packings = [Packing(slot.param.detach()) for slot in slots]
+        super().__init__(slots, communicator, **options)
+
+    def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
+        result: list[Extent] = []
+        start = 0
+        for slot, packing in zip(slots, self._packings):
+            result.append(Extent(slot.fqn, torch.Size([packing.nbytes]), start))
+            start = round_up(result[-1].stop, _ALIGNMENT_BYTES)
+        return result
+
+    def _take_over(self, slots: Sequence[ParamSlot]) -> None:
+        params = [slot.param for slot in slots]
+        self._attributes = [*map(users_attributes, params)]
+        self._adopt(self._new_shard(torch.empty(0, dtype=torch.uint8)))
+        for index, (param, packing) in enumerate(zip(params, self._packings)):
+            self._pieces[index].copy_(self._own_part(index, packing.packed(param.detach())))
+        self._stand_for([nn.Parameter(piece, requires_grad=False) for piece in self._pieces])
+        self._follow_places()
+        self.hide_full()
+
+    def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
+        super()._stand_for(originals)
+        for param, attributes in zip(originals, self._attributes):
+            param.__dict__.update(attributes)
+            mark_owned(param)
+
+    # leaves
+
+    def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
+        self.memory = [view.data for view in self.views(buffer)]
+        if buffer.is_meta:
+            self.leaves = [nn.Parameter(each, requires_grad=False) for each in self.memory]
+        else:
+            made = map(Packing.made_of, self._packings, self.memory)
+            self.leaves = [nn.Parameter(each, requires_grad=False) for each in made]
+        for leaf, attributes in zip(self.leaves, self._attributes):
+            leaf.__dict__.update(attributes)
+        self._follow_places()
+        return self.leaves
+
+    def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
+        views = [*views]
+        super().lie_in(views)
+        for index, view in views:
+            self._packings[index].move(self.leaves[index], view)
+
+    # what users see
+
+    def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        return self._packings[index].made_of(full)
+
+    def taken_apart(self, index: int, value: Any) -> Any:
+        packing = self._packings[index]
+        return packing.packed(value.detach()) if packing.fits(value) else value
+
+    def wanted(self, index: int) -> str | None:
+        return self._packings[index].describe()
+
+    def show(self, params: Sequence[torch.Tensor]) -> None:
+        super().show([*map(self._as_shown, range(len(params)), params)])
+
+    def _as_shown(self, index: int, param: torch.Tensor) -> torch.Tensor:
+        """Makes the subclass of bytes; what is none, or a piece of them, is shown as it is."""
+        if type(param) not in (torch.Tensor, nn.Parameter) or param.shape != self.extents[index].shape:
+            return param
+        shown = nn.Parameter(self.whole(index, param.detach()), requires_grad=False)
+        shown.__dict__.update(self._attributes[index])
+        return shown
+
+    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
+        self.show(params)
+
+    def shown(self) -> list[nn.Parameter | None]:
+        found = [self.taken_apart(index, param) for index, param in enumerate(super().shown())]
+        return [
+            each
+            if each is None or isinstance(each, nn.Parameter)
+            else nn.Parameter(each, requires_grad=False)
+            for each in found
+        ]

