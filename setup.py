@@ -14,6 +14,7 @@ CLIENTS = [
     "lightning>=2.6",
     "peft>=0.21",
     "torchao>=0.18",
+    "torchtitan>=0.2.2,<0.3",  # 0.3 needs a torch newer than 2.13
     "transformers>=5.23",
 ]
 

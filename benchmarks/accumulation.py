@@ -21,6 +21,7 @@ from fsdp_wrap.wrap import ModuleWrapPolicy
 RANKS, COPIES = 4, 2
 BACKWARDS = 4
 WIDTH, LAYERS = 512, 8
+CASE = f"{COPIES} copies of {RANKS // COPIES} ranks"
 WAYS = ("all reductions each time", "no_sync(reduce_within_copy=True)", "no_sync()")
 
 
@@ -89,7 +90,7 @@ def _live_bytes() -> int:
 
 def ask(settings: Settings) -> Figures:
     """One table."""
-    return {f"{COPIES} copies of {RANKS // COPIES} ranks": run_ranks(measure, RANKS)}
+    return {case: run_ranks(measure, RANKS) for case in settings.cases_of([CASE])}
 
 
 QUESTION = Question(
@@ -102,6 +103,7 @@ were not there before the first, relative to the full gradients; collectives of 
 reduce-scatters within the copy, and all-reduces over the copies: between hosts where a copy is a host.""",
     ask,
     chart="waits, of all gradients",
+    cases=[CASE],
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import Figures
-from benchmarks.implementations import IN_PLACE, OURS, SHARED
+from benchmarks.implementations import IN_PLACE, ON_SHARDS, OURS, SHARED
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,22 @@ GOALS: list[Goal] = [
         for group in ("gloo", "fake group")
         for what, limits in (("clip", (0.25, 0.05)), ("AdamW", (1.00, 0.35)))
         for base, limit in zip(("fsdp1", "fsdp2"), limits)
+    ),
+    *(
+        Goal(
+            "P12",
+            f"{what} on shards, {group}, to {told}",
+            limit,
+            ("update", f"{what}, {group}", column),
+            over,
+            rows=(ON_SHARDS,),
+        )
+        for group in ("gloo", "fake group")
+        for what in ("clip", "AdamW")
+        for told, limit, column, over in (
+            ("fsdp2", 0.15, "/ fsdp2", ()),
+            ("slices of the wrapper", 1.3, "ms", ("fsdp_wrap",)),
+        )
     ),
     *(
         Goal(

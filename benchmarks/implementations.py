@@ -130,6 +130,7 @@ KEEPING = {
 MAX_NORM = 1e-2  # so little that every call scales the gradients
 OURS = ("fsdp_wrap", "fsdp_wrap_flat", "fully_shard")
 DEFAULTS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp2", *OURS]  # as users have them
+ON_SHARDS = "fully_shard_on_shards"  # with our clipping, and an optimizer that steps on shards
 IN_PLACE = "fsdp_wrap_in_place"  # with `set_gradients_in_place`
 OVER_GLOO = [name for name in IMPLEMENTATIONS if not name.endswith("_shared")]
 SHARDING = [name for name in OVER_GLOO if name != "ddp"]  # at home on a fake group, where DDP fails

@@ -5,6 +5,7 @@ python -m benchmarks.update --impl fsdp1,fsdp2,fsdp_wrap,fully_shard
 
 from __future__ import annotations
 
+import fsdp_wrap
 from benchmarks.harness import (
     Figures,
     Question,
@@ -15,18 +16,42 @@ from benchmarks.harness import (
     run_fake,
     run_ranks,
 )
-from benchmarks.implementations import DEFAULTS, IMPLEMENTATIONS, SHARDING, SHARED, Trained
-from benchmarks.models import stacked
+from benchmarks.implementations import (
+    DEFAULTS,
+    IMPLEMENTATIONS,
+    MAX_NORM,
+    ON_SHARDS,
+    SHARDING,
+    SHARED,
+    Trained,
+)
+from benchmarks.models import Case, stacked
 
 FAKE_RANKS, BLOCKS, PARAMETERS = 8, 24, 12
+TRAINED = [*IMPLEMENTATIONS, ON_SHARDS]
 BASELINES = {"fsdp1": ("fsdp1",), "fsdp2": ("fsdp2",)}
+
+
+class OnShards(Trained):
+    """`fully_shard` with what the library has for steps and clipping."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__("fully_shard", case, fused=True)
+        fsdp_wrap.optim.on_shards(self.optimizer)
+
+    def clip(self) -> None:
+        fsdp_wrap.clip_grad_norm_(self.model, MAX_NORM)
+
+
+def _trained(name: str, case: Case) -> Trained:
+    return OnShards(case) if name == ON_SHARDS else Trained(name, case, fused=True)
 GROUPS = {"gloo": run_ranks, "fake group": run_fake}
 
 
 def measure(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Called on every rank: seconds of clipping and of the optimizer, by implementation."""
     case = stacked(BLOCKS, PARAMETERS)
-    competitors = {name: Trained(name, case, fused=True) for name in names}
+    competitors = {name: _trained(name, case) for name in names}
     for each in competitors.values():
         each.pass_through()
     clips = {name: each.clip for name, each in competitors.items()}
@@ -38,8 +63,8 @@ def ask(settings: Settings) -> Figures:
     """A table of clipping and one of the optimizer, for either group."""
     figures: Figures = {}
     for group in settings.cases_of([*GROUPS]):
-        ranks, known = (settings.ranks, [*IMPLEMENTATIONS]) if group == "gloo" else (FAKE_RANKS, SHARDING)
-        usual = [name for name in (*DEFAULTS, *SHARED.values()) if name in known]
+        ranks, known = (settings.ranks, TRAINED) if group == "gloo" else (FAKE_RANKS, [*SHARDING, ON_SHARDS])
+        usual = [name for name in (*DEFAULTS, ON_SHARDS, *SHARED.values()) if name in known]
         names = settings.implementations(known if settings.impl else usual)
         found = GROUPS[group](measure, ranks, names, settings.rounds or 60)
         for what, times in found.items():
@@ -53,12 +78,13 @@ QUESTION = Question(
     f"""\
 Milliseconds of `clip_grad_norm_` (the library's own where it has one) and of a step of AdamW(fused=True),
 for {BLOCKS * PARAMETERS} parameters in {BLOCKS} units, by the slower of 2 ranks (`gloo`; `_shared` through
-memory), and by one of {FAKE_RANKS} on a group that sends nothing. Every call scales the gradients. What
+memory), and by one of {FAKE_RANKS} on a group that sends nothing. `_on_shards` is with `on_shards` and
+`fsdp_wrap.clip_grad_norm_`. Every call scales the gradients. What
 ran just before was another's turn, so each call finds cold caches, as it does after a backward.""",
     ask,
     chart="ms",
     cases=[*GROUPS],
-    implementations=[*IMPLEMENTATIONS],
+    implementations=TRAINED,
 )
 
 

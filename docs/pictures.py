@@ -30,6 +30,7 @@ TOP = "top level"
 
 FOLDERS = {
     "compat": ("programs written for torch, unchanged", "#b8c4d6"),
+    "optim": ("steps on shards", "#b8c4d6"),
     "checkpoint": ("folders on disk", "#b8c4d6"),
     TOP: ("the wrapper and fully_shard", "#9fc0e8"),
     "_compression": ("fewer bytes", "#cdbfe3"),

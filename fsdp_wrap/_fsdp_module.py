@@ -386,10 +386,10 @@ class FSDPModule(nn.Module):
             converted(each, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Parts are converted one by one: there the next forward does it.
-        for each in () if unit.parts else unit.over_all_meshes:
+        for each in unit.over_all_meshes:
             if each.handle is not None and each.handle.state is HandleState.SHARDED:
-                each.handle.follow_replaced()
+                if not unit.parts or each.handle.shows_one_kind:  # parts are converted one by one
+                    each.handle.follow_replaced()
         return self
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:

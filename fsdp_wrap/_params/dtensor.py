@@ -17,6 +17,7 @@ from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, r
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, dtensor_of, held_by_this_rank
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
+_GRAD_LOCAL = operator.attrgetter("grad._local_tensor")
 _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
@@ -61,7 +62,9 @@ class DTensorLayout(Layout):
         # A view like a tensor costs half of a view by a tuple of numbers.
         self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
         bounds = [(cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes)]
-        self._filled = [each for each in bounds if each[0] < each[1]]
+        self._filled = [index for index, (start, stop) in enumerate(bounds) if start < stop]
+        first, last = (bounds[self._filled[0]][0], bounds[self._filled[-1]][1]) if self._filled else (0, 0)
+        self._starts, self._around = [bounds[index][0] - first for index in self._filled], last - first
         self._lay_out(cuts, bounds, self._used.stop)
         if not self.in_place:
             self.full_numel = round_up(cuts[-1].stop, self._ranks)
@@ -218,11 +221,11 @@ class DTensorLayout(Layout):
         return [*map(dtensor_of, self.cut(shard), self._grad_specs)]
 
     def gradient_blocks(self) -> list[torch.Tensor]:
-        grads = super().gradient_blocks()
-        if not grads or len(grads) < len(self._filled):
-            return grads
-        first, last = self._filled[0][0], self._filled[-1][1]
-        block = memory_around(grads, [start - first for start, _ in self._filled], last - first)
+        try:
+            grads = [*map(_GRAD_LOCAL, map(self.sources.__getitem__, self._filled))]
+        except AttributeError:  # one has none
+            return super().gradient_blocks()
+        block = memory_around(grads, self._starts, self._around) if grads else None
         return grads if block is None else [block]
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:

@@ -399,6 +399,16 @@ class ParamHandle:
             self._make_segments()
 
     @property
+    def shows_one_kind(self) -> bool:
+        """Whether what modules show of a segment has one dtype, and all of it values, or nothing of it."""
+        for segment in self.segments:
+            firsts = [next(iter(places)) for places in segment.layout.places]
+            shown = [module._parameters.get(name) for module, name in firsts]
+            if len({(param.dtype, param.is_meta) for param in shown if param is not None}) != 1:
+                return False
+        return True
+
+    @property
     def mixes(self) -> bool:
         """Whether its policies let it compute or reduce in another than the master dtype."""
         return any(dtypes.mixed for dtypes in self._mixed_dtypes())

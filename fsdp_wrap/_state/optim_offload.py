@@ -40,6 +40,11 @@ def offload_optimizer_state(params: Iterable[nn.Parameter], pin: bool = True) ->
         param.__dict__[_PIN] = pin
 
 
+def is_state_offloaded(param: torch.Tensor) -> bool:
+    """Whether state of a parameter is in host memory between steps, so that nobody else is to keep it."""
+    return _PIN in param.__dict__
+
+
 @functools.cache
 def _watch() -> None:
     register_optimizer_step_pre_hook(_bring)

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
-from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Spread
+from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Spread, held_by_this_rank
 from fsdp_wrap._runtime import Unit, units_in
 
 
@@ -166,10 +166,17 @@ def _walk(module: nn.Module) -> Iterator[Original]:
     for fqn, place, param in named(module, params):
         found = owned.get(place)
         if found is None and param is not None and id(param) not in sources:  # else it is a `FlatParameter`
-            found = Original(fqn, Interval(fqn, param.shape, 0, param.detach().reshape(-1), param, 0))
+            found = Original(fqn, Interval(fqn, param.shape, 0, _flat(param), param, 0))
         if found is not None and found.key not in seen:
             yield replace(found, fqn=fqn, order=len(seen))
             seen.add(found.key)
+
+
+def _flat(param: nn.Parameter) -> torch.Tensor:
+    """Returns a parameter in one dimension; of what lies on several ranks only how large it is."""
+    if held_by_this_rank(param) is param:
+        return param.detach().reshape(-1)
+    return torch.empty(param.numel(), dtype=param.dtype, device="meta")
 
 
 def originals_in(handle: ParamHandle) -> list[Original]:

@@ -6,7 +6,7 @@ May import: everything else. Nothing else imports this folder: it can be deleted
 Must never know: more of a unit than the front-ends show.
 
 `install()` makes the names of torch's wrapper resolve to ours. From the command line:
-`python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`.
+`python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`, or `-m module`.
 """
 
 from fsdp_wrap.compat import fully_shard_state as fully_shard_state

@@ -4,7 +4,8 @@
 torch's own modules, and those of every module that has imported them already. FSDP2's names stay as they are,
 unless `install(fully_shard=True)` makes them resolve to our `fully_shard` and what belongs to it.
 Torch's private helpers that programs call for a wrapper (`compat/helpers.py`) answer for ours as well.
-From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`.
+From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`, or
+`-m module` in place of the script.
 """
 
 from __future__ import annotations
@@ -117,15 +118,19 @@ def _state_of(module: nn.Module) -> nn.Module | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a script in which the names of torch's wrapper stand for those of fsdp_wrap."""
+    """Runs a script, or a module, in which the names of torch's wrapper stand for those of fsdp_wrap."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_wrap.compat", description=main.__doc__)
     accept = "let accelerate and Lightning accept FSDP on a host without accelerators"
     parser.add_argument("--cpu", action="store_true", help=accept)
     parser.add_argument("--fully-shard", action="store_true", help="let FSDP2's names stand for ours, too")
+    parser.add_argument("-m", action="store_true", dest="by_name", help="the script is a module's name")
     parser.add_argument("script", help="a file of Python code")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     given = parser.parse_args(arguments)
     install(given.cpu, given.fully_shard)
     sys.argv = [given.script, *given.arguments]
+    if given.by_name:
+        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        return
     sys.path[0] = os.path.dirname(os.path.abspath(given.script))
     runpy.run_path(given.script, run_name="__main__")

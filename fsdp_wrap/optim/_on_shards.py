@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._core import NOT_ELEMENTWISE
 from fsdp_wrap._core.torch_private import DTensorSpec
 from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap._state import is_state_offloaded
 from fsdp_wrap.optim._runs import Run, State, runs_in
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -126,6 +127,7 @@ class _Shards:
         self._known: list[nn.Parameter] = []  # all parameters
         self._all: list[Any] = []  # the `DTensor`s among them
         self._locals: list[torch.Tensor] = []  # their memory
+        self._keeps_state = True  # to the next step, also what others have put elsewhere meanwhile
         self._runs: list[Run] = []
         self._wanted: list[Run] = []  # those whose gradients lie as the shards do
         self._joint: list[Run] = []  # those of them that are updated as one
@@ -164,7 +166,9 @@ class _Shards:
         distributed = [[each for each in group["params"] if isinstance(each, DTensor)] for group in groups]
         self._known, self._all = params, [*chain.from_iterable(distributed)]
         self._locals = [*map(_LOCAL, self._all)]
-        self._runs = [run for each in distributed for run in runs_in(each)] if self._joins else []
+        self._keeps_state = not any(map(is_state_offloaded, self._all))
+        joins = self._joins and self._keeps_state
+        self._runs = [run for each in distributed for run in runs_in(each)] if joins else []
         self._public = _Contents()  # so that all of it is taken over
 
     def _arrange(self, groups: Sequence[dict[str, Any]], public: dict[Any, State], runs: list[Run]) -> None:
@@ -231,6 +235,8 @@ class _Shards:
         if any(changed) or not self._own.is_in(self._state):
             self._hand_back_singly(public)
             self._note(public)
+        if not self._keeps_state:
+            self._state, self._public, self._own = defaultdict(dict), _Contents(), _Contents()
 
     def _hand_back_singly(self, public: dict[Any, State]) -> None:
         owners = dict(zip(self._shards, self._params))

@@ -31,14 +31,14 @@ def needs(*packages: str) -> list[pytest.MarkDecorator]:
 
 
 class Ranks:
-    """Two processes that import a client once; they are started anew where one does not pass."""
+    """Processes, two by default, that import a client once; they are started anew where one does not pass."""
 
-    def __init__(self) -> None:
-        self._crew = Crew()
+    def __init__(self, world_size: int = WORLD_SIZE) -> None:
+        self._crew, self._world_size = Crew(), world_size
 
     def __call__(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls `body(rank, world_size, port, *args)` on all ranks; returns their results."""
-        job = make_job(body, (_free_port(), *args), {}, WORLD_SIZE, TIMEOUT, None)
+        job = make_job(body, (_free_port(), *args), {}, self._world_size, TIMEOUT, None)
         outcomes = self._crew.run(job, GRACE)
         if {outcome.kind for outcome in outcomes} != {"passed"}:
             pytest.fail(str(RankFailure(outcomes)), pytrace=False)
@@ -55,13 +55,15 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def client_rank(rank: int, port: int, wrapped: bool, fully_shard: bool = False) -> Iterator[None]:
+def client_rank(
+    rank: int, port: int, wrapped: bool, fully_shard: bool = False, world_size: int = WORLD_SIZE
+) -> Iterator[None]:
     """Stands for torchrun, and `fsdp_wrap.compat` if the client shall use our wrapper and `fully_shard`."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD_SIZE),
-        LOCAL_WORLD_SIZE=str(WORLD_SIZE),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",

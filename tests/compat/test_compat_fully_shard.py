@@ -324,6 +324,20 @@ def test_the_option_of_the_command_line(tmp_path, monkeypatch, capsys, clean, op
     assert capsys.readouterr().out.split() == [module]
 
 
+def test_a_module_from_the_command_line(tmp_path, monkeypatch, capsys, clean):
+    package = tmp_path / "a_package_of_the_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "beside.py").write_text("from torch.distributed.fsdp import fully_shard\n")
+    lines = "import sys", "from .beside import fully_shard", "print(__name__, __package__, sys.argv[1:])"
+    (package / "run.py").write_text("\n".join([*lines, "print(fully_shard.__module__)", ""]))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.syspath_prepend(tmp_path)
+    compat.main(["--fully-shard", "-m", f"{package.name}.run", "--cpu", "-m", "x"])
+    shown = f"__main__ {package.name} ['--cpu', '-m', 'x']\nfsdp_wrap.fully_shard\n"
+    assert capsys.readouterr().out == shown
+
+
 @pytest.mark.slow
 def test_a_script_from_the_command_line(tmp_path):
     script = tmp_path / "script.py"

@@ -43,6 +43,12 @@ ADD_ONS = {
         "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
         "MissingAddOn: compress() needs the add-on for compression",
     ),
+    "optimizers": AddOn(
+        ["optim/"],
+        ["optim/"],
+        "import fsdp_wrap.optim",
+        "ModuleNotFoundError: No module named 'fsdp_wrap.optim'",
+    ),
     "checkpoint folders": AddOn(
         ["checkpoint/"],
         [
@@ -51,8 +57,10 @@ ADD_ONS = {
             "whole/test_examples.py",
             "clients/test_exports.py",
             "clients/test_torchao.py",
+            "parallel/test_checkpoints_across_meshes.py",
             "parallel/test_distributed_parameters.py",
             "parallel/test_mesh_per_parameter.py",
+            "parallel/test_replicate.py",
             "parallel/test_tensor_parallel_checkpoints.py",
             "gpu/test_cuda_checkpoint.py",
         ],
@@ -61,7 +69,13 @@ ADD_ONS = {
     ),
     "compat": AddOn(
         ["compat/"],
-        ["compat/", "params/test_attributes.py", "clients/", "parallel/test_pipelines.py"],
+        [
+            "compat/",
+            "params/test_attributes.py",
+            "clients/",
+            "parallel/test_pipelines.py",
+            "whole/test_benchmarks.py",
+        ],
         "import fsdp_wrap.compat",
         "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",
     ),

@@ -223,9 +223,12 @@ def test_state_that_others_put_there_is_taken_over(rank, world_size, tmp_path):
             values["exp_avg"] = values["exp_avg"] * 2
             values["exp_avg_sq"].mul_(3)
     converted.load_state_dict(copy.deepcopy(converted.state_dict()))
-    for at in range(2, 4):
+    for at in (2, 4):
         step(model, optimizer, at)
         step(other, converted, at)
+        for state in (optimizer.state, converted.state):
+            for values in state.values():
+                values["step"].add_(5)
     assert_alike([*model.parameters()], [*other.parameters()])
     assert_alike(converted.state_dict(), optimizer.state_dict())
 
@@ -308,6 +311,23 @@ def test_memory_goes_when_gradients_and_models_do(rank, world_size):
     del optimizer
     assert known() is None
     gc.enable()
+
+
+@ranks(2)
+def test_state_that_moves_to_the_host_between_steps_is_not_kept(rank, world_size):
+    policy = CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)
+    model, other = sharded(offload_policy=policy), sharded(offload_policy=policy)
+    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other))
+    gc.disable()
+    for at in range(3):
+        step(model, optimizer, at)
+        step(other, converted, at)
+        known = [weakref.ref(state["exp_avg"]._local_tensor) for state in converted.state.values()]
+        for state in converted.state.values():  # as the offload does where there is an accelerator
+            state["exp_avg"] = state["exp_avg"].clone()
+        assert all(each() is None for each in known)
+    gc.enable()
+    assert_alike([*model.parameters()], [*other.parameters()])
 
 
 @ranks(2)
