@@ -283,7 +283,7 @@ def verdicts(results: Mapping[str, Figures], goals: Sequence[Goal]) -> list[Verd
 
 
 # Where rows are shown that have no column of their own.
-_COLUMNS = {IN_PLACE: "fsdp_wrap", ON_SHARDS: "fully_shard"} | {shared: name for name, shared in SHARED.items()}
+_COLUMNS = {IN_PLACE: "fsdp_wrap", ON_SHARDS: "fully_shard", **dict(zip(SHARED.values(), SHARED))}
 
 
 def judged(results: Mapping[str, Figures]) -> str:
