@@ -29,6 +29,7 @@ PICTURES = Path(__file__).parent / "pictures"
 TOP = "top level"
 
 FOLDERS = {
+    "tools": ("plan, timeline, command", "#b8c4d6"),
     "compat": ("programs written for torch, unchanged", "#b8c4d6"),
     "optim": ("steps on shards", "#b8c4d6"),
     "checkpoint": ("folders on disk", "#b8c4d6"),
