@@ -53,7 +53,41 @@ def owners_of(loads: Sequence[Load], ranks: int) -> list[int]:
     for index in order:
         if owners[index] < 0:
             give(index, lightest(range(ranks)))
+    _exchange(loads, owners, costs, bound)
     return owners
+
+
+def _exchange(loads: Sequence[Load], owners: list[int], costs: list[int], bound: float) -> None:
+    """Lets the rank with the highest costs give a matrix for a cheaper one, or for none, while that helps."""
+    for _ in loads:
+        heavy = max(range(len(costs)), key=lambda rank: (costs[rank], -rank))
+        if costs[heavy] <= bound:
+            return
+        own = _by_cost(loads, owners)
+        best: tuple[int, int, int, int] | None = None  # the higher costs after, the other rank, and the two
+        for light in range(len(costs)):
+            for cost, index in own.get(heavy, {}).items():
+                for less, other in (*own.get(light, {}).items(), (0, -1)):
+                    after = max(costs[heavy] - cost + less, costs[light] + cost - less)
+                    if after < (costs[heavy] if best is None else best[0]):
+                        best = after, light, index, other
+        if best is None:
+            return
+        _, light, index, other = best
+        gain = loads[index].cost - (loads[other].cost if other >= 0 else 0)
+        costs[heavy], costs[light], owners[index] = costs[heavy] - gain, costs[light] + gain, light
+        if other >= 0:
+            owners[other] = heavy
+
+
+def _by_cost(loads: Sequence[Load], owners: Sequence[int]) -> dict[int, dict[int, int]]:
+    """Returns for each rank one of its matrices of each cost, if possible one that is of others anyway."""
+    found: dict[int, dict[int, int]] = {}
+    for stays in (True, False):
+        for index, (load, owner) in enumerate(zip(loads, owners)):
+            if (owner in load.holders) == stays:
+                found.setdefault(owner, {})[load.cost] = index
+    return found
 
 
 def rounds_of(
