@@ -167,8 +167,7 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(self, group: dict[str, Any]) -> None:
         params: list[nn.Parameter] = group["params"]
         present = [param.grad is not None for param in params]
-        # State dict functions step a copy of the optimizer, of other parameters, to see what state it makes.
-        of_model = all(map(operator.is_, params, self.matrices.params))
+        of_model = self._has_matrices(params)
         active = self.matrices.agreed(present) if of_model else present
         chosen = [index for index, each in enumerate(present) if each and active[index]]
         updates: list[torch.Tensor | None] = [None] * len(params)
@@ -176,6 +175,23 @@ class Muon(torch.optim.Optimizer):
             updates[index] = update
         if of_model:
             self._apply(updates, active, group)
+
+    def _has_matrices(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether these are the parameters for which it was made.
+
+        State dict functions step a copy of the optimizer, of quite other parameters, to see what state it
+        makes.
+
+        Raises:
+            RuntimeError: If only some are.
+        """
+        same = [*map(operator.is_, params, self.matrices.params)]
+        if len(params) != len(self.matrices.params) or any(same) != all(same):
+            raise RuntimeError(
+                "the parameters of Muon's first group are others than when it was made: leave them there, "
+                "and set the gradients of those to None that are not to be updated"
+            )
+        return all(same)
 
     def _averaged(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """Adds gradients to the momentum, and returns what is to be orthogonalised, of this rank."""

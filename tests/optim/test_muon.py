@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import fronts
+import mesh_nets
 import tp_nets
 from bed import ranks, run_ranks
 from bed.references import count_collectives
 from fronts import full
-from fsdp_wrap import CPUOffload, ShardingStrategy, checkpoint, fully_shard
+from fsdp_wrap import CPUOffload, ShardingStrategy, checkpoint, fully_shard, replicate
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.optim import Muon, batch, per_head, split
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
@@ -212,6 +214,68 @@ def test_hybrid_meshes_and_dimensions_of_fully_shard(rank, world_size):
         reference.step(at)
         step(model, optimizer, at)
     assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("way", ["replicate", "torch's fully_shard", "plain"])
+@ranks(2)
+def test_others_that_shard_or_replicate(rank, world_size, way):
+    torch.manual_seed(0)
+    plain = Net().double()
+    model = copy.deepcopy(plain)
+    wrap: Any = {"replicate": replicate, "torch's fully_shard": torch_fully_shard}.get(way)
+    for each in (*model.layers, model) if wrap else ():
+        wrap(each)
+    reference, optimizer = Plain(plain), muon(model)
+    owners = [matrix.owner for matrix in optimizer.matrices.matrices]
+    assert {*owners} == ({0, 1} if wrap else {rank})
+    for at in range(2):
+        if wrap:
+            reference.step(at)
+            step(model, optimizer, at)
+            continue
+        for each in (plain, model):  # of which no rank knows the others
+            each.zero_grad()
+            backward(each, at, rank)
+        reference.average_and_step(1)
+        optimizer.step()
+    assert_equal(model, plain)
+
+
+MESHES = [(front, kind) for kind in ("ep", "hybrid_tp", "pp") for front in mesh_nets.FRONTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("front", "kind"), [each for each in MESHES if mesh_nets.can(*each)])
+@ranks(4)
+def test_meshes_of_several_kinds(rank, world_size, front, kind):
+    model = mesh_nets.on_mesh(front, kind, seed=0)
+    plain = mesh_nets.net(0, rank // 2 if kind == "pp" else None)
+    reference = Plain(plain)
+    optimizer = muon(model)
+    for at in range(2):
+        mesh_nets.train(model, optimizer, at)
+        tokens = torch.randint(mesh_nets.WIDTH, (2, 4), generator=torch.Generator().manual_seed(at))
+        plain.zero_grad()
+        plain(tokens).square().mean().backward()
+        reference.average_and_step(1)
+    found = dict(_whole_parameters(model))
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("front", ["ours", "torch"])
+@ranks(4)
+def test_experts_on_a_mesh_of_their_own_are_matrices(rank, world_size, front):
+    plain, model = mesh_nets.net(0), mesh_nets.on_mesh(front, "ep", seed=0)
+    view = {"blocks.1.up": batch(), "blocks.1.down": batch()}
+    optimizers = [muon(each, view=view) for each in (plain, model)]
+    assert len(optimizers[1].matrices.matrices) == len(optimizers[0].matrices.matrices) == 12
+    for at in range(2):
+        for each, optimizer in zip((plain, model), optimizers):
+            mesh_nets.train(each, optimizer, at)
+    found = dict(_whole_parameters(model))
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-10, msg=name)
 
 
 @fronts.each_front
@@ -567,6 +631,18 @@ def test_mistakes_are_named(rank, world_size):
         Muon([*model.parameters()])
     with pytest.raises(ValueError, match="since it was made"):
         muon(model).add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+@ranks(2)
+def test_groups_that_others_have_changed_are_refused(rank, world_size):
+    _, model = fronts.twins("orig", Net, auto_wrap_policy=POLICY)
+    optimizer = muon(model)
+    backward(model, 0, rank)
+    params = optimizer.param_groups[0]["params"]
+    for changed in (params[1:], [params[1], params[0], *params[2:]]):
+        optimizer.param_groups[0]["params"] = changed
+        with pytest.raises(RuntimeError, match="the parameters of Muon's first group are others"):
+            optimizer.step()
 
 
 @ranks(2)
