@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._params import FlatPiece, copyable, held_by_this_rank, holding
 from fsdp_wrap.optim._newton_schulz import Coefficients, orthogonalized
 from fsdp_wrap.optim._on_shards import as_placed, on_shards
-from fsdp_wrap.optim._owned_matrices import Select, Views, check_patterns, matches, owned_matrices
+from fsdp_wrap.optim._owned_matrices import (
+    OwnedMatrices,
+    Select,
+    Views,
+    check_patterns,
+    matches,
+    owned_matrices,
+)
 from fsdp_wrap.optim._parts import Held, held_in
 from fsdp_wrap.optim._team import Matrix
 
@@ -107,6 +114,7 @@ class Muon(torch.optim.Optimizer):
         }
         _check(defaults, ns_dtype)
         self.matrices = owned_matrices(model, select=select, view=view)
+        _refuse_complex(self.matrices)
         self._ns_dtype = ns_dtype
         self._shapes = _shapes_of(self.matrices.names, self.matrices.matrices)
         super().__init__([{"params": list(self.matrices.params)}], defaults)
@@ -133,6 +141,12 @@ class Muon(torch.optim.Optimizer):
                 "and make it anew for another model"
             )
         super().add_param_group(param_group)
+
+    def __reduce__(self) -> Any:
+        """Refuses to be copied: it belongs to its model, and to the ranks that have that between them."""
+        raise TypeError(
+            "Muon cannot be copied or pickled: make one for the copied model, and load state_dict() into it"
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -252,6 +266,12 @@ def _check(defaults: Mapping[str, Any], ns_dtype: torch.dtype) -> None:
         raise ValueError(f"adjust_lr_fn must be one of {known}, or None, not {defaults['adjust_lr_fn']!r}")
     if not ns_dtype.is_floating_point:
         raise ValueError(f"ns_dtype must be a floating dtype, not {ns_dtype}")
+
+
+def _refuse_complex(matrices: OwnedMatrices) -> None:
+    for name, param in zip(matrices.names, matrices.params):
+        if param.is_complex():
+            raise ValueError(f"parameter '{name}' is complex, and Muon has no such: leave it out by select")
 
 
 def _own_gradient(param: nn.Parameter) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap._params import FlatPiece, held_by_this_rank, holding
 from fsdp_wrap._runtime import require_idle, units_in
 from fsdp_wrap.optim._parts import Held, Teams, flattened, held_in
 from fsdp_wrap.optim._team import Compute, Matrix, Team
@@ -106,6 +106,9 @@ class OwnedMatrices:
         """
         if len(values) != len(self.params):
             raise ValueError(f"there are {len(self.params)} parameters, and {len(values)} values were given")
+        for param in self.params:
+            if isinstance(param, FlatPiece):
+                param.follow()
         active = self.agreed([value is not None for value in values])
         guarded = _Guarded(function)
         with torch.no_grad():

@@ -629,6 +629,10 @@ def test_mistakes_are_named(rank, world_size):
             Muon(model, **options)
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not a list"):
         Muon([*model.parameters()])
+    with pytest.raises(TypeError, match="Muon cannot be copied or pickled"):
+        copy.deepcopy(muon(model))
+    with pytest.raises(ValueError, match="parameter 'weight' is complex"):
+        Muon(nn.Linear(2, 2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="since it was made"):
         muon(model).add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 
