@@ -15,7 +15,8 @@ from bed import ranks
 from fronts import full
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
-from fsdp_wrap.optim import Block, batch, owned_matrices, per_head, split
+from fsdp_wrap._comm.process_group import GroupCommunicator
+from fsdp_wrap.optim import Block, _owned_matrices, batch, owned_matrices, per_head, split
 from fsdp_wrap.optim._owners import Load, owners_of, rounds_of
 
 
@@ -81,6 +82,39 @@ def test_a_preconditioner_of_users(rank, world_size, front):
     found = fronts.full_state(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+
+
+@fronts.each_front
+@ranks(2)
+def test_the_next_round_travels_while_one_is_computed(rank, world_size, front, monkeypatch):
+    monkeypatch.setattr(_owned_matrices, "_ROUND", 1)  # each owner gets one matrix a time
+    log: list[str] = []
+    own = GroupCommunicator.all_to_all
+
+    def send(communicator: Any, *args: Any) -> Any:
+        log.append("send")
+        return own(communicator, *args)
+
+    def compute(value: torch.Tensor, matrix: Any) -> torch.Tensor:
+        log.append("compute")
+        return value.cumsum(0) * len(matrix.name)
+
+    monkeypatch.setattr(GroupCommunicator, "all_to_all", send)
+    make = lambda: nn.Sequential(*(nn.Linear(9, 9) for _ in range(6)))  # noqa: E731
+    plain, model = fronts.twins(front, make, torch.float64)
+    matrices = owned_matrices(model, select=["0.weight", "2.weight", "3.weight", "5.weight"])
+    found = matrices.update([param.detach() for param in matrices.params], compute)
+    if front == "composable":  # of the others, some lie on one rank
+        assert log == ["send", "send", "compute", "send", "compute", "send"]
+    with torch.no_grad():
+        for param, result in zip(matrices.params, found):
+            param.copy_(result)
+        for name in matrices.names:
+            param = plain.get_parameter(name)
+            param.copy_(param.cumsum(0) * len(name))
+    values = fronts.full_state(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
 
 
 @fronts.each_front
