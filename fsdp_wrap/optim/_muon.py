@@ -197,15 +197,17 @@ class Muon(torch.optim.Optimizer):
         makes.
 
         Raises:
-            RuntimeError: If only some are.
+            RuntimeError: If only some are, or in another order.
         """
-        same = [*map(operator.is_, params, self.matrices.params)]
-        if len(params) != len(self.matrices.params) or any(same) != all(same):
+        own = self.matrices.params
+        if len(params) == len(own) and all(map(operator.is_, params, own)):
+            return True
+        if len(params) != len(own) or not {*map(id, params)}.isdisjoint(map(id, own)):
             raise RuntimeError(
                 "the parameters of Muon's first group are others than when it was made: leave them there, "
                 "and set the gradients of those to None that are not to be updated"
             )
-        return all(same)
+        return False
 
     def _averaged(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """Adds gradients to the momentum, and returns what is to be orthogonalised, of this rank."""
@@ -227,12 +229,14 @@ class Muon(torch.optim.Optimizer):
         """Orthogonalises the updates, and lets the parameters have them."""
         ratio = RATIOS[group["adjust_lr_fn"]]
         ratios = [{ratio(*shape) for shape in shapes} for shapes in self._shapes]
+        # Those whose matrices do not have one ratio between them.
         scaled = {name for name, each in zip(self.matrices.names, ratios) if len(each) > 1}
 
         def compute(stack: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
             found = orthogonalized(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            if matrices[0].parameter in scaled:  # its matrices do not have one ratio between them
-                found = found * ratio(*matrices[0].shape)
+            factors = [ratio(*each.shape) if each.parameter in scaled else 1.0 for each in matrices]
+            if any(factor != 1 for factor in factors):
+                torch._foreach_mul_([*found.unbind()], factors)
             return found
 
         results = self.matrices.compute(updates, active, compute, self._ns_dtype)

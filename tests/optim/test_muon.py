@@ -353,16 +353,17 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(6, 14, bias=False), nn.Linear(6, 6, bias=False)
-        self.experts = nn.Parameter(torch.rand(3, 6, 4))
-        self.back = nn.Linear(4, 6, bias=False)
+        self.qkv, self.out = nn.Linear(6, 18, bias=False), nn.Linear(10, 6, bias=False)
+        self.experts = nn.Parameter(torch.rand(4, 10, 4))
+        self.back, self.other = nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, _ = self.qkv(x).split([6, 4, 4], -1)
-        return self.out(torch.tanh(q)) + self.back(torch.einsum("bi,eio->bo", q, self.experts) + k)
+        q, k, _ = self.qkv(x).split([10, 4, 4], -1)
+        mixed = torch.einsum("bi,eio->bo", q, self.experts) + k + self.other(x)
+        return self.out(torch.tanh(q)) + self.back(mixed)
 
 
-VIEWS = {"qkv.weight": split([6, 4, 4]), "out.weight": per_head(2, dim=1), "experts": batch()}
+VIEWS = {"qkv.weight": split([10, 4, 4]), "out.weight": per_head(2, dim=1), "experts": batch()}
 
 
 @fronts.each_front
@@ -373,10 +374,11 @@ def test_views_are_matrices_of_their_own(rank, world_size, front):
     model = fronts.shard(front, copy.deepcopy(plain))
     optimizer = muon(model, view=VIEWS, nesterov=False)
     parts = {
-        "qkv.weight": lambda each: each.split([6, 4, 4]),
-        "out.weight": lambda each: each.split(3, dim=1),
+        "qkv.weight": lambda each: each.split([10, 4, 4]),
+        "out.weight": lambda each: each.split(5, dim=1),
         "experts": lambda each: each.unbind(),
         "back.weight": lambda each: [each],
+        "other.weight": lambda each: [each],  # of the shape of a part of the first
     }
     momentum = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
     for at in range(2):
@@ -438,7 +440,6 @@ def test_bytes_and_flops_are_shared(rank, world_size, front):
 def test_what_lies_on_one_rank_does_not_travel(rank, world_size):
     torch.manual_seed(0)
     plain = Experts().double()
-    plain.experts = nn.Parameter(torch.rand(4, 6, 4).double())
     model = fully_shard(copy.deepcopy(plain))
     optimizer = muon(model, select="experts", view={"experts": batch()})
     model(torch.rand(3, 6).double()).sum().backward()
@@ -643,7 +644,7 @@ def test_groups_that_others_have_changed_are_refused(rank, world_size):
     optimizer = muon(model)
     backward(model, 0, rank)
     params = optimizer.param_groups[0]["params"]
-    for changed in (params[1:], [params[1], params[0], *params[2:]]):
+    for changed in (params[1:], params[::-1], [params[1], params[0], *params[2:]]):
         optimizer.param_groups[0]["params"] = changed
         with pytest.raises(RuntimeError, match="the parameters of Muon's first group are others"):
             optimizer.step()
