@@ -241,7 +241,7 @@ def test_others_that_shard_or_replicate(rank, world_size, way):
     assert_equal(model, plain)
 
 
-MESHES = [(front, kind) for kind in ("ep", "hybrid_tp", "pp") for front in mesh_nets.FRONTS]
+MESHES = [(front, kind) for kind in ("hybrid_tp", "pp") for front in mesh_nets.FRONTS]
 
 
 @pytest.mark.slow

@@ -87,7 +87,6 @@ def test_a_preconditioner_of_users(rank, world_size, front):
 @fronts.each_front
 @ranks(2)
 def test_the_next_round_travels_while_one_is_computed(rank, world_size, front, monkeypatch):
-    monkeypatch.setattr(_owned_matrices, "_ROUND", 1)  # each owner gets one matrix a time
     log: list[str] = []
     own = GroupCommunicator.all_to_all
 
@@ -99,11 +98,13 @@ def test_the_next_round_travels_while_one_is_computed(rank, world_size, front, m
         log.append("compute")
         return value.cumsum(0) * len(matrix.name)
 
-    monkeypatch.setattr(GroupCommunicator, "all_to_all", send)
     make = lambda: nn.Sequential(*(nn.Linear(9, 9) for _ in range(6)))  # noqa: E731
     plain, model = fronts.twins(front, make, torch.float64)
-    matrices = owned_matrices(model, select=["0.weight", "2.weight", "3.weight", "5.weight"])
-    found = matrices.update([param.detach() for param in matrices.params], compute)
+    with monkeypatch.context() as context:
+        context.setattr(_owned_matrices, "_ROUND", 1)  # each owner gets one matrix a time
+        context.setattr(GroupCommunicator, "all_to_all", send)
+        matrices = owned_matrices(model, select=["0.weight", "2.weight", "3.weight", "5.weight"])
+        found = matrices.update([param.detach() for param in matrices.params], compute)
     if front == "composable":  # of the others, some lie on one rank
         assert log == ["send", "send", "compute", "send", "compute", "send"]
     with torch.no_grad():
