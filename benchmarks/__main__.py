@@ -22,6 +22,7 @@ SCRIPTS = (
     "memory",
     "wire",
     "update",
+    "muon",
     "checkpoint",
     "scaling",
     "collectives",

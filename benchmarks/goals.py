@@ -181,6 +181,21 @@ GOALS: list[Goal] = [
     ),
     *(
         Goal(
+            "P13",
+            f"Muon on {ranks} ranks, {told}",
+            limit,
+            ("muon", f"medium{where}", column),
+            rows=(*OURS, *SHARED.values()),
+        )
+        for ranks, where in ((2, ""), (4, " on 4 ranks"))
+        for told, limit, column in (
+            ("step, to one that gathers everything on fsdp2", 0.60, "/ fsdp2"),
+            ("bytes sent by all, to those of all matrices", 2.00, "/ matrices"),
+            ("operations of the busiest rank, to the mean", 1.10, "most / mean"),
+        )
+    ),
+    *(
+        Goal(
             "P9",
             f"at rest, {case}, to FSDP1 with original parameters",
             0.78,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from lm.options import Options, parse
 from tqdm import tqdm
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.optim import Muon
 from fsdp_wrap.wrap import NameWrapPolicy
 
 EVAL_BATCH = 32
@@ -49,7 +51,7 @@ class Run:
         module = GPT(self.options.model)
         device_id = self.world.device if self.world.device.type == "cuda" else None
         self.model = FSDP(module, auto_wrap_policy=NameWrapPolicy(self.options.wrap), device_id=device_id)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = make_optimizer(self.options, self.model, self.world)
 
     def train_step(self, step: int) -> float:
         """Update the parameters once; the data, as the learning rate, depend on the step alone."""
@@ -109,6 +111,24 @@ class Run:
         wanted = targets.to(self.world.device).flatten()
         losses = F.cross_entropy(logits.flatten(0, 1), wanted, reduction="none")
         return losses.view(targets.shape).mean(dim=1)
+
+
+def make_optimizer(options: Options, model: FSDP, world: World) -> torch.optim.Optimizer:
+    """AdamW, or Muon for the matrices of the blocks and AdamW for all else."""
+
+    def adamw(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.01)
+
+    if options.optimizer == "adamw":
+        return adamw(model.parameters())
+    return Muon(
+        model,
+        weight_decay=0.01,
+        adjust_lr_fn="match_rms_adamw",  # so that one learning rate fits both
+        other=adamw,
+        select=lambda name, shape: name.startswith("blocks.") and len(shape) == 2,
+        ns_dtype=torch.bfloat16 if world.device.type == "cuda" else torch.float32,
+    )
 
 
 def learning_rate(step: int, options: Options) -> float:

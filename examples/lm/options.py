@@ -28,6 +28,7 @@ class Options:
     data: Path | None
     batch: int
     accumulation: int
+    optimizer: str
     lr: float
     warmup: int
     steps: int
@@ -45,7 +46,7 @@ class Options:
 
     def identity(self, corpus: Corpus, world_size: int) -> dict[str, Any]:
         """Whatever decides the course of the training: a run with another identity is another run."""
-        names = ("wrap", "batch", "accumulation", "lr", "warmup", "seed")
+        names = ("wrap", "batch", "accumulation", "optimizer", "lr", "warmup", "seed")
         training = {name: getattr(self, name) for name in names}
         return {**asdict(self.model), **training, "world size": world_size, "data": corpus.digest}
 
@@ -91,6 +92,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--data", type=Path, metavar="DIR", help="text; None is Python's own library")
     group.add_argument("--batch", type=_at_least(1), default=8, help="windows in a rank's forward")
     group.add_argument("--accumulation", type=_at_least(1), default=1, help="forwards in a step")
+    group.add_argument(
+        "--optimizer", choices=["adamw", "muon"], default="adamw", help="of the matrices in blocks"
+    )
     group.add_argument("--lr", type=_positive, default=4e-3, help="learning rate after warm-up")
     group.add_argument("--warmup", type=_at_least(1), default=200, help="steps of rising learning rate")
     group.add_argument("--steps", type=_at_least(1), default=1200, help="in all, resumed ones included")

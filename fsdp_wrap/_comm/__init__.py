@@ -22,6 +22,7 @@ from fsdp_wrap._comm.groups import (
     default_group,
     default_mesh,
     group_of,
+    group_over,
     mesh_over,
     neighbours,
     ranks_in,

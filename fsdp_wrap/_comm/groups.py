@@ -151,6 +151,23 @@ def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> di
     )
 
 
+def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """Returns a group of these ranks, as the default group counts them; makes it where there is none.
+
+    Collective among them then.
+
+    Args:
+        ranks: In order; this one is among them.
+        device: Of what will travel.
+    """
+    for group in all_groups():
+        if dist.get_process_group_ranks(group) == list(ranks):
+            return group  # type: ignore[no-any-return]
+    limit = time_limit(dist.group.WORLD, device)
+    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    return made
+
+
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:
     """Whether a group, as a weak reference gives it, is no longer to be used, though it may live on."""
     return group is None or group not in all_groups()

@@ -35,6 +35,7 @@ from fsdp_wrap._comm.watching.watch import InFlight, Watch, Works, WorksWithoutL
 Tensors = list[torch.Tensor]
 Fill = Callable[[], object]
 FillPart = Callable[[torch.Tensor], object]
+Lengths = tuple[Sequence[int], Sequence[int]]
 Op = dist.ReduceOp.RedOpType
 SUM = dist.ReduceOp.SUM
 Start = Callable[[dist.ProcessGroup, bool], list[Any]]
@@ -196,8 +197,16 @@ class Communicator(ABC):
         """Returns the small picklable value of the group's first rank; blocks."""
 
     @abstractmethod
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
-        """Sends each rank its even part of a 1-D tensor; what comes lies in the order of the ranks."""
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
+    ) -> Pending:
+        """Sends each rank its part of a 1-D tensor; what comes lies in the order of the ranks.
+
+        Args:
+            received: What comes.
+            sent: What goes; its parts lie in the order of the ranks too.
+            lengths: How many elements come from each rank, and go to each; None for even parts.
+        """
 
 
 class SoloCommunicator(Communicator):
@@ -241,7 +250,9 @@ class SoloCommunicator(Communicator):
     def broadcast_object(self, value: Any) -> Any:
         return value
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
+    ) -> Pending:
         received.copy_(sent)
         return Finished()
 
@@ -414,8 +425,12 @@ class GroupCommunicator(Communicator):
     def broadcast_object(self, value: Any) -> Any:
         return broadcast_object(value, self._group, self._run)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
+    ) -> Pending:
+        coming, going = (None, None) if lengths is None else map(list, lengths)
+
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
-            return [dist.all_to_all_single(received, sent, group=group, async_op=async_op)]
+            return [dist.all_to_all_single(received, sent, coming, going, group, async_op)]
 
         return self._issue(self._reduce_lane, start)

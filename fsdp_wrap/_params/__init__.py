@@ -18,7 +18,13 @@ from fsdp_wrap._params.extensions import (
     is_packable,
     like_made_of_tensors,
 )
-from fsdp_wrap._params.flat import FlatLayout, FlatParameter, FlatParameterLayout, HiddenFlatParameter
+from fsdp_wrap._params.flat import (
+    FlatLayout,
+    FlatParameter,
+    FlatParameterLayout,
+    FlatPiece,
+    HiddenFlatParameter,
+)
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
 from fsdp_wrap._params.in_flight import JointGather, JointGradients, Reduction, Ride

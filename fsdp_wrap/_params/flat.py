@@ -62,6 +62,55 @@ class FlatParameter(nn.Parameter):
         return copied
 
 
+class FlatPiece(nn.Parameter):
+    """What a rank's `FlatParameter` has of one original parameter, for an optimizer to hold by itself.
+
+    Its memory and its gradient are parts of those of the `FlatParameter`.
+
+    Args:
+        flat: The `FlatParameter`.
+        interval: What the rank holds of the original parameter.
+
+    Attributes:
+        flat: The same.
+        fqn: Name of the original parameter within its unit.
+        start: Index of the first element in the `FlatParameter`.
+    """
+
+    flat: FlatParameter
+    fqn: str
+    start: int
+
+    def __new__(cls, flat: FlatParameter, interval: Interval) -> FlatPiece:
+        self: FlatPiece = make_subclass(cls, interval.data, flat.requires_grad)
+        self.flat, self.fqn, self.start = flat, interval.fqn, interval.offset
+        return self
+
+    def __init__(self, flat: FlatParameter, interval: Interval) -> None:
+        """All is done where it is made."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The part of the `FlatParameter`'s gradient; None where that has none, or the rank nothing."""
+        grad = self.flat.grad
+        return None if grad is None or self.numel() == 0 else grad.narrow(0, self.start, self.numel())
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            self.flat.grad = None
+        elif self.numel() > 0:
+            if self.flat.grad is None:
+                self.flat.grad = torch.zeros_like(self.flat)
+            self.flat.grad.narrow(0, self.start, self.numel()).copy_(grad)
+
+    def follow(self) -> None:
+        """Goes over to the memory that the `FlatParameter` has now."""
+        memory = self.flat.data.narrow(0, self.start, self.numel())
+        if (memory.data_ptr(), memory.dtype) != (self.data_ptr(), self.dtype):
+            self.data = memory
+
+
 class LayoutRef(weakref.ref["FlatLayout"]):
     """Of a `FlatParameter` to its layout; where that is pickled, it is left out."""
 

@@ -187,11 +187,11 @@ def _held(
     groups = groups_of(names, optim, saved)
     states = saved["state"] or (_initial_state(optim, groups) if initial else {})
     params = {key: originals for group in groups for key, originals in group.params.items()}
-    keys = {original.fqn: key for key, originals in params.items() for original in originals}
+    held = {original.fqn: (key, original) for key, originals in params.items() for original in originals}
     pieces = {
-        fqn: {name: _piece(original, name, value) for name, value in states[keys[fqn]].items()}
-        for fqn, original in names.by_name.items()
-        if fqn in keys and states.get(keys[fqn]) and not original.left_out
+        fqn: {name: _piece(original, name, value) for name, value in states[key].items()}
+        for fqn, (key, original) in ((fqn, held[fqn]) for fqn in names.by_name if fqn in held)
+        if states.get(key) and not original.left_out
     }
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]

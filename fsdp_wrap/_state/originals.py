@@ -12,7 +12,15 @@ from torch import nn
 
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
-from fsdp_wrap._params import Interval, IntervalTensor, Layout, ParamHandle, Spread, held_by_this_rank
+from fsdp_wrap._params import (
+    FlatPiece,
+    Interval,
+    IntervalTensor,
+    Layout,
+    ParamHandle,
+    Spread,
+    held_by_this_rank,
+)
 from fsdp_wrap._runtime import Unit, units_in
 
 
@@ -72,6 +80,10 @@ class Original:
         """Whether the optimizer of every rank holds it alone, whole and in its shape."""
         return self.source.shape == self.shape and (self.layout is None or not self.layout.sharded)
 
+    def held_as(self, piece: FlatPiece) -> Original:
+        """Returns the same where an optimizer holds a piece of the `FlatParameter` in its place."""
+        return replace(self, interval=replace(self.interval, source=piece, offset=0))
+
     @property
     def left_out(self) -> bool:
         """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
@@ -130,13 +142,19 @@ class Originals:
         Raises:
             ValueError: If it is none of the module's.
         """
-        found = self._by_source.get(id(param))
-        if found is None:
+        found = self._by_source.get(id(param)) or self._of_piece(param)
+        if not found:
             raise ValueError(
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the "
                 "model's: pass the model whose parameters() it was made from, after wrapping"
             )
         return found
+
+    def _of_piece(self, param: torch.Tensor) -> list[Original]:
+        if not isinstance(param, FlatPiece):
+            return []
+        found = self._by_source.get(id(param.flat), ())
+        return [each.held_as(param) for each in found if each.interval.fqn == param.fqn]
 
     @cached_property
     def holders(self) -> dict[str, torch.Tensor]:

@@ -1,8 +1,24 @@
 """Optimizers that fit sharded parameters.
 
-`on_shards` lets any elementwise optimizer step on the plain shards behind `DTensor`s.
+`on_shards` lets any elementwise optimizer step on the plain shards behind `DTensor`s. `owned_matrices` brings
+each whole matrix to one rank, and `Muon` is built on that.
 """
 
+from fsdp_wrap.optim._muon import Muon
 from fsdp_wrap.optim._on_shards import on_shards
+from fsdp_wrap.optim._owned_matrices import OwnedMatrices, owned_matrices
+from fsdp_wrap.optim._team import Matrix
+from fsdp_wrap.optim._views import Block, View, batch, per_head, split
 
-__all__ = ["on_shards"]
+__all__ = [
+    "Block",
+    "Matrix",
+    "Muon",
+    "OwnedMatrices",
+    "View",
+    "batch",
+    "on_shards",
+    "owned_matrices",
+    "per_head",
+    "split",
+]

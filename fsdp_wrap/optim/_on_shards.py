@@ -225,7 +225,7 @@ class _Shards:
                 return [*map(_GRAD_LOCAL, self._params)]
         except AttributeError:  # there is none
             pass
-        grads = [_as_placed(param) for param in self._params]
+        grads = [as_placed(param) for param in self._params]
         self._grad_specs = [grad._spec for grad in grads if grad is not None]
         return [None if grad is None else grad._local_tensor for grad in grads]
 
@@ -300,7 +300,7 @@ def _shard_of(param: Any) -> nn.Parameter:
     return shard
 
 
-def _as_placed(param: Any) -> Any:
+def as_placed(param: Any) -> Any:
     """Returns the gradient, placed as the parameter is; collective where it is not."""
     grad = param.grad
     if grad is None or grad.placements == param.placements:

@@ -129,6 +129,13 @@ def test_default_corpus_trains_and_reports_one_line_of_json():
 
 
 @pytest.mark.slow
+def test_muon_learns_more_in_the_same_steps(data):
+    flags = ("--data", data, "--steps", 40, "--sample", 0)
+    losses = {name: train(*flags, "--optimizer", name).report["val_loss"] for name in ("adamw", "muon")}
+    assert 0 < losses["muon"] < losses["adamw"]
+
+
+@pytest.mark.slow
 def test_minimal_example_trains_and_saves(tmp_path):
     with Torchrun("minimal.py", cwd=tmp_path) as run:
         result = run.result()

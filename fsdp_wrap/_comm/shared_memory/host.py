@@ -18,7 +18,7 @@ from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending, Then
 from fsdp_wrap._comm.objects import REDUCTIONS, combine
-from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Op, Tensors
+from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Lengths, Op, Tensors
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
 from fsdp_wrap._comm.shared_memory.collective import Collective, Room
 from fsdp_wrap._comm.shared_memory.lending import Lending
@@ -225,7 +225,11 @@ class HostCommunicator(GroupCommunicator):
     def broadcast_object(self, value: Any) -> Any:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
+    ) -> Pending:
+        if lengths is not None:
+            return super().all_to_all(received, sent, lengths)
         if number_of_dispatch_modes():
             listening(self.rank, self.size).alltoall_base(received, sent, [], [])
         own = self.own_part(sent)

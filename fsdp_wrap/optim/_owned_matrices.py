@@ -1,0 +1,283 @@
+"""`owned_matrices`: each matrix of a sharded model has one rank that owns its update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._params import FlatPiece, held_by_this_rank, holding
+from fsdp_wrap._runtime import require_idle, units_in
+from fsdp_wrap.optim._parts import Held, Teams, flattened, held_in
+from fsdp_wrap.optim._team import Compute, Matrix, Team
+from fsdp_wrap.optim._views import Block, View, whole
+
+Select = Callable[[str, torch.Size], bool] | Iterable[str] | str | None
+Views = Mapping[str, View] | View | None
+
+_ROUND = 1 << 23
+"""Elements that an owner gets in a round, unless a single matrix has more."""
+
+
+def owned_matrices(model: nn.Module, *, select: Select = None, view: Views = None) -> OwnedMatrices:
+    """Gives each matrix of a model one rank that owns its update. Collective.
+
+    For optimizers that compute with whole matrices. Parameters, gradients and elementwise state stay sharded.
+    What the function of a matrix takes goes to its owner, and what it gives comes back. Ranks share the
+    costs evenly; replicas take part. A matrix of which the owner alone has anything does not travel.
+
+    Args:
+        model: Wrapped by `FullyShardedDataParallel`, sharded by `fully_shard`, both, or plain; its parameters
+            may be `DTensor`s. A parameter outside of units that is no `DTensor` is owned by each rank itself.
+        select: Which parameters: a function of name (in the unwrapped module) and shape, or names as patterns
+            of `fnmatch`. By default those of two dimensions, except of embeddings, and those that a dict of
+            views names.
+        view: How parameters are cut into matrices (`per_head`, `split`, `batch`): a dict by name, as
+            patterns, or one view for all that are selected.
+
+    Raises:
+        ValueError: If a pattern names nothing, a selected parameter is no matrix and has no view, a view does
+            not fit, or the ranks do not select and cut the same.
+        TypeError: If `model` is no module, or `select` or `view` of another type.
+        RuntimeError: Inside a forward or backward.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"owned_matrices takes a torch.nn.Module, not a {type(model).__name__}")
+    require_idle(units_in(model).values(), "owned_matrices()")
+    everything = held_in(model)
+    views = _views_of(everything, view)
+    named = views if isinstance(view, Mapping) else {}
+    return OwnedMatrices(selected(everything, select, named), views)
+
+
+class OwnedMatrices:
+    """Matrices of a sharded model, each with a rank that owns its update; `owned_matrices` makes it.
+
+    Args:
+        held: The parameters.
+        views: By their first names, how they are cut into matrices; others are one.
+
+    Attributes:
+        params: What an optimizer holds of these parameters: `DTensor`s, slices, or parts of a
+            `FlatParameter`, which `model.parameters()` does not have.
+        names: Their names in the unwrapped module.
+        matrices: All matrices, in the order of parameters.
+    """
+
+    def __init__(self, held: Sequence[Held], views: Mapping[str, View]) -> None:
+        self.params = [each.param for each in held]
+        self.names = [each.fqn for each in held]
+        blocks = [_blocks(each, views.get(each.fqn, whole)) for each in held]
+        self._held, self._teams = held, _teams(held, blocks)
+        order = {fqn: index for index, fqn in enumerate(self.names)}
+        found = [matrix for team, _ in self._teams for matrix in team.matrices]
+        self.matrices: list[Matrix] = sorted(found, key=lambda matrix: order[matrix.parameter])
+
+    def __repr__(self) -> str:
+        return f"OwnedMatrices({len(self.matrices)} matrices of {len(self.params)} parameters)"
+
+    def update(
+        self,
+        values: Sequence[torch.Tensor | None],
+        function: Callable[[torch.Tensor, Matrix], torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Applies a function to whole matrices, each on its owner; collective.
+
+        Args:
+            values: For each of `params` something of its form, such as the gradient, or None where there is
+                nothing to do. All ranks have a value, or none has; what ranks without elements say is
+                of no account.
+            function: Takes a matrix (rows x columns, which it may overwrite) and what tells of it; returns a
+                tensor of the same shape. State of its own it may keep by `matrix.name`: owners do not change.
+            dtype: In which matrices travel and are computed with; by default the widest of the parameters'.
+
+        Returns:
+            Results, placed as the values are.
+
+        Raises:
+            ValueError: If there are other than so many values.
+            RuntimeError: On all ranks, before anything travels, if some have a value and others none; on all
+                ranks, if the function has raised or returned another shape on any: it names the matrix.
+        """
+        if len(values) != len(self.params):
+            raise ValueError(f"there are {len(self.params)} parameters, and {len(values)} values were given")
+        for param in self.params:
+            if isinstance(param, FlatPiece):
+                param.follow()
+        active = self.agreed([value is not None for value in values])
+        guarded = _Guarded(function)
+        with torch.no_grad():
+            results = self.compute(values, active, guarded, dtype)
+        for team, _ in self._teams:
+            guarded.tell(team.communicator)
+        return [
+            None if value is None or result is None else holding(value, result)
+            for value, result in zip(values, results)
+        ]
+
+    def agreed(self, present: Sequence[bool]) -> list[bool]:
+        """Returns for which parameters there are values, after all ranks have told; collective.
+
+        Args:
+            present: For each of `params`, whether this rank has a value.
+
+        Raises:
+            RuntimeError: On all ranks, if some have one and others none; it names the parameter.
+        """
+        result = [*present]
+        for team, indices in self._teams:
+            told = [present[index] if self._held[index].parts else None for index in indices]
+            for index, known in zip(indices, team.agreed(told)):
+                result[index] = known
+        return result
+
+    def compute(
+        self,
+        values: Sequence[torch.Tensor | None],
+        active: Sequence[bool],
+        compute: Compute,
+        dtype: torch.dtype | None,
+    ) -> list[torch.Tensor | None]:
+        """Does what `update` does, without its checks.
+
+        Args:
+            values: As there.
+            active: What `agreed` returned.
+            compute: Takes stacks of small matrices of one shape, or a stack of one; it must not raise.
+            dtype: As there.
+
+        Returns:
+            What this rank has of each result.
+        """
+        results: list[torch.Tensor | None] = [None] * len(values)
+        for team, indices in self._teams:
+            flat = [None if value is None else flattened(value) for value in (values[i] for i in indices)]
+            found = team.update(flat, [active[index] for index in indices], compute, dtype)
+            for index, result in zip(indices, found):
+                value = values[index]
+                if result is not None and value is not None:
+                    results[index] = result.view(held_by_this_rank(value).shape)
+        return results
+
+
+class _Guarded:
+    """A function of one matrix that never raises, so that no rank waits in vain; it tells later.
+
+    Args:
+        function: The user's.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor, Matrix], torch.Tensor]) -> None:
+        self._function = function
+        self._error: Exception | None = None
+        self._told = ""
+
+    def __call__(self, stack: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
+        return torch.stack([self._result(value, matrix) for value, matrix in zip(stack, matrices)])
+
+    def _result(self, value: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        try:
+            result = self._function(value, matrix)
+            if not isinstance(result, torch.Tensor) or result.shape != value.shape:
+                found = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise ValueError(f"it returned {found}, not a tensor of shape {matrix.shape}")
+            return result.to(value.dtype)
+        except Exception as error:
+            if self._error is None:
+                self._error = error
+                self._told = (
+                    f"the function of a matrix failed with '{matrix.name}' of shape {matrix.shape} on rank "
+                    f"{matrix.owner}: {type(error).__name__}: {error}"
+                )
+            return torch.zeros_like(value)
+
+    def tell(self, communicator: Communicator) -> None:
+        """Raises on all ranks if the function has raised on any; collective."""
+        told = [each for each in communicator.all_gather_object(self._told) if each]
+        if told:
+            raise RuntimeError(told[0]) from self._error
+
+
+def _teams(held: Sequence[Held], blocks: Sequence[list[Block]]) -> list[tuple[Team, list[int]]]:
+    """Puts together the parameters that the same ranks have between them."""
+    teams = Teams()
+    members: dict[Communicator, list[int]] = {}
+    for index, each in enumerate(held):
+        members.setdefault(teams.of(each), []).append(index)
+    order = sorted(members.items(), key=lambda item: sorted(item[0].members))  # on all ranks the same
+    return [
+        (Team(communicator, [held[i] for i in indices], [blocks[i] for i in indices], _ROUND), indices)
+        for communicator, indices in order
+    ]
+
+
+def _blocks(held: Held, view: View) -> list[Block]:
+    try:
+        return view(held.shape)
+    except ValueError as error:
+        raise ValueError(f"parameter '{held.fqn}' of shape {tuple(held.shape)} {error}") from None
+
+
+# what is chosen
+
+
+def matches(held: Held, patterns: Iterable[str]) -> bool:
+    """Whether any name of a parameter fits any pattern."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in held.names)
+
+
+def check_patterns(held: Sequence[Held], patterns: Iterable[str], argument: str) -> None:
+    """Refuses patterns that fit no parameter.
+
+    Raises:
+        ValueError: If there is one.
+        TypeError: If one is no string.
+    """
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{argument} takes names as strings, not {pattern!r}")
+        if not any(matches(each, [pattern]) for each in held):
+            names = ", ".join(each.fqn for each in held[:3])
+            raise ValueError(
+                f"{argument}: '{pattern}' names no parameter of the model, which has {names}, ..."
+            )
+
+
+def _views_of(held: Sequence[Held], view: Views) -> dict[str, View]:
+    if view is None:
+        return {}
+    if callable(view):
+        return {each.fqn: view for each in held}
+    if not isinstance(view, Mapping) or not all(map(callable, view.values())):
+        raise TypeError("view must be a view, such as per_head(8), or a dict of views by name")
+    check_patterns(held, view, "view")
+    return {
+        each.fqn: next(found for pattern, found in view.items() if matches(each, [pattern]))
+        for each in held
+        if matches(each, view)
+    }
+
+
+def selected(held: Sequence[Held], select: Select, named: Container[str] = ()) -> list[Held]:
+    """Returns the parameters that `select` chooses.
+
+    By default these are matrices, but for embeddings, and what is named.
+
+    Raises:
+        ValueError: If a pattern names nothing.
+        TypeError: If `select` is neither a function nor names.
+    """
+    if select is None:
+        return [each for each in held if each.fqn in named or (len(each.shape) == 2 and not each.embeds)]
+    if callable(select):
+        return [each for each in held if select(each.fqn, each.shape)]
+    if not isinstance(select, Iterable):
+        raise TypeError(f"select must be a function or names, not {type(select).__name__}")
+    patterns = [select] if isinstance(select, str) else [*select]
+    check_patterns(held, patterns, "select")
+    return [each for each in held if matches(each, patterns)]

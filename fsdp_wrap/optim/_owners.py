@@ -1,0 +1,122 @@
+"""Which rank owns which matrix, and in how many rounds they travel: plain numbers, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_EVEN = 1.02
+"""Owners whose load is so much of the mean, or less, keep what lies with them."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a matrix is to its owner.
+
+    Attributes:
+        cost: What it takes to compute with it.
+        numel: Its elements.
+        holders: The ranks that have all of it, so that it need not come to them.
+    """
+
+    cost: int
+    numel: int
+    holders: tuple[int, ...] = ()
+
+
+def owners_of(loads: Sequence[Load], ranks: int) -> list[int]:
+    """Chooses an owner for each matrix, so that ranks have even costs, and of those even memory.
+
+    What lies wholly on some ranks goes to one of them, where that leaves the costs even.
+
+    Args:
+        loads: The matrices.
+        ranks: How many ranks there are.
+    """
+    owners = [-1] * len(loads)
+    costs, numels = [0] * ranks, [0] * ranks
+
+    def give(index: int, rank: int) -> None:
+        owners[index] = rank
+        costs[rank] += loads[index].cost
+        numels[rank] += loads[index].numel
+
+    def lightest(among: Sequence[int]) -> int:
+        return min(among, key=lambda rank: (costs[rank], numels[rank], rank))
+
+    order = sorted(range(len(loads)), key=lambda index: (-loads[index].cost, index))
+    bound = _EVEN * sum(load.cost for load in loads) / ranks
+    for index in order:  # first what has a place
+        holders = loads[index].holders
+        if holders and costs[rank := lightest(holders)] + loads[index].cost <= bound:
+            give(index, rank)
+    for index in order:
+        if owners[index] < 0:
+            give(index, lightest(range(ranks)))
+    _exchange(loads, owners, costs, bound)
+    return owners
+
+
+def _exchange(loads: Sequence[Load], owners: list[int], costs: list[int], bound: float) -> None:
+    """Lets the rank with the highest costs give a matrix for a cheaper one, or for none, while that helps."""
+    for _ in loads:
+        heavy = max(range(len(costs)), key=lambda rank: (costs[rank], -rank))
+        if costs[heavy] <= bound:
+            return
+        own = _by_cost(loads, owners)
+        best: tuple[int, int, int, int] | None = None  # the higher costs after, the other rank, and the two
+        for light in range(len(costs)):
+            for cost, index in own.get(heavy, {}).items():
+                for less, other in (*own.get(light, {}).items(), (0, -1)):
+                    after = max(costs[heavy] - cost + less, costs[light] + cost - less)
+                    if after < (costs[heavy] if best is None else best[0]):
+                        best = after, light, index, other
+        if best is None:
+            return
+        _, light, index, other = best
+        gain = loads[index].cost - (loads[other].cost if other >= 0 else 0)
+        costs[heavy], costs[light], owners[index] = costs[heavy] - gain, costs[light] + gain, light
+        if other >= 0:
+            owners[other] = heavy
+
+
+def _by_cost(loads: Sequence[Load], owners: Sequence[int]) -> dict[int, dict[int, int]]:
+    """Returns for each rank one of its matrices of each cost, if possible one that is of others anyway."""
+    found: dict[int, dict[int, int]] = {}
+    for stays in (True, False):
+        for index, (load, owner) in enumerate(zip(loads, owners)):
+            if (owner in load.holders) == stays:
+                found.setdefault(owner, {})[load.cost] = index
+    return found
+
+
+def rounds_of(
+    loads: Mapping[int, Load], owners: Sequence[int], travels: Sequence[bool], most: int
+) -> list[list[int]]:
+    """Cuts matrices into rounds, in each of which every owner has an even part of its costs.
+
+    Args:
+        loads: The matrices that take part, by number.
+        owners: Of each number.
+        travels: Whether any other rank has a part of it, by number.
+        most: How many elements an owner gets in a round, unless a single matrix has more.
+
+    Returns:
+        The matrices of each round; those that do not travel are in the first alone.
+    """
+    own: dict[int, list[int]] = {}
+    for index in loads:
+        if travels[index]:
+            own.setdefault(owners[index], []).append(index)
+    largest = max((sum(loads[index].numel for index in each) for each in own.values()), default=0)
+    longest = max(map(len, own.values()), default=0)
+    count = min(longest, -(-largest // most))
+    rounds: list[list[int]] = [[] for _ in range(count)]
+    for each in own.values():
+        each.sort(key=lambda index: (-loads[index].cost, index))
+        total, done = sum(loads[index].cost for index in each) or 1, 0
+        for index in each:
+            middle = done + loads[index].cost / 2
+            rounds[min(count - 1, int(count * middle / total))].append(index)
+            done += loads[index].cost
+    return [[index for index in loads if not travels[index]], *rounds]

@@ -1,0 +1,252 @@
+"""What ranks hold of parameters, whichever way these are sharded: `Held`, and where that lies in a matrix."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_wrap._comm import (
+    Communicator,
+    all_gather_object,
+    device_of,
+    group_over,
+    make_communicator,
+    ranks_in,
+)
+from fsdp_wrap._core import Place, named, params
+from fsdp_wrap._core.torch_private import StridedShard
+from fsdp_wrap._params import FlatParameter, FlatPiece, boxes_of, held_by_this_rank
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state import Original, owned_places
+from fsdp_wrap.optim._views import Block
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a parameter that a rank has, contiguous in what it has.
+
+    Attributes:
+        offsets: Index of its first element in the parameter.
+        sizes: Its shape.
+        begin: Index of its first element in what the rank has, flattened.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What of a matrix lies in a part.
+
+    Attributes:
+        part: The part.
+        within: Where that is in the part.
+        place: Where that is in the matrix, as a box of the parameter.
+        sizes: Its shape.
+    """
+
+    part: Part
+    within: tuple[slice, ...]
+    place: tuple[slice, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements that has."""
+        return torch.Size(self.sizes).numel()
+
+    def of_held(self, held: torch.Tensor) -> torch.Tensor:
+        """Returns it as a view of what a rank has, flattened."""
+        part = self.part
+        numel = torch.Size(part.sizes).numel()
+        return held.narrow(0, part.begin, numel).view(part.sizes)[self.within]
+
+
+def overlaps(parts: Iterable[Part], block: Block) -> list[Overlap]:
+    """Returns what of a matrix lies in some parts of its parameter."""
+    found = []
+    for part in parts:
+        starts = [*map(max, part.offsets, block.offsets)]
+        ends = [
+            min(offset + size, first + length)
+            for offset, size, first, length in zip(part.offsets, part.sizes, block.offsets, block.sizes)
+        ]
+        if all(start < end for start, end in zip(starts, ends)):
+            within = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, part.offsets))
+            place = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, block.offsets))
+            found.append(Overlap(part, within, place, tuple(e - s for s, e in zip(starts, ends))))
+    return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter, and what this rank has of it.
+
+    Attributes:
+        fqn: Name in the unwrapped module, of several the first.
+        names: All of them.
+        shape: Of the whole parameter.
+        param: What an optimizer holds.
+        parts: What this rank has.
+        embeds: Whether an embedding looks up rows of it.
+        original: How it lies in a wrapper's unit, if it does.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    shape: torch.Size
+    param: nn.Parameter
+    parts: tuple[Part, ...]
+    embeds: bool = False
+    original: Original | None = None
+
+    @property
+    def copy(self) -> Any:
+        """Tells ranks that have one copy between them, as far as that is known, from those of others."""
+        if isinstance(self.param, DTensor):
+            here = self.param.device_mesh.get_coordinate() or ()
+            return [at for at, each in zip(here, self.param.placements) if each.is_replicate()]
+        handle = None if self.original is None else self.original.handle
+        return None if handle is None else sorted(handle.communicator.members)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed with."""
+        handle = None if self.original is None else self.original.handle
+        return self.param.device if handle is None else handle.communicator.device
+
+
+def held_in(model: nn.Module) -> list[Held]:
+    """Returns the parameters of a model in order, each once, as an optimizer of this library holds them.
+
+    A `FlatParameter` is held by pieces: one for each original parameter.
+
+    Raises:
+        ValueError: If one lies in a way that is not known here.
+    """
+    flat = [unit for unit in units_in(model).values() if unit.handle is not None and not _of_dtensors(unit)]
+    owned = owned_places(flat)
+    found: dict[object, tuple[list[str], list[Place], Any]] = {}
+    for fqn, place, param in named(model, params, all_names=True):
+        original = owned.get(place)
+        if original is None and (param is None or isinstance(param, FlatParameter)):
+            continue
+        key = id(param) if original is None else original.key
+        names, places, _ = found.setdefault(key, ([], [], original or param))
+        names.append(fqn)
+        places.append(place)
+    return [_held(names, places, source) for names, places, source in found.values()]
+
+
+def _of_dtensors(unit: Any) -> bool:
+    return any(isinstance(source, DTensor) for layout in unit.handle.layouts for source in layout.sources)
+
+
+def _held(names: Sequence[str], places: Iterable[Place], source: Any) -> Held:
+    embeds = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in places)
+    fqn, every = names[0], tuple(dict.fromkeys(names))
+    if not isinstance(source, Original):
+        return Held(fqn, every, source.shape, source, _parts_of(fqn, source), embeds)
+    interval = source.interval
+    begins, sizes = (0,) * len(interval.shape), tuple(interval.shape)
+    if interval.part is not None:
+        begins, sizes = interval.part.box
+    parts = tuple(
+        Part(tuple(map(sum, zip(begins, box.offsets))), box.sizes, box.first - interval.start)
+        for box in boxes_of(sizes, interval.start, interval.stop)
+        if box.numel
+    )
+    param: nn.Parameter = interval.source
+    if isinstance(param, FlatParameter):
+        param = FlatPiece(param, interval)
+    return Held(fqn, every, source.shape, param, parts, embeds, source)
+
+
+def _parts_of(fqn: str, param: torch.Tensor) -> tuple[Part, ...]:
+    """Returns what this rank has of a parameter that is in no wrapper's unit."""
+    offsets, sizes = [0] * param.dim(), [*param.shape]
+    if isinstance(param, DTensor):
+        for dim, place, count in _cuts(fqn, param):
+            length = -(-sizes[dim] // count)
+            first = min(place * length, sizes[dim])
+            offsets[dim], sizes[dim] = offsets[dim] + first, min(length, sizes[dim] - first)
+        if param._local_tensor.shape != torch.Size(sizes):
+            raise ValueError(
+                f"parameter '{fqn}' is a DTensor with placements {param.placements}, of which rank "
+                f"{dist.get_rank()} has {tuple(param._local_tensor.shape)}, not {tuple(sizes)}: distribute "
+                "it as torch.distributed.tensor.distribute_tensor does"
+            )
+    return (Part(tuple(offsets), tuple(sizes), 0),) if torch.Size(sizes).numel() else ()
+
+
+def _cuts(fqn: str, param: DTensor) -> Iterator[tuple[int, int, int]]:
+    """Yields, in order, the dimension of each cut, which piece this rank has, and of how many."""
+    mesh = param.device_mesh
+    here = [*zip(param.placements, mesh.get_coordinate() or (), mesh.shape)]
+    here.sort(key=lambda each: isinstance(each[0], StridedShard))  # these cut what others have cut
+    for placement, place, count in here:
+        if isinstance(placement, (Shard, StridedShard)):
+            yield placement.dim, place, count
+        elif not isinstance(placement, Replicate):
+            raise ValueError(
+                f"parameter '{fqn}' is a DTensor with placements {param.placements}; only Shard and "
+                "Replicate tell which rank has what: redistribute it"
+            )
+
+
+class Teams:
+    """Finds the ranks that have parameters between them, and how these communicate."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Communicator] = {}
+
+    def of(self, held: Held) -> Communicator:
+        """Returns the communicator of all ranks that have any of a parameter; collective among them."""
+        if isinstance(held.param, DTensor):
+            ranks = sorted(held.param.device_mesh.mesh.flatten().tolist())
+            return self._over(tuple(ranks), device_of(held.param.device_mesh))
+        handle = None if held.original is None else held.original.handle
+        if handle is None:
+            return self._over(None, held.device)
+        part = held.original.interval.part if held.original is not None else None
+        axes = [each for each in (handle.communicator, handle.replicas) if each.size > 1]
+        groups = [] if part is None else [*map(part.mesh.get_group, range(part.mesh.ndim))]
+        if len(axes) == 1 and not groups:
+            return axes[0]
+        key = (*axes, *groups)
+        if key not in self._known:
+            self._known[key] = self._over(_reached(axes, groups), held.device)
+        return self._known[key]
+
+    def _over(self, ranks: tuple[int, ...] | None, device: torch.device) -> Communicator:
+        key = ranks, device
+        if key not in self._known:
+            together = ranks is not None and len(ranks) > 1
+            found = ranks_in(group_over(ranks or (), device)) if together else None
+            made: Communicator = make_communicator(found, device)
+            self._known[key] = made
+        return self._known[key]
+
+
+def _reached(axes: Sequence[Communicator], groups: Iterable[dist.ProcessGroup]) -> tuple[int, ...]:
+    """Returns the ranks that this one reaches by going along each of several dimensions; collective."""
+    known = {dist.get_rank()} if dist.is_initialized() else {0}
+    for axis in axes:
+        known = {*itertools.chain.from_iterable(axis.all_gather_object(known))}
+    for group in groups:
+        known = {*itertools.chain.from_iterable(all_gather_object(known, group))}
+    return tuple(sorted(known))
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank holds of a tensor, in one dimension."""
+    return held_by_this_rank(tensor.detach()).reshape(-1)

@@ -1,0 +1,429 @@
+"""`Team`: the ranks that have some matrices between them. It brings each to its owner and the result back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap._comm import Communicator, Finished, Pending
+from fsdp_wrap._core.torch_private import foreach_copy_
+from fsdp_wrap.optim._owners import Load, owners_of, rounds_of
+from fsdp_wrap.optim._parts import Held, Overlap, overlaps
+from fsdp_wrap.optim._views import Block
+
+_STACKED = 1 << 18
+"""Elements: matrices of fewer are computed with together, if they have one shape."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that has an owner.
+
+    Attributes:
+        name: Name of the parameter in the unwrapped module, with the matrix' number if it has several.
+        parameter: Name of the parameter.
+        shape: Rows and columns.
+        owner: The rank that computes with it, as the default group counts.
+        cost: What that takes, in the unit in which ranks share costs: rows x columns x the smaller of them.
+        block: Where it is in the parameter.
+    """
+
+    name: str
+    parameter: str
+    shape: tuple[int, int]
+    owner: int
+    cost: int
+    block: Block = field(repr=False)
+
+
+Compute = Callable[[torch.Tensor, Sequence[Matrix]], torch.Tensor]
+"""Takes matrices of one shape, stacked, which it may overwrite; returns as many results, stacked."""
+
+Values = Sequence[torch.Tensor | None]
+"""For each parameter what this rank has of something of its shape, flattened; None where that is nothing."""
+
+_Moves = list[tuple[int, Overlap]]
+"""Numbers of matrices, and parts of them that a message carries."""
+
+
+class Team:
+    """The ranks that have parameters between them, and the matrices in these. Making one is collective.
+
+    Args:
+        communicator: Of these ranks.
+        held: The parameters.
+        blocks: The matrices in each.
+        most: How many elements an owner gets in a round.
+
+    Attributes:
+        communicator: The same.
+        held: The same.
+        matrices: All matrices, in the order of the parameters.
+        dtype: The widest of the parameters'.
+    """
+
+    def __init__(
+        self, communicator: Communicator, held: Sequence[Held], blocks: Sequence[list[Block]], most: int
+    ) -> None:
+        self.communicator, self.held, self._most = communicator, held, most
+        told = [
+            (each.fqn, tuple(each.shape), str(each.param.dtype), own, each.parts, each.copy)
+            for each, own in zip(held, blocks)
+        ]
+        everyone: list[Any] = communicator.all_gather_object(told)
+        _check_alike(everyone)
+        self._params = [index for index, own in enumerate(blocks) for _ in own]
+        self._blocks = [block for own in blocks for block in own]
+        self._having = [
+            [overlaps(everyone[rank][param][4], block) for rank in range(communicator.size)]
+            for param, block in zip(self._params, self._blocks)
+        ]
+        self._copies = [[told[param][5] for told in everyone] for param in range(len(held))]
+        self._loads = [*map(_load, self._blocks, self._having)]
+        self._owners = self._choose_owners()
+        self._travels = [
+            any(found and rank != owner for rank, found in enumerate(having))
+            for having, owner in zip(self._having, self._owners)
+        ]
+        self._giving = [*map(self._givers, range(len(self._blocks)))]
+        self.matrices = self._named(blocks)
+        self.dtype = _widest(each.param.dtype for each in held)
+        self._plans: dict[tuple[bool, ...], list[_Round]] = {}
+
+    def _choose_owners(self) -> list[int]:
+        """Lets ranks share the trained matrices evenly, and then those that are frozen now."""
+        owners = [0] * len(self._blocks)
+        for trained in (True, False):
+            chosen = [
+                index
+                for index, param in enumerate(self._params)
+                if self.held[param].param.requires_grad == trained
+            ]
+            found = owners_of([self._loads[index] for index in chosen], self.communicator.size)
+            for index, owner in zip(chosen, found):
+                owners[index] = owner
+        return owners
+
+    def _givers(self, index: int) -> list[list[Overlap]]:
+        """Returns what of a matrix each rank gives: of equal parts one, that of the owner's copy first."""
+        owner, copies = self._owners[index], self._copies[self._params[index]]
+        size = self.communicator.size
+        order = sorted(
+            range(size), key=lambda r: (r != owner, copies[r] != copies[owner], (r - owner) % size)
+        )
+        giving: list[list[Overlap]] = [[] for _ in range(size)]
+        missing, seen = self._blocks[index].numel, set[Any]()
+        for rank in order:
+            for each in self._having[index][rank] if missing > 0 else ():
+                place = tuple((where.start, where.stop) for where in each.place)
+                if place not in seen:
+                    seen.add(place)
+                    giving[rank].append(each)
+                    missing -= each.numel
+        if missing:
+            fqn = self.held[self._params[index]].fqn
+            raise ValueError(
+                f"ranks {self._ranks} do not have just all of parameter '{fqn}' between them: shard it as "
+                "FullyShardedDataParallel, fully_shard or torch.distributed.tensor.distribute_tensor do"
+            )
+        return giving
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The ranks, as the default group counts them."""
+        group = self.communicator.group
+        return sorted(self.communicator.members) if group is None else dist.get_process_group_ranks(group)
+
+    def _named(self, blocks: Sequence[list[Block]]) -> list[Matrix]:
+        ranks, owners = self._ranks, iter(self._owners)
+        return [
+            Matrix(
+                f"{each.fqn}[{number}]" if len(own) > 1 else each.fqn,
+                each.fqn,
+                block.shape,
+                ranks[next(owners)],
+                block.cost,
+                block,
+            )
+            for each, own in zip(self.held, blocks)
+            for number, block in enumerate(own)
+        ]
+
+    def agreed(self, present: Sequence[bool | None]) -> list[bool]:
+        """Returns for which parameters there are values, after all ranks have told; collective.
+
+        Args:
+            present: For each whether this rank has a value; None where it has nothing of the parameter.
+
+        Raises:
+            RuntimeError: On all ranks, if some have values of their parts, and others have none.
+        """
+        own = [2 if each is None else int(each) for each in present]
+        if self.communicator.size == 1:
+            return [each == 1 for each in own]
+        full = self.communicator.empty(self.communicator.size * len(own), torch.uint8)
+        part = self.communicator.own_part(full)
+        mine = torch.tensor(own, dtype=torch.uint8)
+        self.communicator.all_gather([full], lambda: part.copy_(mine)).wait()
+        told = full.view(self.communicator.size, -1).tolist()
+        for index, each in enumerate(zip(*told)):
+            if 0 in each and 1 in each:
+                having, lacking = ([r for r, v in zip(self._ranks, each) if v == value] for value in (1, 0))
+                raise RuntimeError(
+                    f"parameter '{self.held[index].fqn}' has a gradient on ranks {having} and none on ranks "
+                    f"{lacking}, which have other parts of the same matrix: let all ranks have one, or none"
+                )
+        return [1 in each for each in zip(*told)]
+
+    def update(
+        self, values: Values, active: Sequence[bool], compute: Compute, dtype: torch.dtype | None
+    ) -> list[torch.Tensor | None]:
+        """Computes with whole matrices, each on its owner; collective.
+
+        Args:
+            values: Of this rank.
+            active: For which parameters there are values, as `agreed`.
+            compute: What to compute; it must not raise.
+            dtype: In which matrices travel, before and after.
+
+        Returns:
+            Results, as the values lie.
+        """
+        dtype = dtype or self.dtype
+        rounds = self._plan(tuple(active))
+        results = [
+            None if value is None or not known else torch.empty_like(value, dtype=dtype)
+            for value, known in zip(values, active)
+        ]
+        back: _Return | None = None
+        coming = rounds[0].send(values, dtype)
+        for number, each in enumerate(rounds):
+            following = rounds[number + 1].send(values, dtype) if number + 1 < len(rounds) else None
+            going = each.compute(coming, values, compute, dtype)
+            if back is not None:
+                back.take(results)
+            back, coming = going, following or coming
+        assert back is not None
+        back.take(results)
+        return results
+
+    def _plan(self, active: tuple[bool, ...]) -> list[_Round]:
+        if active not in self._plans:
+            loads = {
+                index: load
+                for index, (param, load) in enumerate(zip(self._params, self._loads))
+                if active[param]
+            }
+            rounds = rounds_of(loads, self._owners, self._travels, self._most)
+            self._plans[active] = [_Round(self, numbers) for numbers in rounds]
+        return self._plans[active]
+
+    # what a round asks
+
+    def param_of(self, index: int) -> int:
+        """Returns the number of the parameter in which a matrix is."""
+        return self._params[index]
+
+    def owner_of(self, index: int) -> int:
+        """Returns the owner of a matrix, as the team counts."""
+        return self._owners[index]
+
+    def given(self, index: int, rank: int) -> list[Overlap]:
+        """Returns what of a matrix a rank gives to its owner."""
+        return self._giving[index][rank]
+
+    def having(self, index: int, rank: int) -> list[Overlap]:
+        """Returns what of a matrix a rank has, and so gets of the result."""
+        return self._having[index][rank]
+
+
+class _Round:
+    """Some matrices that travel together: what of them this rank sends, gets, and computes.
+
+    Args:
+        team: The ranks.
+        numbers: Of the matrices.
+    """
+
+    def __init__(self, team: Team, numbers: Sequence[int]) -> None:
+        self._team, self._communicator = team, team.communicator
+        me, ranks = self._communicator.rank, range(self._communicator.size)
+        owned = [index for index in numbers if team.owner_of(index) == me]
+
+        def of_owner(rank: int, moves: Callable[[int, int], list[Overlap]]) -> _Moves:
+            """What this rank and an owner have to do with each other."""
+            own = [index for index in numbers if team.owner_of(index) == rank != me]
+            return [(index, each) for index in own for each in moves(index, me)]
+
+        def of_holder(rank: int, moves: Callable[[int, int], list[Overlap]]) -> _Moves:
+            return [(index, each) for index in owned if rank != me for each in moves(index, rank)]
+
+        self._sent = [of_owner(rank, team.given) for rank in ranks]
+        self._received = [of_holder(rank, team.given) for rank in ranks]
+        self._returned = [of_holder(rank, team.having) for rank in ranks]
+        self._arriving = [of_owner(rank, team.having) for rank in ranks]
+        self._kept = [(index, each) for index in owned for each in team.having(index, me)]
+        others = [(index, rank) for index in numbers for rank in ranks if rank != team.owner_of(index)]
+        self._comes = any(team.given(*each) for each in others)
+        self._goes = any(team.having(*each) for each in others)
+        key: Callable[[int], tuple[int, ...]] = lambda index: _stack_key(team.matrices[index], index)  # noqa: E731
+        self._stacks = [[*stack] for _, stack in groupby(sorted(owned, key=key), key=key)]
+
+    def send(self, values: Values, dtype: torch.dtype) -> _Coming:
+        """Sends what of values other ranks need; returns what comes."""
+        if not self._comes:
+            return _Coming(Finished(), [])
+        sent = _empty(self._communicator, self._sent, dtype)
+        sources = [self._held(values, move) for moves in self._sent for move in moves]
+        _copy(_views(sent, self._sent), sources)
+        received = _empty(self._communicator, self._received, dtype)
+        lengths = _lengths(self._received), _lengths(self._sent)
+        pending = self._communicator.all_to_all(received, sent, lengths)
+        return _Coming(pending, _views(received, self._received), [sent])
+
+    def compute(self, coming: _Coming, values: Values, compute: Compute, dtype: torch.dtype) -> _Return:
+        """Computes with the matrices that this rank owns, once they are there; sends the results."""
+        coming.pending.wait()
+        stacks = [self._empty_stack(stack, dtype) for stack in self._stacks]
+        matrices = {
+            index: matrix for stack, each in zip(self._stacks, stacks) for index, matrix in zip(stack, each)
+        }
+        received = [move for moves in self._received for move in moves]
+        _copy([self._placed(matrices, move) for move in received], coming.views)
+        _copy(
+            [self._placed(matrices, move) for move in self._kept],
+            [self._held(values, move) for move in self._kept],
+        )
+        results: dict[int, torch.Tensor] = {}
+        for stack, stacked in zip(self._stacks, stacks):
+            found = compute(stacked, [self._team.matrices[index] for index in stack])
+            results.update(zip(stack, found))
+        return self._give_back(results, dtype)
+
+    def _empty_stack(self, stack: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        shape = self._team.matrices[stack[0]].shape
+        return torch.empty(len(stack), *shape, dtype=dtype, device=self._communicator.device)
+
+    def _give_back(self, results: dict[int, torch.Tensor], dtype: torch.dtype) -> _Return:
+        own = [(self._team.param_of(move[0]), move[1], self._placed(results, move)) for move in self._kept]
+        if not self._goes:
+            return _Return(Finished(), own)
+        sent = _empty(self._communicator, self._returned, dtype)
+        _copy(
+            _views(sent, self._returned),
+            [self._placed(results, move) for moves in self._returned for move in moves],
+        )
+        received = _empty(self._communicator, self._arriving, dtype)
+        lengths = _lengths(self._arriving), _lengths(self._returned)
+        pending = self._communicator.all_to_all(received, sent, lengths)
+        moves = [move for moves in self._arriving for move in moves]
+        for (index, overlap), view in zip(moves, _views(received, self._arriving)):
+            own.append((self._team.param_of(index), overlap, view))
+        return _Return(pending, own, [sent])
+
+    def _held(self, values: Values, move: tuple[int, Overlap]) -> torch.Tensor:
+        index, overlap = move
+        value = values[self._team.param_of(index)]
+        assert value is not None
+        return overlap.of_held(value)
+
+    def _placed(self, matrices: dict[int, torch.Tensor], move: tuple[int, Overlap]) -> torch.Tensor:
+        index, overlap = move
+        return matrices[index].view(self._team.matrices[index].block.sizes)[overlap.place]
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """Parts of matrices on their way to their owner.
+
+    Attributes:
+        pending: What to wait for.
+        views: What comes, in the order of messages.
+        sent: Kept until then.
+    """
+
+    pending: Pending
+    views: list[torch.Tensor]
+    sent: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Return:
+    """Parts of results on their way from the owner.
+
+    Attributes:
+        pending: What to wait for.
+        parts: Of which parameter, where in what this rank has of it, and what comes.
+        sent: Kept until then.
+    """
+
+    pending: Pending
+    parts: list[tuple[int, Overlap, torch.Tensor]]
+    sent: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, results: Sequence[torch.Tensor | None]) -> None:
+        """Puts what has come into results."""
+        self.pending.wait()
+        targets, sources = [], []
+        for param, overlap, source in self.parts:
+            result = results[param]
+            assert result is not None
+            targets.append(overlap.of_held(result))
+            sources.append(source)
+        _copy(targets, sources)
+
+
+def _stack_key(matrix: Matrix, index: int) -> tuple[int, ...]:
+    small = matrix.shape[0] * matrix.shape[1] < _STACKED
+    return (*matrix.shape, -1 if small else index)
+
+
+def _lengths(messages: Sequence[_Moves]) -> list[int]:
+    return [sum(overlap.numel for _, overlap in moves) for moves in messages]
+
+
+def _empty(communicator: Communicator, messages: Sequence[_Moves], dtype: torch.dtype) -> torch.Tensor:
+    return communicator.empty(sum(_lengths(messages)), dtype)
+
+
+def _views(buffer: torch.Tensor, messages: Sequence[_Moves]) -> list[torch.Tensor]:
+    parts = [overlap for moves in messages for _, overlap in moves]
+    cut = torch.split_with_sizes(buffer, [overlap.numel for overlap in parts]) if parts else ()
+    return [view.view(overlap.sizes) for view, overlap in zip(cut, parts)]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        foreach_copy_(targets, sources)
+
+
+def _load(block: Block, having: Sequence[Sequence[Overlap]]) -> Load:
+    whole = (sum(each.numel for each in found) == block.numel for found in having)
+    return Load(block.cost, block.numel, tuple(rank for rank, all_of_it in enumerate(whole) if all_of_it))
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    first, *others = dtypes
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
+
+
+def _check_alike(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+    """Refuses what differs between ranks, on all of them."""
+    described = [[each[:4] for each in told] for told in everyone]
+    for rank, told in enumerate(described):
+        if told != described[0]:
+            names, first = [each[0] for each in told], [each[0] for each in described[0]]
+            differing = sorted({*names} ^ {*first}) or [
+                each[0] for each, other in zip(told, described[0]) if each != other
+            ]
+            raise ValueError(
+                f"ranks 0 and {rank} of {len(everyone)} have other matrices between them, beginning with "
+                f"'{(differing or names)[0]}': select and cut the same on all ranks"
+            )
