@@ -7,6 +7,7 @@ Must never know: what a unit is, and how bytes travel.
 """
 
 from fsdp_wrap._core.add_ons import Seam
+from fsdp_wrap._core.alignment import ShardAlignment
 from fsdp_wrap._core.api import (
     BackwardPrefetch,
     CPUOffload,
