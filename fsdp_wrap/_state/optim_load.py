@@ -232,7 +232,8 @@ def _source_state(
         state[key] = spread = torch.full(source.shape, torch.nan, device=source.device)
         for each, entry in found:
             if key in entry and small is not None:
-                small.spread(each, entry[key], each.interval.within(spread))
+                numel, start = each.shape.numel(), each.interval.start
+                small.spread(numel, start, entry[key], each.interval.within(spread))
     return state
 
 

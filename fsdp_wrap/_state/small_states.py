@@ -71,7 +71,7 @@ class SmallStates(ABC):
             last block: 1-D, and 0 where there are no codes.
         """
         found: State = {}
-        entry = self._flat(entry)
+        entry = self.as_in_optimizer(entry)
         for key, value in entry.items():
             if key in self._parts:
                 continue
@@ -87,7 +87,7 @@ class SmallStates(ABC):
 
     def is_native(self, entry: Mapping[str, Any]) -> bool:
         """Whether the state of a parameter is as the optimizer has it, with codes."""
-        flat = self._flat(entry)
+        flat = self.as_in_optimizer(entry)
         return flat is not entry or any(self._codes_of(*each, entry) is not None for each in entry.items())
 
     def put_together(self, entry: State, like: Mapping[str, Any]) -> State:
@@ -118,41 +118,58 @@ class SmallStates(ABC):
     def scales_of(self, original: Original, scale: torch.Tensor) -> IntervalTensor | None:
         """Returns, of the scales of a sharded parameter's blocks, those of an original parameter's.
 
+        None where ranks have a part of the parameter between them: its blocks are others than the whole's.
+        """
+        interval = original.interval
+        if interval.part is not None:
+            return None
+        return self.scales_within(
+            original.shape.numel(), interval.start, interval.stop, interval.offset, scale
+        )
+
+    def scales_within(
+        self, numel: int, start: int, stop: int, offset: int, scale: torch.Tensor
+    ) -> IntervalTensor:
+        """Returns the scales of a parameter's blocks, of which this rank holds an interval.
+
         A block belongs to the rank that has its first element. Its scale is 0 if that rank does not have all
         of it, or it is no block of the sharded parameter.
+
+        Args:
+            numel: Elements of the parameter.
+            start: Of the interval.
+            stop: Of the interval.
+            offset: Where it begins in the sharded parameter.
+            scale: Of the sharded parameter's blocks.
         """
-        interval, numel = original.interval, original.shape.numel()
-        shape = torch.Size([-(-numel // self.block)])
-        bounds = original.bounds_in(shape, self.block)
-        if interval.part is not None or bounds is None:
-            return None
-        (first, last), ahead = bounds, interval.offset - interval.start
-        piece = scale.new_zeros(last - first)
+        first, last = (-(-end // self.block) for end in (start, stop))
+        piece, ahead = scale.new_zeros(last - first), offset - start
         if ahead % self.block == 0 and last > first:
             begin = first + ahead // self.block
             piece.copy_(scale[begin : begin + last - first])
-            if interval.stop < numel and interval.stop % self.block:
+            if stop < numel and stop % self.block:
                 piece[-1].zero_()
-        return IntervalTensor(shape, first, piece)
+        return IntervalTensor(torch.Size([-(-numel // self.block)]), first, piece)
 
-    def spread(self, original: Original, piece: IntervalTensor, out: torch.Tensor) -> None:
+    def spread(self, numel: int, start: int, piece: IntervalTensor, out: torch.Tensor) -> None:
         """Writes scales to every element of which this rank holds them, if they are of blocks of this size.
 
         Args:
-            original: The parameter.
-            piece: Scales of its blocks, as `scales_of` has them.
-            out: 1-D, for what this rank holds of the parameter.
+            numel: Elements of the parameter.
+            start: Of the interval that this rank holds of it.
+            piece: Scales of its blocks, as `scales_within` has them.
+            out: 1-D, for the interval.
         """
         out.zero_()
-        if piece.shape[0] != -(-original.shape.numel() // self.block):
+        if piece.shape[0] != -(-numel // self.block):
             return
-        begin = piece.start * self.block - original.interval.start
+        begin = piece.start * self.block - start
         values = piece.piece.repeat_interleave(self.block)[: out.numel() - begin]
         out[begin : begin + values.numel()].copy_(values)
 
     _parts: Sequence[str] = ()  # names of what is no state of its own
 
-    def _flat(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    def as_in_optimizer(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns an entry of a state dict as it is in the optimizer."""
         return entry
 
@@ -248,7 +265,7 @@ class _Bitsandbytes(SmallStates):
     _parts = ("absmax1", "absmax2", "qmap1", "qmap2")
     _APART = "__bnb_optimizer_quant_state__"
 
-    def _flat(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    def as_in_optimizer(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._APART not in entry:
             return entry
         others = {key: value for key, value in entry.items() if key != self._APART}
