@@ -79,6 +79,7 @@ from fsdp_wrap._core.modules import (
     show_extra,
 )
 from fsdp_wrap._core.optimizer_steps import (
+    FACTORED,
     NOT_ELEMENTWISE,
     refuse_in_steps,
     refuse_in_steps_at_times,

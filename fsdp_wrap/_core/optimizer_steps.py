@@ -6,6 +6,7 @@ Their kernels do not always move version counters: so steps are counted, and tho
 from __future__ import annotations
 
 import functools
+from abc import ABCMeta
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,8 +18,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._core.modules import is_owned
 
-NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor)
-"""Optimizers of torch that compute with numbers of whole parameters, or of all of them."""
+
+class _TransformersAdafactor(metaclass=ABCMeta):
+    """The class of transformers, known by its name: that package is not imported for it."""
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        names = ((each.__module__, each.__qualname__) for each in kind.__mro__)
+        return ("transformers.optimization", "Adafactor") in names
+
+
+FACTORED: tuple[type, ...] = (torch.optim.Adafactor, _TransformersAdafactor)
+"""Optimizers with state by rows and by columns, and with numbers of whole parameters."""
+
+NOT_ELEMENTWISE: tuple[type, ...] = (torch.optim.LBFGS, *FACTORED)
+"""Optimizers that compute with numbers of whole parameters, or of all of them."""
 
 _ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each step of each parameter
 
@@ -41,7 +55,7 @@ def watch_steps() -> None:
 
 def refuse_in_steps(
     params: Iterable[tuple[nn.Parameter, Callable[[], str]]],
-    kinds: tuple[type[torch.optim.Optimizer], ...] | None = None,
+    kinds: tuple[type, ...] | None = None,
 ) -> None:
     """Lets optimizers that hold these parameters raise when they step, before anything changes.
 
