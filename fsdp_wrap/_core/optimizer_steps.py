@@ -6,7 +6,6 @@ Their kernels do not always move version counters: so steps are counted, and tho
 from __future__ import annotations
 
 import functools
-from abc import ABCMeta
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,13 +18,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_wrap._core.modules import is_owned
 
 
-class _TransformersAdafactor(metaclass=ABCMeta):
-    """The class of transformers, known by its name: that package is not imported for it."""
+class _KnownByName(type):
+    """Of a class that stands for one of another package, which is not imported for it."""
 
-    @classmethod
-    def __subclasshook__(cls, kind: type) -> bool:
-        names = ((each.__module__, each.__qualname__) for each in kind.__mro__)
-        return ("transformers.optimization", "Adafactor") in names
+    path: tuple[str, str]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.path in {(kind.__module__, kind.__qualname__) for kind in type(instance).__mro__}
+
+
+class _TransformersAdafactor(metaclass=_KnownByName):
+    path = "transformers.optimization", "Adafactor"
 
 
 FACTORED: tuple[type, ...] = (torch.optim.Adafactor, _TransformersAdafactor)
