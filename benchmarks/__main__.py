@@ -32,6 +32,7 @@ SCRIPTS = (
     "counts",
     "compression",
     "weights",
+    "small_states",
     "gpu",
 )
 DOCS = Path(__file__).resolve().parents[1] / "docs"

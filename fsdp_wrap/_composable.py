@@ -23,6 +23,7 @@ from fsdp_wrap._core import (
     OffloadPolicy,
     ParamSlot,
     SegmentPolicy,
+    ShardAlignment,
     check_flag,
     check_kind,
     check_nbytes,
@@ -73,6 +74,7 @@ class Composition:
         options: How the schedule treats the unit.
         kept_within: Returns the ranks that keep full parameters between them, of those over one mesh.
         shared_memory: Whether ranks that share a host may communicate through its memory.
+        alignment: Where in a parameter the part of a rank may begin, which `location_of` has seen to.
     """
 
     by: str
@@ -85,6 +87,7 @@ class Composition:
     options: UnitOptions
     kept_within: Callable[[DataMesh], Communicator | None] = _nobody
     shared_memory: bool = True
+    alignment: ShardAlignment | None = None
 
 
 def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
@@ -109,7 +112,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
         return UnitSpec(
             mesh=over.ranks,
             device=device,
-            make_layout=_makes_layouts(over, locations, wanted.mp_policy, wanted.offload),
+            make_layout=_makes_layouts(over, locations, wanted),
             policy_of=policies.__getitem__,
             options=replace(options, reshards_within=wanted.kept_within(over)),
             parts=() if owner is module else tuple(parts),
@@ -213,19 +216,16 @@ def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None
 
 
 def _makes_layouts(
-    over: DataMesh,
-    locations: Mapping[nn.Parameter, Location],
-    mp_policy: MixedPrecisionPolicy,
-    offload: CPUOffloadPolicy | None,
+    over: DataMesh, locations: Mapping[nn.Parameter, Location], wanted: Composition
 ) -> Callable[[list[ParamSlot], Communicator, str], Layout]:
     """Returns what makes a layout of some parameters that lie on one mesh, and travel together."""
-    on_host = _on_host(offload)
+    options: dict[str, Any] = {"mesh": over, "alignment": wanted.alignment, **_on_host(wanted.offload)}
 
     def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
         if is_extension(segment[0].param):
-            return ExtensionLayout(segment, allocator, mesh=over, name=name, mp_policy=mp_policy, **on_host)
+            return ExtensionLayout(segment, allocator, name=name, mp_policy=wanted.mp_policy, **options)
         dims = [locations[slot.param].dim for slot in segment]
-        return DTensorLayout(segment, allocator, mesh=over, dims=dims, name=name, **on_host)
+        return DTensorLayout(segment, allocator, dims=dims, name=name, **options)
 
     return make_layout
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 
 from fsdp_wrap._core import UNIT_ATTR, NotPicklableError
-from fsdp_wrap._params import HandleState, make_copyable
+from fsdp_wrap._params import HandleState, Layout, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
@@ -397,12 +397,12 @@ class FSDPModule(nn.Module):
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
     def extra_repr(self) -> str:
-        """That of the module's class, and how many bytes of the unit's full parameters stay, if any."""
+        """That of the module's class, how parts are aligned, and how many bytes of full parameters stay."""
         own, handles = super().extra_repr(), [unit.handle for unit in _unit_of(self).over_all_meshes]
         staying = sum(handle.staying_nbytes for handle in handles if handle is not None)
-        if not staying:
-            return own
-        return ", ".join([*filter(None, [own]), f"{staying} bytes stay unsharded"])
+        stays = f"{staying} bytes stay unsharded" if staying else ""
+        layouts = [segment.layout for handle in handles if handle is not None for segment in handle.segments]
+        return ", ".join(filter(None, [own, _told_alignment(layouts), stays]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise NotPicklableError(
@@ -528,3 +528,14 @@ def _unit_of(module: Any) -> Unit:
 
 def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
     return tuple(unit for module in modules for unit in _unit_of(module).over_all_meshes)
+
+
+def _told_alignment(layouts: Sequence[Layout]) -> str:
+    """Says where parts begin, and which parameters stay whole for it, in a few words; nothing if anywhere."""
+    aligned = [layout for layout in layouts if layout.alignment is not None]
+    if not aligned:
+        return ""
+    whole = [repr(fqn) for layout in aligned if not layout.sharded for fqn in layout.fqns]
+    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+    beside = f" ({', '.join(whole[:3])}{more} whole on every rank)" if whole else ""
+    return f"aligned to {aligned[0].alignment}{beside}"

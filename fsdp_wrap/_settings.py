@@ -23,6 +23,7 @@ from fsdp_wrap._core import (
     InputCasts,
     MixedPrecision,
     ParamSlot,
+    ShardAlignment,
     ShardingStrategy,
     WrongKindError,
     check_flag,
@@ -99,6 +100,7 @@ class Settings:
     shared_memory: bool = True
     travel_together_bytes: int | None = None
     keep_unsharded_bytes: int = 0
+    shard_alignment: int | str | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -122,6 +124,7 @@ class Settings:
         check_flag("shared_memory", self.shared_memory)
         check_nbytes("travel_together_bytes", self.travel_together_bytes)
         check_nbytes("keep_unsharded_bytes", self.keep_unsharded_bytes)
+        ShardAlignment.of(self.shard_alignment)
         self.policy.check()
         return resolve_mesh(self.process_group, self.device_mesh, self.strategy)
 
@@ -144,10 +147,12 @@ class Settings:
             "sharded": mesh.shard is not None,
             "offload": offload,
         }
+        alignment = ShardAlignment.of(self.shard_alignment)
 
         def make_layout(slots: Sequence[ParamSlot], communicator: Communicator, *, name: str) -> Layout:
-            kind = PackedLayout if is_packable(slots[0].param) else plain
-            return kind(slots, communicator, name=name, **options)
+            if is_packable(slots[0].param):  # bytes, and frozen
+                return PackedLayout(slots, communicator, name=name, **options)
+            return plain(slots, communicator, name=name, **options, alignment=alignment)
 
         return make_layout
 

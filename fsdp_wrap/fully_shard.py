@@ -30,12 +30,13 @@ from fsdp_wrap._core import (
     NoDimensionError,
     OffloadPolicy,
     ParamSlot,
+    ShardAlignment,
     ShardPlacementResult,
     UnevenCutError,
     WrongKindError,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp_wrap._params import DataMesh, held_by_this_rank, is_extension
+from fsdp_wrap._params import DataMesh, chunk_numel, held_by_this_rank, is_extension
 from fsdp_wrap._runtime import UnitOptions
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
@@ -56,6 +57,7 @@ def fully_shard(
     shared_memory: bool = True,
     travel_together_bytes: int | None = None,
     keep_unsharded_bytes: int = 0,
+    shard_alignment: int | str | None = None,
 ) -> Any:
     """Makes a unit of a module in place: its parameters become `DTensor`s that are sharded over the ranks.
 
@@ -91,6 +93,11 @@ def fully_shard(
         keep_unsharded_bytes: So many bytes of full parameters may stay in memory on each rank, in all units
             of the tree together, once this unit's do; see `FSDPModule.set_keep_unsharded_bytes`, which sets
             it for all units. Not one of torch's arguments.
+        shard_alignment: Where in a parameter a rank's part may begin: at multiples of so many elements; or at
+            its rows with "rows", which parts along the first dimension always do. None for anywhere. A
+            `DTensor`'s parts cannot be moved, so a parameter of which they would begin elsewhere stays whole
+            on every rank if it has one dimension, or fewer elements than one such number for each rank;
+            `repr` names it. Any other is refused. Not one of torch's arguments.
 
     Returns:
         `module` itself.
@@ -99,21 +106,28 @@ def fully_shard(
         TypeError: If an argument is of the wrong type, a parameter is of a class that sharding would lose, or
             a module was made by TorchScript.
         ValueError: If there is no process group, this rank is not in the mesh, a module is in a unit already
-            or has no forward, a parameter cannot be cut, or an override of its dtype is none that is allowed.
+            or has no forward, a parameter cannot be cut, or not where `shard_alignment` wants it, or an
+            override of its dtype is none that is allowed.
 
     The API is that of `torch.distributed.fsdp.fully_shard`.
     """
     parts = outermost(module, "fully_shard")
     offload = checked_offload(mp_policy, offload_policy)
     check_own(shared_memory, travel_together_bytes, keep_unsharded_bytes)
+    alignment = ShardAlignment.of(shard_alignment)
     data = _data_mesh(default_mesh("fully_shard") if mesh is None else mesh, dp_mesh_dims)
     reshard_after_forward = _resolved(reshard_after_forward)
     shares = shared_memory is not False
+
+    def location_of(slot: ParamSlot) -> Location:
+        location = _location_of(slot, shard_placement_fn, data)
+        return location if alignment is None else _aligned(slot, location, alignment)
+
     wanted = Composition(
         by="fully_shard",
         kind=FSDPModule,
         data=data,
-        location_of=partial(_location_of, placement_of=shard_placement_fn, data=data),
+        location_of=location_of,
         mp_policy=mp_policy,
         offload=offload,
         ignored_params=ignored_params,
@@ -125,6 +139,7 @@ def fully_shard(
         ),
         kept_within=partial(_kept_within, reshard_after_forward, data=data, shared_memory=shares),
         shared_memory=shares,
+        alignment=alignment,
     )
     compose(module, parts, wanted)
     return module
@@ -167,6 +182,33 @@ def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMe
             "its placement must be None"
         )
     return Location(over, _dim_of(slot.fqn, placement, shape, over))
+
+
+def _aligned(slot: ParamSlot, location: Location, alignment: ShardAlignment) -> Location:
+    """Returns where a parameter is to lie so that its parts begin where they should: perhaps it stays whole.
+
+    Raises:
+        UnevenCutError: If it cannot, and is too large to stay whole.
+    """
+    over, dim = location
+    shape, ranks = held_by_this_rank(slot.param).shape, over.ranks.shard
+    if ranks is None or not shape.numel():
+        return location
+    grain, part = alignment.grain(shape), chunk_numel(slot, dim, ranks.size)
+    if dim == 0 and (part % grain == 0 or part >= shape.numel()):
+        return location
+    small = len(shape) == 1 or shape.numel() < grain * ranks.size
+    if dim == 0 and small and over.dims is None and not is_extension(slot.param):
+        return Location(over.copied_everywhere(), 0)
+    lie, choose = f"are of {part} elements", f"Choose a divisor of {part}"
+    if dim:
+        lie, choose = f"are cut along dimension {dim}", "Place it by Shard(0)"
+    raise UnevenCutError(
+        f"shard_alignment={alignment.argument!r} cannot hold for parameter '{slot.fqn}' of shape "
+        f"{tuple(shape)}: its parts on {ranks.size} ranks {lie}, which a DTensor settles. {choose}, shard "
+        "its module by a call of its own without shard_alignment, or use FullyShardedDataParallel, which "
+        "moves parameters apart"
+    )
 
 
 def _mesh_told(slot: ParamSlot, info: Any, data: DataMesh) -> DataMesh:
@@ -225,6 +267,4 @@ def _kept_within(
         )
     if shard.size == reshard_after_forward:
         return None
-    return make_communicator(
-        neighbours(shard, reshard_after_forward), device_of(data.mesh), shared_memory
-    )
+    return make_communicator(neighbours(shard, reshard_after_forward), device_of(data.mesh), shared_memory)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_wrap._comm import resolve_device
+from fsdp_wrap._comm import ShardMesh, resolve_device
 from fsdp_wrap._core import (
     UNIT_ATTR,
     WRAPPED_ATTR,
@@ -153,6 +153,10 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             use, in all units of the model together: as long as their values do not change they are not
             gathered again. Frozen ones stay between steps, others between forward and backward, and in
             evaluation. See `set_keep_unsharded_bytes`; not one of torch's arguments.
+        shard_alignment: Where in a parameter a rank's part may begin: at multiples of so many elements, or of
+            its rows with "rows" (a row is what one index of the first dimension selects). What that takes is
+            padding, which `repr` tells. None for anywhere. Frozen tensor subclasses, which lie as bytes, are
+            not aligned. Not one of torch's arguments.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -186,6 +190,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         shared_memory: bool = True,
         travel_together_bytes: int | None = None,
         keep_unsharded_bytes: int = 0,
+        shard_alignment: int | str | None = None,
     ) -> None:
         super().__init__()
         _check_wrappable(module)
@@ -205,21 +210,13 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             shared_memory=shared_memory,
             travel_together_bytes=travel_together_bytes,
             keep_unsharded_bytes=keep_unsharded_bytes,
+            shard_alignment=shard_alignment,
         )
         mesh = settings.mesh()
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         tensors = check_module(module, ignored, values, mesh, None if use_orig_params else _IN_BACKWARD)
         device = resolve_device(tensors, device_id, mesh.groups)
-        policy = SegmentPolicy.of(settings.policy)
-        spec = UnitSpec(
-            mesh=mesh,
-            device=device,
-            make_layout=settings.layouts(module, mesh),
-            policy_of=lambda _: policy,
-            buffer_dtype=settings.policy.buffer_dtype,
-            options=settings.unit_options(module),
-            shared_memory=shared_memory is not False,
-        )
+        spec = _spec_of(settings, module, mesh, device)
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, replace(settings, device_id=device))
         self._show_settings(settings, mesh, device)
@@ -521,6 +518,19 @@ def _check_wrappable(module: Any) -> None:
         )
     REGISTRY.refuse_taken(module)
     warn_of_container(module)
+
+
+def _spec_of(settings: Settings, module: nn.Module, mesh: ShardMesh, device: torch.device) -> UnitSpec:
+    policy = SegmentPolicy.of(settings.policy)
+    return UnitSpec(
+        mesh=mesh,
+        device=device,
+        make_layout=settings.layouts(module, mesh),
+        policy_of=lambda _: policy,
+        buffer_dtype=settings.policy.buffer_dtype,
+        options=settings.unit_options(module),
+        shared_memory=settings.shared_memory is not False,
+    )
 
 
 def _wrap_below(

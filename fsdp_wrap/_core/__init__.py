@@ -7,6 +7,7 @@ Must never know: what a unit is, and how bytes travel.
 """
 
 from fsdp_wrap._core.add_ons import Seam
+from fsdp_wrap._core.alignment import ShardAlignment
 from fsdp_wrap._core.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -78,6 +79,7 @@ from fsdp_wrap._core.modules import (
     show_extra,
 )
 from fsdp_wrap._core.optimizer_steps import (
+    FACTORED,
     NOT_ELEMENTWISE,
     refuse_in_steps,
     refuse_in_steps_at_times,

@@ -17,8 +17,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._core.modules import is_owned
 
-NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor)
-"""Optimizers of torch that compute with numbers of whole parameters, or of all of them."""
+
+class _KnownByName(type):
+    """Of a class that stands for one of another package, which is not imported for it."""
+
+    path: tuple[str, str]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.path in {(kind.__module__, kind.__qualname__) for kind in type(instance).__mro__}
+
+
+class _TransformersAdafactor(metaclass=_KnownByName):
+    path = "transformers.optimization", "Adafactor"
+
+
+FACTORED: tuple[type, ...] = (torch.optim.Adafactor, _TransformersAdafactor)
+"""Optimizers with state by rows and by columns, and with numbers of whole parameters."""
+
+NOT_ELEMENTWISE: tuple[type, ...] = (torch.optim.LBFGS, *FACTORED)
+"""Optimizers that compute with numbers of whole parameters, or of all of them."""
 
 _ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each step of each parameter
 
@@ -41,7 +58,7 @@ def watch_steps() -> None:
 
 def refuse_in_steps(
     params: Iterable[tuple[nn.Parameter, Callable[[], str]]],
-    kinds: tuple[type[torch.optim.Optimizer], ...] | None = None,
+    kinds: tuple[type, ...] | None = None,
 ) -> None:
     """Lets optimizers that hold these parameters raise when they step, before anything changes.
 

@@ -52,9 +52,14 @@ class Cut(Extent):
         return torch.Size([self.whole, self.chunk, *self.shape[1:]])
 
     @property
+    def chunk_numel(self) -> int:
+        """Elements of a whole chunk."""
+        return self._shape_of(self.chunk).numel()
+
+    @property
     def end(self) -> int:
         """Where each rank's chunk ends in its part."""
-        return self.offset + self._shape_of(self.chunk).numel()
+        return self.offset + self.chunk_numel
 
     def _shape_of(self, rows: int) -> torch.Size:
         return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
@@ -114,6 +119,11 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int) -> list
         start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
         cuts.append(cut)
     return cuts
+
+
+def chunk_numel(slot: ParamSlot, dim: int, ranks: int) -> int:
+    """Returns the elements of a whole chunk of a parameter that is not empty."""
+    return Cut(slot.fqn, held_by_this_rank(slot.param).shape, 0, dim, ranks, 0).chunk_numel
 
 
 def only_rows(cut: Cut) -> Cut:

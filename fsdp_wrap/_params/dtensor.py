@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, mark_owned
+from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
 from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, round_up
@@ -38,6 +38,7 @@ class DTensorLayout(Layout):
         name: Name of the segment within its unit.
         offload: Whether the shard lives in host memory.
         pin: Whether that is pinned.
+        alignment: Where the chunks begin, as their sizes have it: this layout does not move them.
     """
 
     extents: Sequence[Cut]
@@ -52,9 +53,10 @@ class DTensorLayout(Layout):
         name: str,
         offload: bool,
         pin: bool,
+        alignment: ShardAlignment | None = None,
     ) -> None:
         super().__init__(name, slots, communicator, offload, pin, mesh.own_dims)
-        self.in_place, self.sharded = self._ranks == 1, mesh.shards
+        self.in_place, self.sharded, self.alignment = self._ranks == 1, mesh.shards, alignment
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, show_extra
+from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
 from fsdp_wrap._params.parallel import held_by_this_rank
@@ -153,6 +153,11 @@ class FlatLayout(Layout):
         module: The unit's module.
         sharded: Whether the buffer is cut at all; otherwise every rank holds the whole of it as its shard.
         offload: Whether the shard lives in host memory.
+        alignment: Where shards may begin in parameters. What that takes is padding: between parameters, and
+            behind the last.
+
+    Raises:
+        ValueError: If even shards cannot begin there.
     """
 
     flat_param: FlatParameter
@@ -167,11 +172,12 @@ class FlatLayout(Layout):
         module: nn.Module,
         sharded: bool,
         offload: bool,
+        alignment: ShardAlignment | None = None,
     ) -> None:
         super().__init__(name, slots, communicator, offload)
-        self.module, self.sharded = module, sharded
+        self.module, self.sharded, self.alignment = module, sharded, alignment
         extents = self._extents_of(slots)
-        shard_numel = max(1, -(-extents[-1].stop // communicator.size))
+        shard_numel = self._aligned(max(1, -(-extents[-1].stop // communicator.size)), extents)
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
         self._lay_out(extents, self._bounds, shard_numel)
@@ -188,7 +194,14 @@ class FlatLayout(Layout):
 
     def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
         """Says where the original parameters are to lie."""
-        return _extents(slots)
+        return _extents(slots, self.alignment)
+
+    def _aligned(self, numel: int, extents: Sequence[Extent]) -> int:
+        """Returns the size of shards of at least so many elements."""
+        if self.alignment is None:
+            return numel
+        shapes = [extent.shape for extent in extents]
+        return round_up(numel, self.alignment.common_grain([extent.fqn for extent in extents], shapes))
 
     def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         piece, begin = self._pieces[index], self._begins[index]
@@ -345,12 +358,15 @@ class FlatParameterLayout(FlatLayout):
         self.show_sharded()
 
 
-def _extents(slots: Sequence[ParamSlot]) -> list[Extent]:
+def _extents(slots: Sequence[ParamSlot], alignment: ShardAlignment | None) -> list[Extent]:
     result: list[Extent] = []
-    start = 0
+    stop = 0
     for slot in slots:
-        result.append(Extent(slot.fqn, held_by_this_rank(slot.param).shape, start))
-        start = round_up(result[-1].stop, alignment_of(slots))
+        shape = held_by_this_rank(slot.param).shape
+        grain = 1 if alignment is None else alignment.grain(shape)
+        start = round_up(stop, math.lcm(alignment_of(slots), grain))
+        result.append(Extent(slot.fqn, shape, start))
+        stop = result[-1].stop
     return result
 
 

@@ -14,7 +14,15 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
-from fsdp_wrap._core import HOOKS_OF, Display, ParamPlaces, ParamSlot, Place, run_gradient_hooks
+from fsdp_wrap._core import (
+    HOOKS_OF,
+    Display,
+    ParamPlaces,
+    ParamSlot,
+    Place,
+    ShardAlignment,
+    run_gradient_hooks,
+)
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 from fsdp_wrap._params.parallel import LocalPart, held_by_this_rank, local_parts
 from fsdp_wrap._params.shown import Cover, Shown
@@ -178,6 +186,7 @@ class Layout(ABC):
         in_place: Whether the buffer that travels is the unsharded one.
         shard_numel: Elements of this rank's part.
         offloaded: Whether the shard is in host memory, and gathers copy it to an accelerator.
+        alignment: Where in a parameter the part of a rank may begin; None for anywhere.
         noted_numel: How many at the end of each part hold what `note_used` notes.
         sharded: Whether each rank has a part of its own; otherwise its part is the whole.
         leaves: The leaves that were made last.
@@ -200,6 +209,7 @@ class Layout(ABC):
     sources: Sequence[nn.Parameter]
     sharded_params: Sequence[nn.Parameter]
     in_place = sharded = True
+    alignment: ShardAlignment | None = None
     extended = False
     noted_numel = 0
     resident: torch.Tensor | None = None
@@ -306,6 +316,11 @@ class Layout(ABC):
         """
         params = self.sharded_params
         return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the buffer that travels which belong to no parameter."""
+        return self.numel - sum(extent.shape.numel() for extent in self.extents)
 
     @property
     def _parts(self) -> Sequence[LocalPart | None]:

@@ -84,7 +84,9 @@ class Segment:
         """Says how many elements this rank holds of how many, and of which dtypes."""
         held = sum(interval.data.numel() for interval in self.layout.intervals())
         frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
-        return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}"
+        aligned = self.layout.alignment
+        padding = f" (aligned to {aligned}, {self.layout.padding_numel} of padding)" if aligned else ""
+        return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}{padding}"
 
     def edited(self) -> list[int]:
         """Returns which leaves were written to since the last call, where that does not reach the shard."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_wrap._core import (
+    FACTORED,
     NOT_ELEMENTWISE,
     ChangedBetweenError,
     Contents,
@@ -323,7 +324,7 @@ def refuse_pieces(unit: Unit) -> None:
             whole = source.shape == extent.shape
             if not isinstance(source, DTensor) and (cut or not whole):
                 found.append((source, _why(_IN_PIECES, unit, extent.fqn)))
-    refuse_in_steps(found, NOT_ELEMENTWISE if cut else (torch.optim.Adafactor,))  # flat, but all is there
+    refuse_in_steps(found, NOT_ELEMENTWISE if cut else FACTORED)  # flat, but all is there
 
 
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:

@@ -156,7 +156,11 @@ def communicators_of(unit: Unit) -> list[Communicator]:
 def _contents_of(unit: Unit) -> list[str]:
     """Names the parameters, in the order in which they travel, with their shapes and dtypes."""
     return [
-        f"'{fqn}' of shape {tuple(leaf.shape)}, {segment.layout.dtype}"
+        f"'{fqn}' of shape {tuple(leaf.shape)}, {segment.layout.dtype}{_told_alignment(segment.layout)}"
         for segment in ([] if unit.handle is None else unit.handle.segments)
         for fqn, leaf in zip(segment.layout.fqns, segment.leaves)
     ]
+
+
+def _told_alignment(layout: Layout) -> str:
+    return "" if layout.alignment is None else f", aligned to {layout.alignment}"

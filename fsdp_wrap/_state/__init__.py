@@ -45,6 +45,8 @@ from fsdp_wrap._state.optim_state_dict import (
     sharded_optim_state_dict,
 )
 from fsdp_wrap._state.originals import Original, Originals, handles_of, owned_places
+from fsdp_wrap._state.small_dtensors import put_in_dtensor, taken_from_dtensor
+from fsdp_wrap._state.small_states import is_scale, small_states_of
 from fsdp_wrap._state.state_dict import (
     begin_load,
     resolve_settings,

@@ -12,9 +12,11 @@ from torch import nn
 
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._state.full_values import FirstRank, unsharded
+from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.optim_params import given_groups, groups_of, originals_of, same_values
 from fsdp_wrap._state.optim_pieces import State
 from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.small_states import SmallStates, block_of, is_scale, small_states_of
 
 _NEVER_ELEMENTWISE = frozenset({"step"})
 """Names of state that torch's optimizers count with, for parameters without dimensions."""
@@ -53,6 +55,9 @@ def load_optim_state_dict(
         TypeError: If it is no optimizer state dict.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
+    small = None if optim is None else small_states_of(optim)
+    if small is not None:
+        state_dict = _apart(small, names, state_dict)
     first = FirstRank(model) if from_first_rank else None
     if first is not None:
         state_dict = first.announced(state_dict)
@@ -70,15 +75,42 @@ def load_optim_state_dict(
     if by_name:
         groups = [replace(group, params=_by_name(group.params)) for group in groups]
     state = {
-        key: built
+        key: _as_kept(small, optim, originals[0].source, built)
         for group in groups
         for key, originals in group.params.items()
-        if (built := _source_state(originals, pieces))
+        if (built := _source_state(originals, pieces, small))
     }
     result: dict[str, Any] = {"state": {**state, **others}}
     if saved is not None:
         result["param_groups"] = [group.saved_in(saved) for group in groups]
     return result
+
+
+def _apart(small: SmallStates, names: Originals, state_dict: Any) -> Any:
+    """Returns a state dict with values and scales, where it is of a plain optimizer that has codes."""
+    if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
+        return state_dict
+    known = names.by_name
+    return {
+        **state_dict,
+        "state": {
+            name: small.taken_apart(entry, known[name].shape)
+            if name in known and small.is_native(entry)
+            else entry
+            for name, entry in state_dict["state"].items()
+        },
+    }
+
+
+def _as_kept(
+    small: SmallStates | None, optim: torch.optim.Optimizer | None, source: nn.Parameter, entry: State
+) -> State:
+    """Returns the state of a sharded parameter as the optimizer keeps it."""
+    if small is None or optim is None:
+        return entry
+    groups = [[each for each in group["params"] if each is source] for group in optim.param_groups]
+    like = next(found for of_group in initial_state(optim, groups) for found in of_group)
+    return small.put_together(entry, like)
 
 
 def _known(params: Mapping[Any, list[Original]], told: Collection[str]) -> dict[Any, list[Original]]:
@@ -136,32 +168,53 @@ def _pieces(
         pieces[name] = {}
         for key, value in entry.items():  # tensors of the first rank travel one by one
             value = value if first is None else first.fetched(value)
-            pieces[name][key] = _cut(names.by_name[name], key, value, counted)
+            pieces[name][key] = _cut(names.by_name[name], key, value, counted, is_scale(key, entry))
     return pieces, others
 
 
-def _cut(original: Original, key: str, value: Any, counted: Collection[str]) -> Any:
-    """Returns this rank's piece of a value, or the value where it is not elementwise."""
-    interval, value = original.interval, unsharded(value)
+def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_blocks: bool) -> Any:
+    """Returns this rank's piece of a value, or the value where it is not elementwise.
+
+    Args:
+        original: The parameter.
+        key: Name of the value.
+        value: It, or a piece.
+        counted: Names of what is not elementwise.
+        of_blocks: Whether it has a number for each block of elements.
+    """
+    value = unsharded(value)
+    if not isinstance(value, torch.Tensor):
+        original.refuse_unless_uncut(key, value)
+        return value
+    block = block_of(original.shape.numel(), value.shape[0]) if of_blocks else None
+    own = None if of_blocks and block is None else original.bounds_in(value.shape, block)
     if isinstance(value, IntervalTensor):
-        own = interval.shape, interval.start, interval.stop, interval.part
-        if (value.shape, value.start, value.stop, value.part) != own:
+        part = None if of_blocks else original.interval.part
+        if (value.start, value.stop) != own or value.part != part:
+            held = "nothing that fits" if own is None else f"{own[0]} to {own[1]}"
             raise ValueError(
                 f"optimizer state '{key}' of parameter '{original.fqn}' has elements {value.start} to "
-                f"{value.stop} of {tuple(value.shape)}, this rank {interval.start} to {interval.stop} of "
+                f"{value.stop} of {tuple(value.shape)}, this rank {held} of "
                 f"{tuple(original.shape)}: torch.distributed.checkpoint fits it to other ranks and wrappings"
             )
         return value
-    is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor and value.shape == original.shape and (value.dim() > 0 or key not in counted):
+    if value.shape == original.shape and (value.dim() > 0 or key not in counted) and not of_blocks:
         return original.piece_of(value)
+    if own is not None and value.dim() > 0 and (of_blocks or not original.uncut):
+        piece = value.reshape(-1)[own[0] : own[1]].to(original.source.device, copy=True)
+        return IntervalTensor(value.shape, own[0], piece)
     if not original.uncut:
         original.refuse_cut(key, value)
     return value
 
 
-def _source_state(originals: Sequence[Original], pieces: Mapping[str, State]) -> State:
-    """Puts the state of one sharded parameter together from that of what it stands for."""
+def _source_state(
+    originals: Sequence[Original], pieces: Mapping[str, State], small: SmallStates | None
+) -> State:
+    """Puts the state of one sharded parameter together from that of what it stands for.
+
+    The scales of an optimizer that keeps state in few bits are spread to all elements; no other takes them.
+    """
     if originals[0].left_out:
         return {}
     found = [(each, pieces[each.fqn]) for each in originals if pieces.get(each.fqn)]
@@ -169,15 +222,26 @@ def _source_state(originals: Sequence[Original], pieces: Mapping[str, State]) ->
     having = {each.fqn for each, _ in found}
     without = next((each.fqn for each in originals if each.fqn not in having), None)
     keys = dict.fromkeys(key for _, entry in found for key in entry)
-    return {
+    scales, source = [key for key in keys if is_scale(key, keys)], originals[0].source
+    state = {
         key: _source_value(key, [(each, entry[key]) for each, entry in found if key in entry], without)
         for key in keys
+        if key not in scales
     }
+    for key in scales if small is not None else ():
+        state[key] = spread = torch.full(source.shape, torch.nan, device=source.device)
+        for each, entry in found:
+            if key in entry and small is not None:
+                numel, start = each.shape.numel(), each.interval.start
+                small.spread(numel, start, entry[key], each.interval.within(spread))
+    return state
 
 
 def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str | None) -> Any:
     """Joins pieces; of all else a FlatParameter has one value, which all of its parameters must have."""
     first, value = values[0]
+    if isinstance(value, IntervalTensor) and value.shape != first.shape:  # by rows
+        return value.piece.view(-1, *value.shape[1:])
     if isinstance(value, IntervalTensor):
         full = torch.zeros(first.source.shape, dtype=value.dtype, device=first.source.device)
         for original, piece in values:

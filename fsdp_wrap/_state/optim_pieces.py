@@ -15,6 +15,7 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_values import FullValue, copier, stream
 from fsdp_wrap._state.optim_params import rank
 from fsdp_wrap._state.originals import Original, Originals, handles_of
+from fsdp_wrap._state.small_states import SCALE, block_of
 
 State = dict[str, Any]
 
@@ -69,10 +70,12 @@ def _full_value(
 ) -> FullValue:
     known = [extent for extent in extents if isinstance(extent, _Extent)]
     lengths = [each.stop - each.start if isinstance(each, _Extent) else 0 for each in extents]
-    shape = original.shape
+    shape, part = original.shape, original.interval.part
     held = [each for each in known if each.start < each.stop]
     starts, stops = [each.start for each in held], [each.stop for each in held]
     held_shape = original.interval.held_shape
+    if part is None and _is_by_more(original, key, known[0].shape):
+        shape = held_shape = known[0].shape
     if [*starts, held_shape.numel()] != [0, *stops] or {each.shape for each in known} != {shape}:
         parts = ", ".join(f"[{each.start}, {each.stop}) of {tuple(each.shape)}" for each in known)
         raise ValueError(
@@ -81,8 +84,15 @@ def _full_value(
             "with torch.distributed.checkpoint, which fits it to other numbers of ranks"
         )
     write = copier(piece.piece) if isinstance(piece, IntervalTensor) else torch.Tensor.zero_
-    dtype, part = known[0].dtype, original.interval.part
+    dtype = known[0].dtype
     return FullValue((original.fqn, key), held_shape, dtype, communicator, lengths, write, part)
+
+
+def _is_by_more(original: Original, key: str, shape: torch.Size) -> bool:
+    """Whether state of this shape has a number for several elements: for a block of them, or for a row."""
+    if key.endswith(SCALE):
+        return block_of(original.shape.numel(), shape[0]) is not None
+    return len(original.shape) > 1 and shape[:1] == original.shape[:1]
 
 
 # to save
@@ -178,17 +188,32 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
         value for entry in exchanged.values() for value in entry.values() if isinstance(value, FullValue)
     ]
     for (fqn, key), full in stream(values, max((value.nbytes for value in values), default=1)):
-        exchanged[fqn][key] = names.by_name[fqn].piece_of(full)
+        exchanged[fqn][key] = _piece_of(names.by_name[fqn], key, full)
     if not isinstance(state_dict, Mapping):
         return state_dict
     return {**state_dict, "state": {**states, **exchanged}}
 
 
+def _piece_of(original: Original, key: str, full: torch.Tensor) -> Any:
+    if full.shape == original.shape and not key.endswith(SCALE):
+        return original.piece_of(full)
+    bounds = _bounds_in(original, key, full.shape)
+    return full if bounds is None else IntervalTensor(full.shape, bounds[0], full.reshape(-1)[slice(*bounds)])
+
+
+def _bounds_in(original: Original, key: str, shape: torch.Size) -> tuple[int, int] | None:
+    """As `Original.bounds_in`, for a state of this name."""
+    if not key.endswith(SCALE):
+        return original.bounds_in(shape)
+    block = block_of(original.shape.numel(), shape[0])
+    return None if block is None else original.bounds_in(shape, block)
+
+
 def _fits(names: Originals, states: Mapping[str, State]) -> bool:
     """Whether this rank's pieces are of what it holds now."""
     return all(
-        (value.start, value.stop) == (original.interval.start, original.interval.stop)
+        (value.start, value.stop) == _bounds_in(original, key, value.shape)
         for fqn, original in names.by_name.items()
-        for value in states.get(fqn, {}).values()
-        if isinstance(value, IntervalTensor) and value.shape == original.shape
+        for key, value in states.get(fqn, {}).items()
+        if isinstance(value, IntervalTensor)
     )

@@ -6,10 +6,7 @@ State is kept per sharded parameter; whatever has a sharded parameter's shape is
 from __future__ import annotations
 
 import copy
-import inspect
-import warnings
-from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +18,11 @@ from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
 from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
+from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, options_of, originals_of
 from fsdp_wrap._state.optim_pieces import State, agreed
 from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.small_states import SmallStates, is_scale, small_states_of
 
 # saving
 
@@ -187,22 +186,44 @@ def _held(
     groups = groups_of(names, optim, saved)
     states = saved["state"] or (_initial_state(optim, groups) if initial else {})
     params = {key: originals for group in groups for key, originals in group.params.items()}
-    held = {original.fqn: (key, original) for key, originals in params.items() for original in originals}
-    pieces = {
-        fqn: {name: _piece(original, name, value) for name, value in states[key].items()}
-        for fqn, (key, original) in ((fqn, held[fqn]) for fqn in names.by_name if fqn in held)
-        if states.get(key) and not original.left_out
+    keys = {original.fqn: key for key, originals in params.items() for original in originals}
+    own = {original.fqn: original for originals in params.values() for original in originals}
+    held = {
+        fqn: own[fqn]
+        for fqn in names.by_name
+        if fqn in own and states.get(keys[fqn]) and not own[fqn].left_out
     }
+    small = small_states_of(optim)
+    if small is not None:
+        shapes = {keys[fqn]: original.source.shape for fqn, original in held.items()}
+        states = states | {key: small.taken_apart(states[key], shape) for key, shape in shapes.items()}
+    pieces = {fqn: _pieces_of(original, states[keys[fqn]], small) for fqn, original in held.items()}
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]
     return _Held(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
 
 
+def _pieces_of(original: Original, entry: Mapping[str, Any], small: SmallStates | None) -> State:
+    """Returns what this rank has of the state of one parameter, by its names."""
+    found: State = {}
+    for key, value in entry.items():
+        if small is None or not is_scale(key, entry):
+            found[key] = _piece(original, key, value)
+            continue
+        scales = small.scales_of(original, value)
+        if scales is not None:
+            found[key] = scales.piece if original.uncut else scales
+    return found
+
+
 def _piece(original: Original, key: str, value: Any) -> Any:
     if original.uncut:
         return value
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == original.source.shape:
-        return original.piece(original.interval.within(value))
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        if value.shape == original.source.shape:
+            return original.piece(original.interval.within(value))
+        if (by_rows := original.piece_by_rows(value)) is not None:
+            return by_rows
     original.refuse_cut(key, value)
     return value
 
@@ -227,49 +248,12 @@ def _renamed(options: Mapping[str, Any], names: list[str], params: Sequence[Any]
     return {**copy.deepcopy(dict(options)), **named, "params": list(params)}
 
 
-def _initial_state(optim: torch.optim.Optimizer, groups: Iterable[Group]) -> State:
-    """Returns the state that a first step would make, by the keys of its groups, without taking that step.
-
-    A copy of the optimizer steps parameters of zeros by gradients of zeros.
-    """
-    inner: Any = optim
-    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
-        inner = inner.optimizer
-    double = object.__new__(type(inner))
-    double.__dict__.update(inner.__dict__)
-    double.state = defaultdict(dict)
-    double.param_groups = [
-        {**group, "params": [*map(_zero, group["params"])]} for group in inner.param_groups
-    ]
-    try:
-        with torch.no_grad():
-            inspect.unwrap(type(inner).step)(double)  # without hooks and the schedulers' counting
-    except Exception as error:
-        warnings.warn(
-            f"{type(inner).__name__} was never stepped, and what state it will have could not be found out "
-            f"({error}): step it before its state is loaded by torch.distributed.checkpoint",
-            stacklevel=2,
-        )
-        return {}
-    return {
-        key: {name: _uncounted(name, value) for name, value in double.state[param].items()}
-        for group, of_double in zip(groups, double.param_groups)
-        for key, param in zip(group.params, of_double["params"])
-        if double.state.get(param)
-    }
-
-
-def _zero(param: torch.Tensor) -> torch.Tensor:
-    zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device, requires_grad=param.requires_grad)
-    if param.requires_grad and param.numel() > 0:
-        zero.grad = torch.zeros_like(zero)
-    return zero
-
-
-def _uncounted(key: str, value: Any) -> Any:
-    if key != "step":
-        return value
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)
+def _initial_state(optim: torch.optim.Optimizer, groups: Sequence[Group]) -> State:
+    """Returns the state that a first step would make, by the keys of the groups."""
+    params = [[originals[0].source for originals in group.params.values()] for group in groups]
+    found = initial_state(optim, params)
+    pairs = [pair for group, entries in zip(groups, found) for pair in zip(group.params, entries)]
+    return {key: entry for key, entry in pairs if entry}
 
 
 # keys

@@ -97,6 +97,50 @@ class Original:
         start, part = self.interval.start, self.interval.part
         return IntervalTensor(self.shape, start, held.reshape(-1), spread=spread, part=part)
 
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """Which rows (start, stop) this rank holds; None where ranks need not hold whole ones.
+
+        So it is without `shard_alignment`, and for a `FlatParameter` of several parameters.
+        """
+        shape, interval = self.shape, self.interval
+        row, alignment = shape[1:].numel(), None if self.layout is None else self.layout.alignment
+        if len(shape) < 2 or not row or alignment is None or alignment.grain(shape) % row:
+            return None
+        if interval.part is not None or self.source.numel() != interval.data.numel():
+            return None
+        return interval.start // row, interval.stop // row
+
+    def bounds_in(self, shape: torch.Size, block: int | None = None) -> tuple[int, int] | None:
+        """Says which elements of some state, flattened, belong to what this rank holds.
+
+        Args:
+            shape: Of the full state.
+            block: Of how many elements of the parameter it has one number, if that is so. One belongs to the
+                rank that holds the first of them.
+
+        Returns:
+            Start and stop; None if it cannot be cut as the parameter is.
+        """
+        start, stop = self.interval.start, self.interval.stop
+        if block is not None:
+            return -(-start // block), -(-stop // block)
+        if shape == self.shape:
+            return start, stop
+        rows = self.rows
+        if rows is None or not shape or shape[0] != self.shape[0]:
+            return None
+        return rows[0] * shape[1:].numel(), rows[1] * shape[1:].numel()
+
+    def piece_by_rows(self, held: torch.Tensor) -> IntervalTensor | None:
+        """Returns state that has one entry for each row that this rank holds; None if it has not."""
+        rows = self.rows
+        if rows is None or held.shape[0] != rows[1] - rows[0]:
+            return None
+        others = held.shape[1:]
+        shape = torch.Size([self.shape[0], *others])
+        return IntervalTensor(shape, rows[0] * others.numel(), held.reshape(-1))
+
     def piece_of(self, full: torch.Tensor) -> IntervalTensor:
         """Cuts this rank's piece, in memory of its own, out of something of the parameter's shape."""
         return self.piece(self.interval.own(full).to(self.source.device, copy=True))
@@ -110,6 +154,11 @@ class Original:
         """What a full value must be, where shape and dtype do not tell."""
         return None if self.layout is None else self.layout.wanted(self.index)
 
+    def refuse_unless_uncut(self, key: str, value: Any) -> None:
+        """As `refuse_cut`, where ranks do not hold it whole."""
+        if not self.uncut:
+            self.refuse_cut(key, value)
+
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter.
 
@@ -122,7 +171,9 @@ class Original:
                     f"optimizer state '{key}' of parameter '{self.fqn}' has shape {tuple(leaf.shape)}, the "
                     f"parameter {tuple(self.shape)} and what the optimizer has of it here "
                     f"{tuple(self.source.shape)}: only state that is elementwise or without dimensions can "
-                    "be sharded; use another optimizer, or NO_SHARD with use_orig_params=True"
+                    "be sharded, and state with an entry for each row where all rows are whole "
+                    "(shard_alignment='rows' with use_orig_params=True); use another optimizer, or NO_SHARD "
+                    "with use_orig_params=True"
                 )
 
 

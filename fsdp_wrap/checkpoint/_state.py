@@ -22,11 +22,15 @@ from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     handles_of,
+    is_scale,
     load_optim_state_dict,
     options_of,
+    put_in_dtensor,
     refuse_shared,
     saved_options,
     sharded_optim_state_dict,
+    small_states_of,
+    taken_from_dtensor,
 )
 from fsdp_wrap.checkpoint._manifest import listed
 from fsdp_wrap.checkpoint._storage import packed
@@ -221,16 +225,18 @@ def _optim_state_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict
     Raises:
         ValueError: If it has parameters that are not the model's.
     """
-    saved = optim.state_dict()
+    saved, small = optim.state_dict(), small_states_of(optim)
     named: dict[Any, str] = {}
+    params: dict[Any, nn.Parameter] = {}
     groups = []
-    for group, names in zip(saved["param_groups"], _names_in_groups(model, optim)):
+    for group, own, names in zip(saved["param_groups"], optim.param_groups, _names_in_groups(model, optim)):
         named.update(zip(group["params"], names))
+        params.update(zip(group["params"], own["params"]))
         groups.append({**copy.deepcopy(options_of(group)), "params": names})
-    return {
-        "state": {named.get(key, key): dict(entry) for key, entry in saved["state"].items()},
-        "param_groups": groups,
-    }
+    state = {key: dict(entry) for key, entry in saved["state"].items()}
+    if small is not None:
+        state |= {key: taken_from_dtensor(small, params[key], state[key]) for key in state if key in params}
+    return {"state": {named.get(key, key): entry for key, entry in state.items()}, "param_groups": groups}
 
 
 def _optim_state_by_key(
@@ -246,12 +252,24 @@ def _optim_state_by_key(
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
-    for group, names in zip(optim.state_dict()["param_groups"], _names_in_groups(model, optim)):
-        found = {key: state_dict["state"].get(name) for key, name in zip(group["params"], names)}
-        state.update({key: entry for key, entry in found.items() if entry})
+    now = zip(optim.state_dict()["param_groups"], optim.param_groups, _names_in_groups(model, optim))
+    for group, own, names in now:
+        for key, param, name in zip(group["params"], own["params"], names):
+            if entry := state_dict["state"].get(name):
+                state[key] = _as_kept(optim, param, entry)
         options = saved_options(names, options_of(group), state_dict["param_groups"])
         groups.append({**(options or {}), "params": group["params"]})
     return {"state": state, "param_groups": groups}
+
+
+def _as_kept(
+    optim: torch.optim.Optimizer, param: nn.Parameter, entry: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Returns the state of a parameter as the optimizer keeps it: in few bits, if it does so."""
+    small = small_states_of(optim)
+    if small is not None:
+        return put_in_dtensor(small, optim, param, entry)
+    return {key: value for key, value in entry.items() if not is_scale(key, entry)}
 
 
 def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator[list[str]]:

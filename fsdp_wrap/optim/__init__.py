@@ -1,12 +1,14 @@
 """Optimizers that fit sharded parameters.
 
 `on_shards` lets any elementwise optimizer step on the plain shards behind `DTensor`s. `owned_matrices` brings
-each whole matrix to one rank, and `Muon` is built on that.
+each whole matrix to one rank, and `Muon` is built on that. `stochastic_rounding` rounds updates of bfloat16
+parameters by draws that do not depend on the sharding.
 """
 
 from fsdp_wrap.optim._muon import Muon
 from fsdp_wrap.optim._on_shards import on_shards
 from fsdp_wrap.optim._owned_matrices import OwnedMatrices, owned_matrices
+from fsdp_wrap.optim._stochastic_rounding import stochastic_rounding
 from fsdp_wrap.optim._team import Matrix
 from fsdp_wrap.optim._views import Block, View, batch, per_head, split
 
@@ -21,4 +23,5 @@ __all__ = [
     "owned_matrices",
     "per_head",
     "split",
+    "stochastic_rounding",
 ]

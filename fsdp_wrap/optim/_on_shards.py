@@ -54,11 +54,29 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
         ValueError: If it is known not to be elementwise, is differentiable, or its `step` was replaced, as a
             learning rate scheduler does: make that afterwards.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"on_shards takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
-    kind = type(optimizer)
-    if _SHARDS in optimizer.__dict__:
+    if isinstance(optimizer, torch.optim.Optimizer) and _SHARDS in optimizer.__dict__:
         return optimizer
+    check_elementwise(optimizer, "on_shards")
+    kind = type(optimizer)
+    optimizer.__dict__[_SHARDS] = _Shards(joins=kind.__module__.startswith("torch.optim."))
+    optimizer.__class__ = _stepping_on_shards(kind)  # type: ignore[arg-type]
+    return optimizer
+
+
+def check_elementwise(optimizer: Any, by: str) -> None:
+    """Refuses what cannot step on this rank's parts alone.
+
+    Args:
+        optimizer: The user's argument.
+        by: The function that takes it, for messages.
+
+    Raises:
+        TypeError: If it is no `torch.optim.Optimizer`.
+        ValueError: If it is known not to be elementwise, is differentiable, or its `step` was replaced.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{by} takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    kind = type(optimizer)
     if isinstance(optimizer, (*NOT_ELEMENTWISE, *_WHOLE_MATRICES)):
         raise ValueError(
             f"{kind.__name__} computes with whole parameters, of which a shard is a part: it cannot step on "
@@ -72,11 +90,8 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
     if "step" in optimizer.__dict__:
         raise ValueError(
             f"the step of this {kind.__name__} was replaced, perhaps by a learning rate scheduler: call "
-            "on_shards first, and make the scheduler afterwards"
+            f"{by} first, and make the scheduler afterwards"
         )
-    optimizer.__dict__[_SHARDS] = _Shards(joins=kind.__module__.startswith("torch.optim."))
-    optimizer.__class__ = _stepping_on_shards(kind)  # type: ignore[arg-type]
-    return optimizer
 
 
 @functools.cache

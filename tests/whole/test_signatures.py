@@ -27,7 +27,13 @@ def comparable(default: object) -> object:
     return (type(default).__name__, default.name) if isinstance(default, Enum) else default
 
 
-OURS_ALONE = ("shared_memory", "travel_together_bytes", "keep_unsharded_bytes", "reduce_within_copy")
+OURS_ALONE = (
+    "shared_memory",
+    "travel_together_bytes",
+    "keep_unsharded_bytes",
+    "shard_alignment",
+    "reduce_within_copy",
+)
 """The arguments that torch does not have; by keyword only."""
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import MixedPrecisionPolicy, ParamSlot
+from fsdp_wrap._core import MixedPrecisionPolicy, ParamSlot, ShardAlignment
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.extensions.inner import InnerTensors, copied
@@ -35,6 +35,7 @@ class ExtensionLayout(DTensorLayout):
         mp_policy: What the subclasses are told of dtypes.
         offload: Whether the parts live in host memory.
         pin: Whether that is pinned.
+        alignment: Where the parts begin.
 
     Attributes:
         wholes: What each subclass is told of its parameter.
@@ -52,10 +53,11 @@ class ExtensionLayout(DTensorLayout):
         mp_policy: MixedPrecisionPolicy,
         offload: bool,
         pin: bool,
+        alignment: ShardAlignment | None = None,
     ) -> None:
         self._offload, self._pin = offload, pin
-        dims = [0] * len(slots)
-        super().__init__(slots, communicator, mesh=mesh, dims=dims, name=name, offload=offload, pin=pin)
+        options: dict[str, Any] = {"offload": offload, "pin": pin, "alignment": alignment}
+        super().__init__(slots, communicator, mesh=mesh, dims=[0] * len(slots), name=name, **options)
         shards = _shard_mesh(mesh)
         self.wholes = [
             Whole(cut.fqn, shards, cut.shape, mp_policy, cut.chunk, self._ranks, inner)

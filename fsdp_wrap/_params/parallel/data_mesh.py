@@ -119,6 +119,21 @@ class DataMesh:
         """Names of the dimensions of the mesh of distributed parameters that are among these ranks'."""
         return () if self.dims is None else (*self.dims.replicate_names, *self.dims.shard_names)
 
+    def copied_everywhere(self) -> DataMesh:
+        """Returns the same ranks in one dimension, each with a copy; collective where there were several.
+
+        Raises:
+            ValueError: If there were several, without names.
+        """
+        if self.mesh.ndim == 1:
+            return DataMesh(self.mesh, only_copies=True)
+        if self.mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{self.mesh} needs names for parameters that stay whole on all of its ranks: make it by "
+                "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+            )
+        return DataMesh(_as_one(self.mesh, self.mesh.mesh_dim_names), only_copies=True)
+
     def check(self, fqn: str, param: torch.Tensor) -> None:
         """Refuses a parameter that is distributed in a way that cannot be sharded further.
 

@@ -1,0 +1,86 @@
+"""`ShardAlignment`: where in a parameter a rank's part of it may begin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ShardAlignment:
+    """Parts of a parameter begin at multiples of so many of its elements, or at its rows.
+
+    Attributes:
+        elements: How many; None for rows, which are what the first dimension counts.
+    """
+
+    elements: int | None
+
+    @classmethod
+    def of(cls, value: object) -> ShardAlignment | None:
+        """Reads the argument `shard_alignment`.
+
+        Args:
+            value: A number of elements, "rows", or None for parts that begin anywhere.
+
+        Raises:
+            TypeError: If it is none of these.
+            ValueError: If the number is not positive, or another word.
+        """
+        if value is None:
+            return None
+        if isinstance(value, str):
+            if value != "rows":
+                raise ValueError(f"shard_alignment must be 'rows' or a number of elements, not {value!r}")
+            return cls(None)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(
+                f"shard_alignment must be a number of elements, 'rows' or None (the default), not {value!r}"
+            )
+        if value < 1:
+            raise ValueError(f"shard_alignment must be positive, but is {value}; None is for anywhere")
+        return cls(value)
+
+    @property
+    def argument(self) -> int | str:
+        """What was given."""
+        return "rows" if self.elements is None else self.elements
+
+    def __str__(self) -> str:
+        return "rows" if self.elements is None else f"{self.elements} elements"
+
+    def grain(self, shape: torch.Size) -> int:
+        """Returns of how many elements the parts of a parameter of this shape are, the last perhaps less."""
+        return max(1, shape[1:].numel()) if self.elements is None else self.elements
+
+    def common_grain(self, fqns: Sequence[str], shapes: Sequence[torch.Size]) -> int:
+        """Returns the least number of elements that the grains of all these parameters divide.
+
+        Args:
+            fqns: Names, for messages.
+            shapes: Their shapes.
+
+        Raises:
+            ValueError: If rows fall together so seldom that one rank would have all of these parameters.
+        """
+        grains = [self.grain(shape) for shape in shapes]
+        common = math.lcm(*grains)
+        numel = sum(shape.numel() for shape in shapes)
+        if self.elements is None and common > max(numel, max(grains)):
+            (first, one), (second, other) = _largest_two([*zip(fqns, grains)])
+            raise ValueError(
+                f"shard_alignment='rows' cannot hold for parameters '{first}', with rows of {one} elements, "
+                f"and '{second}', with rows of {other}, in one unit of {numel} elements: even shards end at "
+                f"rows of all its parameters every {common} elements only. Wrap the modules that hold them "
+                "apart, or give a number of elements"
+            )
+        return common
+
+
+def _largest_two(named: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Returns the two parameters whose grains fall together most seldom."""
+    pairs = [(one, two) for index, one in enumerate(named) for two in named[:index]]
+    return [*max(pairs, key=lambda pair: math.lcm(pair[0][1], pair[1][1]))]

@@ -1,0 +1,273 @@
+"""`stochastic_rounding`: steps in float32, after which bfloat16 parameters are rounded by chance."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap._state import Originals
+from fsdp_wrap.optim._on_shards import AnyOptimizer, check_elementwise
+
+_ROUNDING = "_fsdp_rounding"
+_SEED, _STEP = "stochastic_rounding_seed", "stochastic_rounding_step"
+_AT_ONCE = 1 << 20  # elements, to bound the memory for their draws
+_WORD = 0xFFFFFFFF
+
+
+def stochastic_rounding(optimizer: AnyOptimizer, model: nn.Module, *, seed: int = 0) -> AnyOptimizer:
+    """Lets an elementwise optimizer round its updates of bfloat16 parameters stochastically.
+
+    The step is taken in float32, on this rank's parts alone. Then each element becomes one of its two
+    neighbours in bfloat16, the nearer the likelier, so that small updates are kept in the mean. What is drawn
+    for an element depends on the seed, the number of the step, the name of its parameter and its index there:
+    not on ranks, wrapping or front-end. The numbers are in the groups of the optimizer, and so in its state
+    dicts. Parameters of other dtypes are stepped as before. Nothing is communicated, unless a gradient is
+    placed otherwise than its parameter.
+
+    State is in float32, as the steps are. A float32 copy of the bfloat16 parts exists while a step runs.
+
+    Args:
+        optimizer: Elementwise, as for `on_shards`, which it needs no more. It must not round so itself
+            (torchao: `bf16_stochastic_round=False`), and `step` must not have been replaced.
+        model: The model whose parameters it has, sharded or not.
+        seed: Another one gives other draws.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: If it is no `torch.optim.Optimizer`.
+        ValueError: If it cannot step so, or has parameters that are not the model's, that tensor parallelism
+            has distributed, or that are cut along another dimension than the first.
+
+    The rounding is that of Gupta et al., 2015, arXiv:1502.02551.
+    """
+    check_elementwise(optimizer, "stochastic_rounding")
+    if _ROUNDING in optimizer.__dict__:
+        raise ValueError(f"this {type(optimizer).__name__} rounds stochastically already")
+    if getattr(optimizer, "bf16_stochastic_round", False):
+        raise ValueError(
+            f"this {type(optimizer).__name__} rounds by itself, by draws that depend on the ranks: make it "
+            "with bf16_stochastic_round=False"
+        )
+    _check_params(optimizer, Originals(model))
+    optimizer.__dict__[_ROUNDING] = _Rounding(model)
+    for group in optimizer.param_groups:
+        group[_SEED], group[_STEP] = seed, 0
+    optimizer.__class__ = _rounding(type(optimizer))  # type: ignore[arg-type]
+    return optimizer
+
+
+@functools.cache
+def _rounding(kind: type[Any]) -> type[Any]:
+    """Returns a class like another, whose instances have `_Rounding`."""
+    step_of_kind = getattr(kind.step, "__wrapped__", kind.step)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is None:
+            loss = None
+        else:
+            with torch.enable_grad():
+                loss = closure()
+        with self.__dict__[_ROUNDING].in_float32(self, rounds=True):
+            found = step_of_kind(self, *args, **kwargs)
+        return found if closure is None else loss
+
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        with self.__dict__[_ROUNDING].in_float32(self, rounds=False):  # to whose dtype state is cast
+            kind.load_state_dict(self, state_dict, *args, **kwargs)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # else torch would do so again
+    members = {"step": hooked, "load_state_dict": load_state_dict, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of some elements of what a rank holds: whose they are.
+
+    Attributes:
+        fqn: Name of the parameter.
+        start: Index of the first in it.
+        offset: Index of the first in what the rank holds.
+        length: How many.
+    """
+
+    fqn: str
+    start: int
+    offset: int
+    length: int
+
+
+class _Rounding:
+    """What stands for bfloat16 parameters in the steps of one optimizer.
+
+    Args:
+        model: Whose parameters they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: list[Any] = []
+        self._places: dict[int, list[_Place]] = {}
+
+    @contextmanager
+    def in_float32(self, optimizer: torch.optim.Optimizer, rounds: bool) -> Iterator[None]:
+        """Gives an optimizer float32 copies of what this rank holds, with gradients and state.
+
+        Args:
+            optimizer: The optimizer.
+            rounds: Whether the parameters get what the copies have become. No gradients are needed otherwise.
+        """
+        params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+        copies: dict[Any, Any] = {param: _copy_of(param, rounds) for param in params if _is_replaced(param)}
+        lists, public = [group["params"] for group in optimizer.param_groups], optimizer.state
+        state = {copies.get(key, key): _local_state(key, entry, copies) for key, entry in public.items()}
+        optimizer.state = defaultdict(dict, state)
+        for group, own in zip(optimizer.param_groups, lists):
+            group["params"] = [copies.get(param, param) for param in own]
+        try:
+            yield
+        finally:
+            stepped, optimizer.state = optimizer.state, public
+            for group, own in zip(optimizer.param_groups, lists):
+                group["params"] = own
+            owners = {copy: param for param, copy in copies.items()}
+            public.clear()
+            for key, entry in stepped.items():
+                public[owners.get(key, key)] = _placed_state(owners.get(key), entry)
+        if rounds:
+            self._follow(params)
+            for group in optimizer.param_groups:
+                group[_STEP] = group.get(_STEP, 0) + 1
+                for param in group["params"]:
+                    if param in copies and copies[param].grad is not None:
+                        self._round(param, copies[param], group.get(_SEED, 0), group[_STEP])
+            increment_version([param for param, copy in copies.items() if copy.grad is not None])
+
+    def _follow(self, params: list[Any]) -> None:
+        if len(params) == len(self._known) and all(map(_is, params, self._known)):
+            return
+        self._known, self._places = params, {}
+        for original in Originals(self._model).by_name.values():
+            interval = original.interval
+            if interval.part is None and interval.data.numel():
+                place = _Place(original.fqn, interval.start, interval.offset, interval.data.numel())
+                offset = 0 if isinstance(original.source, DTensor) else place.offset
+                place = _Place(place.fqn, place.start, offset, place.length)
+                self._places.setdefault(id(original.source), []).append(place)
+
+    @torch.no_grad()
+    def _round(self, param: nn.Parameter, values: torch.Tensor, seed: int, step: int) -> None:
+        held, new = held_by_this_rank(param.detach()).view(-1), values.detach().view(-1)
+        places = self._places.get(id(param))
+        if places is None:
+            held.copy_(new)
+            return
+        for place in places:
+            keys = _keys(seed, step, place.fqn)
+            for first in range(0, place.length, _AT_ONCE):
+                length = min(_AT_ONCE, place.length - first)
+                part = slice(place.offset + first, place.offset + first + length)
+                draws = draws_of(keys, place.start + first, length, new.device)
+                held[part].copy_(rounded(new[part], draws))
+
+
+def rounded(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Rounds float32 to bfloat16.
+
+    Args:
+        values: Any shape. What bfloat16 has is kept, and so is what is not finite.
+        draws: int32 of the same shape, even in [0, 65536).
+    """
+    bits = values.contiguous().view(torch.int32)
+    up = ((bits + draws) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), up, values).to(torch.bfloat16)
+
+
+def draws_of(keys: tuple[int, int], start: int, length: int, device: torch.device) -> torch.Tensor:
+    """Draws a number in [0, 65536) for each element: int32, a function of keys and index alone.
+
+    Args:
+        keys: Of 32 bits each.
+        start: Index of the first element.
+        length: How many.
+        device: Where.
+    """
+    index = torch.arange(start, start + length, dtype=torch.int64, device=device)
+    mixed = _mix((index & _WORD) ^ keys[0])
+    return (_mix((mixed + (index >> 32)) & _WORD ^ keys[1]) & 0xFFFF).to(torch.int32)
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """Permutes words of 32 bits, in int64, so that each bit depends on all."""
+    words = ((words ^ (words >> 16)) * 0x7FEB352D) & _WORD
+    words = ((words ^ (words >> 15)) * 0x846CA68B) & _WORD
+    return words ^ (words >> 16)
+
+
+def _keys(seed: int, step: int, fqn: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(f"{seed}/{step}/{fqn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def _check_params(optimizer: torch.optim.Optimizer, names: Originals) -> None:
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for original in names.of(param):
+            foreign = original.layout is None and isinstance(param, DTensor)
+            if _is_replaced(param) and (foreign or original.interval.part is not None):
+                raise ValueError(
+                    f"parameter '{original.fqn}' was distributed before it was sharded, as by tensor "
+                    "parallelism, so its elements here have no index that stochastic_rounding could draw by: "
+                    "keep it in float32, or give its optimizer no stochastic_rounding"
+                )
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _is_replaced(param: torch.Tensor) -> bool:
+    return param.dtype == torch.bfloat16
+
+
+def _copy_of(param: Any, with_grad: bool) -> nn.Parameter:
+    copied = nn.Parameter(held_by_this_rank(param.detach()).float(), requires_grad=param.requires_grad)
+    if with_grad and param.grad is not None:
+        grad = param.grad
+        if isinstance(grad, DTensor) and grad.placements != param.placements:
+            grad = grad.redistribute(placements=param.placements)
+        copied.grad = held_by_this_rank(grad).float()
+    return copied
+
+
+def _local_state(param: Any, entry: Any, copies: Container[Any]) -> Any:
+    if param not in copies:
+        return entry
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in entry.items()}
+
+
+def _placed_state(param: Any, entry: Any) -> Any:
+    """Returns the state of a copy as that of the parameter, or as it is where there is none."""
+    if not isinstance(param, DTensor):
+        return entry
+    shape = held_by_this_rank(param).shape
+    return {
+        key: holding(param, value)
+        if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
+        else value
+        for key, value in entry.items()
+    }

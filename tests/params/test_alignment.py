@@ -1,0 +1,258 @@
+"""`shard_alignment`: where in a parameter the part of a rank begins, and what that takes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bed import ranks
+from fronts import FRONTS, assert_same_grads, assert_same_values, clip, full, shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap._core import UnevenCutError
+from fsdp_wrap._state import Originals
+from fsdp_wrap.wrap import CustomPolicy
+
+ALIGNMENTS = [None, 1, 8, 256, "rows"]
+
+
+@contextmanager
+def fake_ranks(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def grain(alignment: int | str | None, shape: torch.Size) -> int:
+    return shape[1:].numel() if alignment == "rows" else alignment or 1  # type: ignore[return-value]
+
+
+def scenarios() -> list[tuple[int, Any, bool, list[tuple[int, ...]]]]:
+    """Numbers of ranks, alignments, forms and shapes, drawn from a seed."""
+    draw = random.Random(24)
+    found = []
+    for number in range(40):
+        shapes = [
+            tuple(draw.choice([1, 2, 3, 7, 16, 40]) for _ in range(draw.choice([1, 2, 2, 3])))
+            for _ in range(5)
+        ]
+        found.append((draw.choice([1, 2, 3, 4, 8]), ALIGNMENTS[number % 5], number % 2 == 0, shapes))
+    return found
+
+
+class Shapes(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+
+
+@pytest.mark.pure
+def test_parts_begin_at_multiples_and_make_up_the_whole():
+    refused = 0
+    for size, alignment, use_orig_params, shapes in scenarios():
+        held: dict[str, list[tuple[int, int]]] = {}
+        for rank in range(size):
+            with fake_ranks(rank, size):
+                try:
+                    model = FSDP(Shapes(shapes), use_orig_params=use_orig_params, shard_alignment=alignment)
+                except ValueError as error:
+                    assert alignment == "rows" and "cannot hold for parameters 'all." in str(error)
+                    refused += 1
+                    break
+                for fqn, original in Originals(model).by_name.items():
+                    interval = original.interval
+                    if interval.data.numel():
+                        held.setdefault(fqn, []).append((interval.start, interval.stop))
+        for fqn, intervals in held.items():
+            shape = torch.Size(shapes[int(fqn.rpartition(".")[2])])
+            assert all(start % grain(alignment, shape) == 0 for start, _ in intervals), (fqn, intervals)
+            ends = [0, *(stop for _, stop in intervals)]
+            assert [*(start for start, _ in intervals), shape.numel()] == ends
+    assert 0 < refused < 6  # of eight with rows
+
+
+@pytest.mark.pure
+def test_padding_is_shown_and_no_more_than_needed():
+    with fake_ranks(0, 2):
+        model = FSDP(nn.Linear(100, 60), use_orig_params=True, shard_alignment=256)
+        # 6000 elements and 60, which begin at 6144; two shards of 13 blocks.
+        assert "holds 3328 of 6060 float32 (aligned to 256 elements, 596 of padding)" in repr(model)
+        assert "aligned" not in repr(FSDP(nn.Linear(100, 60)))
+        by_rows = FSDP(nn.Linear(100, 60), use_orig_params=True, shard_alignment="rows")
+        assert "(aligned to rows, 140 of padding)" in repr(by_rows)
+
+
+@pytest.mark.pure
+def test_policies_align_units_each():
+    with fake_ranks(0, 2):
+        net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+        chosen = {net[0]: {"shard_alignment": "rows"}, net[1]: {"shard_alignment": None}}
+        policy = CustomPolicy(lambda module: chosen.get(module, False))
+        model: Any = FSDP(net, auto_wrap_policy=policy, shard_alignment=8)
+        told = [repr(unit) for unit in (model.module[0], model.module[1], model)]
+        assert (
+            "aligned to rows" in told[0] and "aligned" not in told[1] and "aligned to 8 elements" in told[2]
+        )
+
+
+@pytest.mark.pure
+def test_dtensors_stay_whole_or_are_refused():
+    with fake_ranks(1, 2):
+        net = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
+        model: Any = fully_shard(net, shard_alignment=1024)
+        found = {name: param.placements for name, param in model.named_parameters()}
+        assert found.pop("0.weight") == (Shard(0),)
+        assert set(found.values()) == {(Replicate(),)} and len(found) == 3
+        assert "aligned to 1024 elements ('0.bias', '1.weight', '1.bias' whole on every rank)" in repr(model)
+        rows: Any = fully_shard(nn.Linear(7, 5), shard_alignment="rows")
+        assert {param.placements for param in rows.parameters()} == {(Shard(0),)}
+        large = nn.Linear(100, 60)
+        with pytest.raises(UnevenCutError, match=r"shard_alignment=256 .* 'weight' .* of 3000 elements"):
+            fully_shard(large, shard_alignment=256)
+        assert type(large) is nn.Linear and not hasattr(large.weight, "placements")
+        with pytest.raises(UnevenCutError, match=r"shard_alignment='rows' .* cut along dimension 1"):
+            fully_shard(
+                nn.Linear(4, 4, bias=False), shard_placement_fn=lambda _: Shard(1), shard_alignment="rows"
+            )
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("make", [FSDP, fully_shard])
+def test_other_values_are_refused(make):
+    with fake_ranks(0, 2):
+        for value, error in (("row", ValueError), (0, ValueError), (True, TypeError), (2.0, TypeError)):
+            with pytest.raises(error, match="shard_alignment must be"):
+                make(nn.Linear(2, 2), shard_alignment=value)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Linear(5, 4, bias=False)).double()
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def loss_of_all(plain: nn.Module, world_size: int) -> torch.Tensor:
+    return sum(plain(batch(rank)).square().mean() for rank in range(world_size)) / world_size
+
+
+@ranks(2, 3)
+def test_training_clipping_and_loading_between_alignments(rank, world_size):
+    tolerance = {"rtol": 0, "atol": 1e-12}
+    for number, front in enumerate(FRONTS):
+        plain = net()
+        alignment: Any = "rows" if (number + world_size) % 2 or front == "composable" else 16
+        model = _aligned(front, copy.deepcopy(plain), alignment)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of_all(plain, world_size).backward()
+            model(batch(rank)).square().mean().backward()
+            assert_same_grads(model, plain, **tolerance)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            torch.testing.assert_close(clip(model, 0.1), expected, **tolerance)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_same_values(model, plain, **tolerance)
+        if front == "composable":
+            continue
+        with FSDP.summon_full_params(model):
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(model.module.state_dict()[name], value, **tolerance)
+        other = _aligned("orig" if front == "flat" else "flat", net(), None if front == "flat" else 32)
+        other.load_state_dict(model.state_dict())
+        assert_same_values(other, plain, **tolerance)
+        resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
+        saved = FSDP.optim_state_dict(model, optimizers[1])
+        resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
+        again = FSDP.optim_state_dict(other, resumed)
+        for name, entry in saved["state"].items():
+            assert all(torch.equal(value, again["state"][name][key]) for key, value in entry.items())
+
+
+def _aligned(front: str, module: nn.Module, alignment: Any) -> Any:
+    if front == "composable":
+        return fully_shard(module, shard_alignment=alignment)
+    return shard(front, module, shard_alignment=alignment)
+
+
+@ranks(4)
+def test_hybrid_and_parameters_that_stay_whole(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain = net()
+    loss_of_all(plain, world_size).backward()
+    wrapped = FSDP(
+        copy.deepcopy(plain),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=True,
+        shard_alignment="rows",
+    )
+    composed: Any = fully_shard(copy.deepcopy(plain), mesh=mesh, shard_alignment=24)
+    whole = [name for name, param in composed.named_parameters() if param.placements == (Replicate(),)]
+    assert whole == ["0.bias", "2.bias", "3.weight"]
+    for model in (wrapped, composed):
+        model(batch(rank)).square().mean().backward()
+        assert_same_grads(model, plain, rtol=0, atol=1e-12)
+    state = {name: full(value) for name, value in composed.state_dict().items()}
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+class RowScaled(torch.optim.Optimizer):
+    """Keeps a number for each row of what it gets: the largest gradient so far."""
+
+    def __init__(self, params: Any, row: int) -> None:
+        super().__init__(params, {"row": row})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rows = param.grad.view(-1, group["row"])
+                    most = self.state[param].setdefault("most", torch.zeros_like(rows[:, 0]))
+                    torch.maximum(most, rows.abs().amax(1), out=most)
+                    param.sub_((rows / most.unsqueeze(1)).view_as(param), alpha=0.1)
+
+
+@ranks(2, 3)
+def test_state_by_rows_is_saved_and_cut_where_rows_are_whole(rank, world_size):
+    def model_of(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return FSDP(nn.Linear(6, 5, bias=False).double(), use_orig_params=True, **options)
+
+    plain = model_of(sharding_strategy=ShardingStrategy.NO_SHARD)
+    model = model_of(shard_alignment="rows")
+    optimizers = [RowScaled(each.parameters(), 6) for each in (plain, model)]
+    for each, optimizer in zip((plain, model), optimizers):
+        each(batch(rank)).square().mean().backward()
+        optimizer.step()
+    state = FSDP.optim_state_dict(model, optimizers[1])["state"]["weight"]
+    expected = optimizers[0].state[next(plain.parameters())]["most"]
+    torch.testing.assert_close(state["most"], expected, rtol=0, atol=1e-14)
+    saved = FSDP.sharded_optim_state_dict(model, optimizers[1])
+    resumed = RowScaled(model.parameters(), 6)
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
+    for param in model.parameters():
+        if param.numel():
+            assert torch.equal(resumed.state[param]["most"], optimizers[1].state[param]["most"])
+    cut = model_of()
+    torn = RowScaled(cut.parameters(), 1)
+    with pytest.raises(ValueError, match=r"'most' of parameter 'weight' .*shard_alignment='rows'"):
+        torn.load_state_dict(FSDP.optim_state_dict_to_load(cut, torn, {"state": {"weight": state}}))
