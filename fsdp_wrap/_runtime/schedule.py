@@ -334,8 +334,10 @@ class Schedule:
             self._open_backward()
         unit, handle, options = use.unit, use.unit.handle, use.unit.options
         assert handle is not None
-        if handle.bulky and (self._reducing or self._prefetching_later):
-            self._make_room(options.most_reducing - 1)
+        if self._reducing or self._prefetching_later:
+            # With gradients in place memory counts more than what may run beside the first of them.
+            if handle.bulky or (options.gradients_in_place and handle.sizeable):
+                self._make_room(options.most_reducing - 1)
         self._unshard_again(use)
         task = graph_task()
         if use.task != task:
