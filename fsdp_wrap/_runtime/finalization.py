@@ -152,13 +152,13 @@ class Updater(Protocol):
         """A backward begins."""
 
     def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
-        """Updates a unit, after `arrive` has added its gradients to the sharded parameters, if it is given."""
+        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
 
     def finish(self, left: Sequence[Unit]) -> None:
         """All gradients are there: updates the units that are left, and waits for all updates."""
 
     def abandon(self, left: Sequence[Unit]) -> None:
-        """The backward has failed: waits for what was begun, and drops the gradients of the units that are left."""
+        """The backward has failed: waits for what was begun, and drops other units' gradients."""
 
 
 class Updates:
@@ -182,6 +182,8 @@ class Updates:
         self.reduced: dict[Unit, None] = {}
         self.updated: set[Unit] = set()
         self._last = True
+        self._recomputed: dict[Unit, int] = {}  # in which graph task, last
+        self._updated_in: dict[Unit, int] = {}  # those of units that were updated after a recomputation
 
     def begin(self, units: Iterable[Unit], last: bool) -> None:
         """Begins a backward.
@@ -203,11 +205,19 @@ class Updates:
             RuntimeError: If it has.
         """
         if unit in self.updated:
-            raise RuntimeError(
-                f"the running backward comes to {unit.name} again on rank {dist.get_rank()}, after it has "
-                "updated its parameters (step_in_backward): no forward before it has told that it would; use "
-                "checkpoints with use_reentrant=False, or step after the backward"
-            )
+            raise _come_again(unit)
+
+    def recompute(self, unit: Unit) -> None:
+        """Notes that a unit with an updater is recomputed.
+
+        Raises:
+            RuntimeError: If it was updated in the running backward, or in one inside it that has ended, as
+                those of checkpoints do which run a backward of their own.
+        """
+        task = graph_task()
+        if unit in self.updated or self._updated_in.get(unit) == task:
+            raise _come_again(unit)
+        self._recomputed[unit] = task
 
     def after(self, unit: Unit) -> None:
         """Notes that a unit's gradients were reduced, and updates it if no more can come.
@@ -237,15 +247,21 @@ class Updates:
         if handle.reduction is not None or handle.holds_gradients or handle.keeps_gradients:
             return  # more is to come, or to be summed
         del self.reduced[unit]
-        self.updated.add(unit)
+        self._note(unit)
         travels = self._offloading is not None and self._offloading.leave(unit)
         updater.update(unit, partial(self._offloading.take, unit) if self._offloading and travels else None)
+
+    def _note(self, unit: Unit) -> None:
+        self.updated.add(unit)
+        self._updated_in[unit] = self._recomputed.pop(unit, -1)
 
     def finish(self, units: Iterable[Unit]) -> None:
         """Ends a backward whose gradients are all there: updates the units that are left."""
         reduced, self.reduced = [*self.reduced], {}
         updaters, self._updaters = self._updaters, {}
         complete = [unit for unit in reduced if unit.handle is not None and not unit.handle.keeps_gradients]
+        for unit in complete:
+            self._note(unit)
         for updater in updaters:
             updater.finish([unit for unit in complete if unit.updater is updater])
         self._forget(units)
@@ -262,3 +278,11 @@ class Updates:
         self.updated.clear()
         for unit in units:
             unit.forwards = 0
+
+
+def _come_again(unit: Unit) -> RuntimeError:
+    return RuntimeError(
+        f"the running backward comes to {unit.name} again on rank {dist.get_rank()}, after it has updated "
+        "its parameters (step_in_backward): no forward before it has told that it would; use checkpoints with "
+        "use_reentrant=False, or step after the backward"
+    )

@@ -129,8 +129,8 @@ class Schedule:
             if self._order_check.counts and not recompute:
                 self._order_check.enter(unit)
             if recompute:
-                if self._updates.updated:
-                    self._updates.refuse_updated(unit)
+                if unit.updater is not None:
+                    self._updates.recompute(unit)
                 unit.unshard(Phase.BACKWARD)
             else:
                 unit.forwards += self._trains

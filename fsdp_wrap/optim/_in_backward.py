@@ -7,6 +7,7 @@ parameters; between backwards it is what it always was, and so are its state dic
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
@@ -40,9 +41,9 @@ def step_in_backward(
     """Lets each unit be updated in the backward, as soon as its gradients are reduced, and frees these.
 
     So the gradients of no more than two units exist. A backward is a step: there is no `optimizer.step()` to
-    call, and to call it changes nothing. A backward under `no_sync` (or the like) is none. A unit whose forward
-    ran more than once since the last backward is updated when the backward ends, and so is what is left then.
-    Schedulers, state dicts and checkpoints take the optimizer as if it stepped after the backward.
+    call, and to call it changes nothing. A backward under `no_sync` (or the like) is none. A unit whose
+    forward ran more than once since the last backward is updated when the backward ends, and so is what is
+    left then. Schedulers, state dicts and checkpoints take the optimizer as if it stepped after the backward.
 
     All ranks must call this alike.
 
@@ -50,7 +51,8 @@ def step_in_backward(
         model: Wrapped, or sharded by `fully_shard`.
         make_optimizer: Makes the optimizer of the sharded parameters that need gradients, in the order of
             `model.parameters()`. It may make groups of them, and leave some out, which are not updated here.
-            Each update must depend on nothing but its parameter, that one's gradient and state, and the group.
+            Each update must depend on nothing but its parameter, that one's gradient and state, and the
+            group.
         max_norm: Clips by the total norm, before clipping, of the last backward: that of the running one is
             not known before its end. The first backward, which knows none, updates at its end, and clips by
             its own. A norm that is not finite is never taken for the next.
@@ -78,7 +80,7 @@ def step_in_backward(
     _check_optimizer(model, optimizer, params)
     _check_scaler(scaler, params)
     steps = BackwardSteps(optimizer, units, max_norm, clip_value, scaler, _lane(units, in_thread))
-    _known[optimizer] = steps
+    _known[optimizer] = weakref.ref(steps)
     return optimizer
 
 
@@ -88,9 +90,10 @@ def backward_steps(optimizer: torch.optim.Optimizer) -> BackwardSteps:
     Raises:
         ValueError: If it has not returned it.
     """
-    if optimizer not in _known:
+    steps = _known[optimizer]() if optimizer in _known else None
+    if steps is None:
         raise ValueError(f"this {type(optimizer).__name__} was not made by step_in_backward")
-    return _known[optimizer]
+    return steps
 
 
 class BackwardSteps:
@@ -105,7 +108,7 @@ class BackwardSteps:
         lane: Where the updates run; None for the thread of the backward.
 
     Attributes:
-        updated: Names of the units that the running backward has updated, or the last one has, in their order.
+        updated: Names of the units that the running backward has updated, or the last one has.
         total_norm: The last finite norm of all gradients, before clipping, with `max_norm`: 0-d, float64, the
             same on all ranks. None before the first backward.
         communicates: Whether updates do.
@@ -161,7 +164,7 @@ class BackwardSteps:
         self.updated, self._overflowed, self._began = [], False, False
 
     def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
-        """Updates a unit, after `arrive` has added its gradients to the sharded parameters, if it is given."""
+        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
         part, handle, norm = self._parts[unit], unit.handle, self.total_norm
         assert handle is not None
         self._began = True
@@ -300,7 +303,8 @@ class BackwardSteps:
         return self._scaled[unit]
 
 
-_known: MutableMapping[torch.optim.Optimizer, BackwardSteps] = WeakKeyDictionary()
+_known: MutableMapping[torch.optim.Optimizer, weakref.ref[BackwardSteps]] = WeakKeyDictionary()
+"""What updates units, which they hold and which holds the optimizer."""
 
 
 def _sharded(unit: Unit) -> list[nn.Parameter]:
@@ -316,12 +320,11 @@ def _trained(model: nn.Module, units: Iterable[Unit]) -> list[nn.Parameter]:
     return [*ordered, *owned.values()]
 
 
-def _check(
-    model: nn.Module, units: Sequence[Unit], max_norm: float | None, clip_value: float | None
-) -> None:
+def _check(model: nn.Module, units: Sequence[Unit], max_norm: float | None, clip_value: float | None) -> None:
     if not units:
         raise ValueError(
-            f"{type(model).__name__} has no wrapped or sharded module with parameters: pass the model that has"
+            f"{type(model).__name__} has no wrapped or sharded module with parameters: pass the model that "
+            "has"
         )
     require_idle(units, "step_in_backward()")
     for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
@@ -341,15 +344,17 @@ def _check_optimizer(model: nn.Module, optimizer: Any, given: Sequence[nn.Parame
         )
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{kind} computes with all gradients, and needs a closure: it cannot step in backward")
+        raise ValueError(
+            f"{kind} computes with all gradients, and needs a closure: it cannot step in backward"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"this {kind} is differentiable, and backward has no graph: make it without")
     known = {*map(id, given)}
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         if id(param) not in known:
             raise ValueError(
-                f"the {kind} of make_optimizer has {Originals(model).describe(param)}, which it was not given: "
-                "no unit would update it; give it to another optimizer, which steps after the backward"
+                f"the {kind} of make_optimizer has {Originals(model).describe(param)}, which it was not "
+                "given: no unit would update it; give it to another optimizer, which steps after the backward"
             )
 
 
@@ -371,6 +376,8 @@ def _lane(units: Iterable[Unit], in_thread: bool | None) -> HostLane | None:
     shards = [layout.flat_param.data for layout in layouts]
     on_host = all(accelerator is None or accelerator.is_on_host(shard) for shard in shards)
     if in_thread and not on_host:
-        raise ValueError("in_thread=True needs all shards in host memory: offload the parameters of all units")
+        raise ValueError(
+            "in_thread=True needs all shards in host memory: offload the parameters of all units"
+        )
     offloaded = all(layout.offloaded for layout in layouts)
     return host_lane_of(device) if (offloaded and on_host if in_thread is None else in_thread) else None

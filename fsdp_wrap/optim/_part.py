@@ -51,7 +51,7 @@ class Part:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer with these parameters alone; those that have none of them are left out."""
+        """The groups of the optimizer with these parameters alone; those without any are left out."""
         groups = self._optimizer.param_groups
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:

@@ -22,10 +22,10 @@ class NormInParts:
     """
 
     def __init__(self, handles: Iterable[ParamHandle]) -> None:
-        self._overs: list[Over] = []
+        self._overs: dict[Over, None] = {}
         for handle in handles:
             for layout in handle.layouts:
-                self._overs += [over for over in overs_of(handle, layout) if over not in self._overs]
+                self._overs |= dict.fromkeys(overs_of(handle, layout))
             self._device = handle.communicator.device
         self._powers: dict[Over, torch.Tensor] = {}
 
