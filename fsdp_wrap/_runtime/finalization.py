@@ -138,15 +138,15 @@ class BackwardEnd:
 
 
 class Updater(Protocol):
-    """What updates units while a backward goes on: what an add-on for optimizers brings.
+    """What updates units while a backward goes on: what an add-on for optimizers brings."""
 
-    Attributes:
-        communicates: Whether `update` does, so that all ranks must call it between the same collectives.
-        waits: Whether units of the running backward are to be updated when all gradients are there.
-    """
+    @property
+    def communicates(self) -> bool:
+        """Whether `update` does, so that all ranks must call it between the same collectives."""
 
-    communicates: bool
-    waits: bool
+    @property
+    def waits(self) -> bool:
+        """Whether units of the running backward are to be updated when all gradients are there."""
 
     def begin(self) -> None:
         """A backward begins."""
@@ -283,6 +283,6 @@ class Updates:
 def _come_again(unit: Unit) -> RuntimeError:
     return RuntimeError(
         f"the running backward comes to {unit.name} again on rank {dist.get_rank()}, after it has updated "
-        "its parameters (step_in_backward): no forward before it has told that it would; use checkpoints with "
-        "use_reentrant=False, or step after the backward"
+        "its parameters (step_in_backward): no forward before it has told that it would; use checkpoints "
+        "with use_reentrant=False, or step after the backward"
     )

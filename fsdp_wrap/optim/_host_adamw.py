@@ -1,7 +1,7 @@
 """`HostAdamW`: AdamW of what lies in host memory, in one pass over it.
 
-Torch's fused kernel reads and writes each element once, but wants moments of the parameter's dtype. Moments of
-another dtype are widened and rounded by pieces that stay in the processor's cache: memory sees each byte once.
+Torch's fused kernel reads and writes each element once, but wants moments of the parameter's dtype. Moments
+of another dtype are widened and rounded by pieces that stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class HostAdamW(torch.optim.Optimizer):
         betas: Of the moments' running averages.
         eps: What is added to the root of the second moment.
         weight_decay: What of a parameter goes in each step, by the learning rate.
-        moments: The dtype of both moments, float32 or bfloat16; of parameters in float64 they have theirs.
+        moments: The dtype of both moments of parameters in float32: that, or bfloat16. Those of others have
+            the parameter's.
 
     Raises:
         ValueError: If a number is out of its range, or `moments` is another dtype.
@@ -94,8 +95,8 @@ class HostAdamW(torch.optim.Optimizer):
         held = held_by_this_rank(param)
         if held.device.type != "cpu":
             raise RuntimeError(
-                f"HostAdamW updates what lies in host memory, but a parameter of shape {tuple(param.shape)} is "
-                f"on {held.device}: offload it (CPUOffload, CPUOffloadPolicy), or use torch.optim.AdamW"
+                f"HostAdamW updates what lies in host memory, but a parameter of shape {tuple(param.shape)} "
+                f"is on {held.device}: offload it (CPUOffload, CPUOffloadPolicy), or use torch.optim.AdamW"
             )
         state = self.state[param]
         if not state:
@@ -109,18 +110,23 @@ class HostAdamW(torch.optim.Optimizer):
             return
         before = state["step"].clone()
         for piece, own, *rounded in _pieces(held, grad, *moments):
-            wide = [room[: piece.numel()].copy_(part) for room, part in zip(self._room(held.dtype), rounded)]
+            wide = [
+                room[: part.numel()].copy_(part)
+                if part.numel() <= _PIECE and part.dim() == 1
+                else part.float()
+                for room, part in zip(self._room(), rounded)
+            ]
             _fused(piece, own.to(held.dtype), wide, state["step"].copy_(before), group)
             for part, value in zip(rounded, wide):
                 part.copy_(value)
         state["step"].copy_(before + 1)
 
     def _moments_of(self, held: torch.Tensor) -> torch.dtype:
-        return torch.float64 if held.dtype == torch.float64 else self._moments
+        return self._moments if held.dtype == torch.float32 else held.dtype
 
-    def _room(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._scratch is None or self._scratch[0].dtype != dtype:
-            self._scratch = torch.empty(_PIECE, dtype=dtype), torch.empty(_PIECE, dtype=dtype)
+    def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scratch is None:
+            self._scratch = torch.empty(_PIECE), torch.empty(_PIECE)
         return self._scratch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -139,8 +145,12 @@ def _zeros_like(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yields pieces of tensors of one shape, those at the same place together."""
-    yield from zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors))  # type: ignore[misc]
+    """Yields pieces of tensors of one shape, those at the same place together: 1-D ones, or all at once."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        yield [*tensors]
+        return
+    for begin in range(0, tensors[0].numel(), _PIECE):
+        yield [tensor.view(-1)[begin : begin + _PIECE] for tensor in tensors]
 
 
 def _fused(

@@ -272,11 +272,12 @@ class BackwardSteps:
 
     def _take_norm(self, norm: NormInParts) -> None:
         """Takes the norm of the backward that ends, all ranks alike, if it is one."""
-        if self._overflowed or not self._began:
+        before = self.total_norm
+        if self._overflowed or not self._began or before is None:
             norm.forget()
             return
         total = norm.total()
-        self.total_norm = torch.where(total.isfinite(), total, self.total_norm)
+        self.total_norm = torch.where(total.isfinite(), total, before)
 
     def _unscale(self, unit: Unit) -> None:
         """Divides the gradients of a unit by the scale; collective."""
