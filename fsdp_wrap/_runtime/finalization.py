@@ -225,11 +225,22 @@ class Updates:
         Raises:
             RuntimeError: If this backward has updated it before.
         """
-        if unit.updater is None:
-            return
-        self.refuse_updated(unit)
-        self.reduced[unit] = None
-        if not unit.updater.communicates:
+        self.note(unit)
+        self.update(unit)
+
+    def note(self, unit: Unit) -> None:
+        """Notes that a unit's gradients were reduced, and are on their way to the host perhaps.
+
+        Raises:
+            RuntimeError: As `after`.
+        """
+        if unit.updater is not None:
+            self.refuse_updated(unit)
+            self.reduced[unit] = None
+
+    def update(self, unit: Unit) -> None:
+        """Updates a unit whose gradients were reduced, if no more can come."""
+        if unit in self.reduced and unit.updater is not None and not unit.updater.communicates:
             self._update(unit, unit.updater)
 
     def between_collectives(self) -> None:

@@ -714,8 +714,9 @@ class Schedule:
     def _finish_offloaded(self, offloading: Offloading, unit: Unit) -> None:
         """Finishes a reduction whose result goes to the host; the one before has come there now."""
         before = offloading.finish_reduction(unit)
-        if before is not None:
-            self._updates.after(before)
+        self._updates.note(unit)
+        if before is not None and before is not unit:
+            self._updates.update(before)
 
     @contextmanager
     def no_sync(self, reduce_within_copy: bool = False) -> Iterator[None]:

@@ -103,23 +103,32 @@ class HostAdamW(torch.optim.Optimizer):
             dtype = self._moments_of(held)
             state["step"] = torch.tensor(0.0)
             state |= {name: holding(param, _zeros_like(held, dtype)) for name in _MOMENTS}
-        moments = [held_by_this_rank(state[name]) for name in _MOMENTS]
-        grad = held_by_this_rank(param.grad)
+        kept = [held, *(held_by_this_rank(state[name]) for name in _MOMENTS)]
+        own = [tensor.contiguous() for tensor in kept]  # the same, but for what lies otherwise
+        self._run(own[0], held_by_this_rank(param.grad).contiguous(), own[1:], state["step"], group)
+        for tensor, value in zip(kept, own):
+            if tensor is not value:
+                tensor.copy_(value)
+
+    def _run(
+        self,
+        held: torch.Tensor,
+        grad: torch.Tensor,
+        moments: list[torch.Tensor],
+        count: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        """Updates tensors whose elements lie in the same order."""
         if moments[0].dtype == held.dtype:
-            _fused(held, grad.to(held.dtype), moments, state["step"], group)
+            _fused(held, grad.to(held.dtype), moments, count, group)
             return
-        before = state["step"].clone()
+        before = count.clone()
         for piece, own, *rounded in _pieces(held, grad, *moments):
-            wide = [
-                room[: part.numel()].copy_(part)
-                if part.numel() <= _PIECE and part.dim() == 1
-                else part.float()
-                for room, part in zip(self._room(), rounded)
-            ]
-            _fused(piece, own.to(held.dtype), wide, state["step"].copy_(before), group)
+            wide = [room[: part.numel()].copy_(part) for room, part in zip(self._room(), rounded)]
+            _fused(piece, own.to(held.dtype), wide, count.copy_(before), group)
             for part, value in zip(rounded, wide):
                 part.copy_(value)
-        state["step"].copy_(before + 1)
+        count.copy_(before + 1)
 
     def _moments_of(self, held: torch.Tensor) -> torch.dtype:
         return self._moments if held.dtype == torch.float32 else held.dtype
@@ -145,10 +154,7 @@ def _zeros_like(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yields pieces of tensors of one shape, those at the same place together: 1-D ones, or all at once."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        yield [*tensors]
-        return
+    """Yields pieces of contiguous tensors, 1-D, those at the same place together."""
     for begin in range(0, tensors[0].numel(), _PIECE):
         yield [tensor.view(-1)[begin : begin + _PIECE] for tensor in tensors]
 
