@@ -39,7 +39,8 @@ MB = 1 << 20
 
 def _of_ways(question, table):
     """Whether a table tells of something else than implementations."""
-    others = ("accumulation", "collectives", "counts", "latency", "compression", "travel", "in_backward", "host_step")
+    others = ("accumulation", "collectives", "counts", "latency", "compression", "travel")
+    others += ("in_backward", "host_step")
     return question in others or "hooks" in table
 
 
