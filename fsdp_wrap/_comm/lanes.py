@@ -149,9 +149,9 @@ class HostLane:
                 raise error
 
     def abandon(self) -> None:
-        """Waits for what was issued and has begun, whatever becomes of it; the rest is not done."""
+        """Waits for all that was issued, whatever became of it."""
         issued, self._issued = self._issued, deque()
-        wait([each for each in issued if not each.cancel()])
+        wait(issued)
 
 
 _ON_CPU = Lane()

@@ -162,6 +162,8 @@ class BackwardSteps:
     def begin(self) -> None:
         """A backward begins."""
         self.updated, self._overflowed, self._began = [], False, False
+        if self._norm is not None:
+            self._norm.forget()  # what one that failed has left
 
     def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
         """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
@@ -169,12 +171,12 @@ class BackwardSteps:
         assert handle is not None
         self._began = True
         if not self.communicates:
-            self._issue(lambda: self._apply(unit.name, part, norm, handle, arrive))
+            self._issue(partial(self._apply, unit.name, part, norm, handle, arrive))
             return
         if arrive is not None:
             arrive()
         self._unscale(unit)
-        self._step_scaled(unit, lambda: self._apply(unit.name, part, norm, handle))
+        self._step_scaled(unit, partial(self._apply, unit.name, part, norm, handle))
 
     def finish(self, left: Sequence[Unit]) -> None:
         """All gradients are there: updates the units that are left, and waits for all updates."""
@@ -197,8 +199,6 @@ class BackwardSteps:
             self._lane.abandon()
         for unit in left:
             self._parts[unit].free()
-        if self._norm is not None:
-            self._norm.forget()
         if self.updated:
             warnings.warn(
                 f"a backward raised after {len(self.updated)} of {len(self._parts)} units had been updated "
@@ -235,17 +235,19 @@ class BackwardSteps:
         """
         if arrive is not None:
             arrive()
-        if self._norm is not None and handle is not None:
-            self._norm.add(handle)
-        if norm is not None and self._max_norm is not None:
-            scale_to(part.gradients(), norm, self._max_norm)
-        if self._clip_value is not None:
-            for grad in part.gradients():
-                grad.clamp_(-self._clip_value, self._clip_value)
-        if part.has_gradients:
-            part.step()
-            self.updated.append(name)
-        part.free()
+        try:
+            if self._norm is not None and handle is not None:
+                self._norm.add(handle)
+            if norm is not None and self._max_norm is not None:
+                scale_to(part.gradients(), norm, self._max_norm)
+            if self._clip_value is not None:
+                for grad in part.gradients():
+                    grad.clamp_(-self._clip_value, self._clip_value)
+            if part.has_gradients:
+                part.step()
+                self.updated.append(name)
+        finally:
+            part.free()
 
     @torch.no_grad()
     def _update_all(self, left: Sequence[Unit]) -> None:
