@@ -21,6 +21,17 @@ _PIECE = 1 << 19
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = (torch.float32, torch.bfloat16)
 
+_AS_ADAMW: dict[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""What else groups of `AdamW` have, so that each takes the other's state dict."""
+
 
 class HostAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` of parameters in host memory, with moments in float32 or bfloat16.
@@ -61,8 +72,9 @@ class HostAdamW(torch.optim.Optimizer):
             raise ValueError(f"moments must be torch.float32 or torch.bfloat16, but is {moments}")
         self._moments = moments
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_AS_ADAMW}
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_moments": self._moments, "_scratch": None}
@@ -139,7 +151,15 @@ class HostAdamW(torch.optim.Optimizer):
         return self._scratch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of `AdamW`; moments get this optimizer's dtype."""
+        """Loads a state dict of this class or of `AdamW`; moments get this optimizer's dtype.
+
+        Raises:
+            ValueError: If it is of an `AdamW` that does something else.
+        """
+        for group in state_dict["param_groups"]:
+            for key in ("amsgrad", "maximize"):
+                if group.get(key):
+                    raise ValueError(f"the state dict has {key}=True, which HostAdamW does not know")
         super().load_state_dict(state_dict)
         for param, state in self.state.items():
             dtype = self._moments_of(held_by_this_rank(param))

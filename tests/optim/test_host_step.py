@@ -99,6 +99,8 @@ def test_each_loads_the_others_state():
         assert all(state["exp_avg"].dtype == dtype and state["step"] == 1 for state in states)
     for state, same in zip(into.state.values(), usual.state.values()):
         assert torch.equal(state["exp_avg"], same["exp_avg"].bfloat16())
+    with pytest.raises(ValueError, match="has amsgrad=True, which HostAdamW does not know"):
+        into.load_state_dict(torch.optim.AdamW(params(), amsgrad=True).state_dict())
     given = [*back.param_groups[0]["params"]]
     give_gradients(given, 1)
     back.step()
@@ -209,9 +211,7 @@ def test_what_an_update_raises_is_told_at_the_end_of_the_backward(rank, world_si
     model(batch(rank, 1)).square().sum().backward()
     found = full_state(model)
     assert all(not torch.equal(found[name], before[name]) for name in before if "weight" in name)
-    assert len(backward_steps(optimizer).updated) == sum(
-        1 for part in (*model.modules(),) if type(part) is Layer
-    )
+    assert len(backward_steps(optimizer).updated) == 4
 
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -258,7 +258,9 @@ def _offloaded(
     return model, optimizer
 
 
-@pytest.mark.parametrize("offload", [OFFLOAD, CPUOffload(False)], ids=["offload", "device"])
+@pytest.mark.parametrize(
+    "offload", [OFFLOAD, pytest.param(CPUOffload(False), marks=pytest.mark.slow)], ids=["offload", "device"]
+)
 @pytest.mark.parametrize("front", FRONTS)
 def test_every_order_has_the_bits_of_steps_after_the_backward(front, offload):
     found: dict[int, Any] = {}

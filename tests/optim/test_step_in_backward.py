@@ -162,10 +162,16 @@ def compare(
     assert_same_state(optimizer, other)
 
 
+FEW = ("plain", "tied", "frozen", "reentrant around")
+
+
 @each_front
+@pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.slow)])
 @ranks(2)
-def test_the_bits_of_steps_after_the_backward(rank, world_size, front):
+def test_the_bits_of_steps_after_the_backward(rank, world_size, front, seldom):
     for kind, make in KINDS.items():
+        if (kind in FEW) == seldom:
+            continue
         model, usual = pair(front, make)
         compare(model, usual, groups if kind == "plain" else adamw, rank, kind)
 
@@ -183,7 +189,7 @@ def test_options_of_units(rank, world_size, front, option):
     }.get(option, {})
     if option == "NO_SHARD" and front == "composable":
         options = {}  # which it has not
-    for kind in ("plain", "twice", "frozen"):
+    for kind in ("plain", "twice"):
         model, usual = pair(front, KINDS[kind], **options)
         if option == "in place" and kind != "twice":  # which would be refused
             for each in (model, usual):
