@@ -20,6 +20,8 @@ SCRIPTS = (
     "step",
     "host",
     "memory",
+    "in_backward",
+    "host_step",
     "wire",
     "update",
     "muon",

@@ -93,6 +93,8 @@ def _memory(case: str, group: str, column: str) -> tuple[str, str, str]:
 FLAT, EITHER, FSDP2 = ("fsdp1_flat",), ("fsdp1", "fsdp1_flat"), ("fsdp2",)
 WRAPPED = ("fsdp_wrap", "fully_shard")  # whose optimizer has original parameters
 
+IN_BACKWARD_IN_PLACE = "fsdp_wrap_in_place_steps"
+
 MESH_CASES = (
     *("gpt with tensor parallelism", "small with tensor parallelism"),
     *(f"{case} accumulated over replicas" for case in ("small", "mlp")),
@@ -138,6 +140,26 @@ GOALS: list[Goal] = [
         for case in ("gpt", "mlp")
         for group in ("resident", "fake group")
         for base in (("fsdp1",), FSDP2)
+    ),
+    *(
+        Goal(
+            "P13",
+            f"the same with steps in it, in place, {case} on fake group, to fsdp1",
+            0.60,
+            ("in_backward", f"{case}, fake group", "/ fsdp1"),
+            rows=(IN_BACKWARD_IN_PLACE,),
+        )
+        for case in ("gpt", "mlp")
+    ),
+    *(
+        Goal(
+            "P14",
+            f"AdamW on the host, moments in {name}, to what its bytes take of memory",
+            1 / 0.8,
+            ("host_step", "32M elements, 2 threads", "/ memory"),
+            rows=(f"HostAdamW, {name}",),
+        )
+        for name in ("float32", "bfloat16")
     ),
     *(
         Goal("P5", f"forward peak, {case}, to {base[0]}", limit, _memory(case, "fake group", "forward"), base)
@@ -298,7 +320,13 @@ def verdicts(results: Mapping[str, Figures], goals: Sequence[Goal]) -> list[Verd
 
 
 # Where rows are shown that have no column of their own.
-_COLUMNS = {IN_PLACE: "fsdp_wrap", ON_SHARDS: "fully_shard", **dict(zip(SHARED.values(), SHARED))}
+_COLUMNS = {
+    IN_PLACE: "fsdp_wrap",
+    IN_BACKWARD_IN_PLACE: "fsdp_wrap",
+    **{f"HostAdamW, {name}": "fsdp_wrap" for name in ("float32", "bfloat16")},
+    ON_SHARDS: "fully_shard",
+    **dict(zip(SHARED.values(), SHARED)),
+}
 
 
 def judged(results: Mapping[str, Figures]) -> str:

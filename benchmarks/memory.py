@@ -19,11 +19,15 @@ Meter = Callable[[Callable[[], object]], Lap]
 
 def phases(name: str, case: Case, meter: Meter = tensors) -> dict[str, float]:
     """Called on every rank: megabytes at rest, and peaks above the sharded state in blocks."""
+    return _phases(lambda: Trained(name, case), largest_block(case), meter)
+
+
+def _phases(make: Callable[[], Trained], block: int, meter: Meter) -> dict[str, float]:
     held: list[Trained] = []
     losses = []
 
     def build() -> None:
-        each = Trained(name, case)
+        each = make()
         each.step()
         each.step()
         each.optimizer.zero_grad()
@@ -33,7 +37,7 @@ def phases(name: str, case: Case, meter: Meter = tensors) -> dict[str, float]:
     rest = meter(build)
     forward = meter(lambda: losses.append(held[0].forward()))
     backward = meter(lambda: losses.pop().backward())
-    block, more = largest_block(case), rest.kept - sharded_state(held[0])
+    more = rest.kept - sharded_state(held[0])
     return {
         "rest MB": rest.kept / 1e6,
         "peak MB": _peak(rest, forward, backward) / 1e6,
@@ -41,6 +45,11 @@ def phases(name: str, case: Case, meter: Meter = tensors) -> dict[str, float]:
         "backward": (more + forward.kept + backward.peak) / block,
         "above gradients": (backward.peak - backward.kept) / block,
     }
+
+
+def phases_of(make: Callable[[], Trained], case: Case) -> dict[str, float]:
+    """The same of what is made otherwise, by its tensors."""
+    return _phases(make, largest_block(case), tensors)
 
 
 def resident_phases(name: str, case: Case) -> dict[str, float]:

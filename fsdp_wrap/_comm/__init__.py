@@ -30,6 +30,7 @@ from fsdp_wrap._comm.groups import (
 from fsdp_wrap._comm.lanes import (
     Finished,
     FromHost,
+    HostLane,
     Pending,
     Then,
     ToHost,
@@ -37,6 +38,7 @@ from fsdp_wrap._comm.lanes import (
     await_copies,
     copy_to_device,
     copy_to_host,
+    host_lane_of,
     lane_of,
 )
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh

@@ -38,6 +38,10 @@ class Accelerator:
         """Returns a stream of our own; `purpose` is for messages."""
         return torch.Stream(self._device)
 
+    def new_host_lane(self, in_a_thread: Callable[[], Any]) -> Any:
+        """Returns what lets the host work beside the device and itself: what the argument makes."""
+        return in_a_thread()
+
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)

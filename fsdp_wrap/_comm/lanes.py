@@ -8,7 +8,9 @@ freed on the stream of the computation, which has waited for the copies by then.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol
 
@@ -123,6 +125,35 @@ class StreamLane(Lane):
         self._stream.synchronize()
 
 
+class HostLane:
+    """One queue of work of the host's that runs beside what the caller does, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "fsdp_wrap host lane")
+        self._issued: deque[Future[None]] = deque()
+
+    def issue(self, work: Callable[[], None]) -> None:
+        """Does some work after all that was issued before."""
+        self._issued.append(self._thread.submit(work))
+
+    def finish(self) -> None:
+        """Waits for all that was issued.
+
+        Raises:
+            Exception: What the first work raised that did.
+        """
+        issued, self._issued = self._issued, deque()
+        failed = [each.exception() for each in issued]  # which waits
+        for error in failed:
+            if error is not None:
+                raise error
+
+    def abandon(self) -> None:
+        """Waits for all that was issued, whatever became of it."""
+        issued, self._issued = self._issued, deque()
+        wait(issued)
+
+
 _ON_CPU = Lane()
 
 
@@ -137,6 +168,13 @@ def lane_on(accelerator: Accelerator, purpose: str) -> StreamLane:
     lane: StreamLane | None = accelerator.lanes.get(purpose)
     if lane is None:
         lane = accelerator.lanes[purpose] = StreamLane(accelerator, purpose)
+    return lane
+
+
+def host_lane_of(device: torch.device) -> HostLane:
+    """Returns a new lane for work of the host's beside what a device does, which may be the CPU."""
+    accelerator = accelerator_of(device)
+    lane: HostLane = HostLane() if accelerator is None else accelerator.new_host_lane(HostLane)
     return lane
 
 

@@ -46,6 +46,7 @@ class Gradients:
 
     Attributes:
         bulky: Whether one leaf's gradient alone takes half of the memory of all.
+        sizeable: Whether one takes a quarter of it.
         kept: Whether anything was kept for a later backward; see `accumulated`.
         collected: Whether there is anything in the reduce buffer.
         buffer: What serves as the reduce buffer now.
@@ -70,7 +71,8 @@ class Gradients:
         self._lie_in(self._own)
         self.collected = False
         self.used = [False] * len(leaves)
-        self.bulky = 2 * max(each.numel() for each in layout.memory) >= layout.full_numel
+        largest = max(each.numel() for each in layout.memory)
+        self.bulky, self.sizeable = 2 * largest >= layout.full_numel, 4 * largest >= layout.full_numel
         self.kept = False
         self._unreduced = False
         self.partial: torch.Tensor | None = None

@@ -82,6 +82,7 @@ class ParamHandle:
         keeps_gradients: Whether a backward has left any that are not summed over all ranks yet.
         in_full: Whether it computes in the master dtype, whatever its policies say.
         bulky: Whether the first gradient that arrives may take as much memory as all that would follow.
+        sizeable: Whether it may take a third of that.
         kept: What the next `unshard` gathers from, if other ranks than usual keep the full parameters.
         staying: Segments of a sharded unit whose full parameters this rank keeps: they are not gathered.
         values: How often the leaves have got other values; a graph needs those that they had in its forward.
@@ -161,7 +162,9 @@ class ParamHandle:
         self.travelling_nbytes = travelling_nbytes(self.segments, self.communicator.size)
         self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
-        self.bulky = any(segment.trainable and segment.gradients.bulky for segment in self.segments)
+        trained = [segment.gradients for segment in self.segments if segment.trainable]
+        self.bulky = any(gradients.bulky for gradients in trained)
+        self.sizeable = any(gradients.sizeable for gradients in trained)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is part of an unsharded buffer."""

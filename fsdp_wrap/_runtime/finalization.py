@@ -1,10 +1,19 @@
-"""`BackwardEnd`: who waits for the last reduction of a tree's backwards, and what that forbids meanwhile."""
+"""What follows reductions: who waits for the last one of a tree's backwards, and who updates units meanwhile.
+
+`BackwardEnd` knows the first, and what that forbids; `Updates` when a unit has got all its gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch.distributed as dist
 
 from fsdp_wrap._core.torch_private import graph_task
+from fsdp_wrap._runtime.arrivals import Progress
+from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.unit import Unit
 
 
@@ -126,3 +135,165 @@ class BackwardEnd:
                 f"{doing} must not begin before wait() of the handle that "
                 "finalize_backward(async_op=True) returned"
             )
+
+
+class Updater(Protocol):
+    """What updates units while a backward goes on: what an add-on for optimizers brings."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether `update` does, so that all ranks must call it between the same collectives."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether units of the running backward are to be updated when all gradients are there."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
+        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
+
+    def finish(self, left: Sequence[Unit]) -> None:
+        """All gradients are there: updates the units that are left, and waits for all updates."""
+
+    def abandon(self, left: Sequence[Unit]) -> None:
+        """The backward has failed: waits for what was begun, and drops other units' gradients."""
+
+
+class Updates:
+    """Which units of a tree are updated in the running backward, each once it has got all its gradients.
+
+    That is known of a unit whose forward ran once since the last backward, when its own backward is over and
+    its reduction is done. All others wait for the end of the backward: further uses need their parameters, or
+    add to their gradients.
+
+    Args:
+        offloading: What brings gradients to the host, if anything does.
+
+    Attributes:
+        reduced: The units that have got gradients and are to be updated.
+        updated: Those that the running backward has updated.
+    """
+
+    def __init__(self, offloading: Offloading | None) -> None:
+        self._offloading = offloading
+        self._updaters: dict[Updater, None] = {}
+        self.reduced: dict[Unit, None] = {}
+        self.updated: set[Unit] = set()
+        self._last = True
+        self._recomputed: dict[Unit, int] = {}  # in which graph task, last
+        self._updated_in: dict[Unit, int] = {}  # those of units that were updated after a recomputation
+
+    def begin(self, units: Iterable[Unit], last: bool) -> None:
+        """Begins a backward.
+
+        Args:
+            units: Of the tree.
+            last: Whether it ends by itself: otherwise its gradients wait for those of a later one.
+        """
+        self._updaters = dict.fromkeys(unit.updater for unit in units if unit.updater is not None)
+        self.updated.clear()
+        self._last = last
+        for updater in self._updaters:
+            updater.begin()
+
+    def refuse_updated(self, unit: Unit) -> None:
+        """Refuses to compute with a unit that the running backward has updated.
+
+        Raises:
+            RuntimeError: If it has.
+        """
+        if unit in self.updated:
+            raise _come_again(unit)
+
+    def recompute(self, unit: Unit) -> None:
+        """Notes that a unit with an updater is recomputed.
+
+        Raises:
+            RuntimeError: If it was updated in the running backward, or in one inside it that has ended, as
+                those of checkpoints do which run a backward of their own.
+        """
+        task = graph_task()
+        if unit in self.updated or self._updated_in.get(unit) == task:
+            raise _come_again(unit)
+        self._recomputed[unit] = task
+
+    def after(self, unit: Unit) -> None:
+        """Notes that a unit's gradients were reduced, and updates it if no more can come.
+
+        Raises:
+            RuntimeError: If this backward has updated it before.
+        """
+        self.note(unit)
+        self.update(unit)
+
+    def note(self, unit: Unit) -> None:
+        """Notes that a unit's gradients were reduced, and are on their way to the host perhaps.
+
+        Raises:
+            RuntimeError: As `after`.
+        """
+        if unit.updater is not None:
+            self.refuse_updated(unit)
+            self.reduced[unit] = None
+
+    def update(self, unit: Unit) -> None:
+        """Updates a unit whose gradients were reduced, if no more can come."""
+        if unit in self.reduced and unit.updater is not None and not unit.updater.communicates:
+            self._update(unit, unit.updater)
+
+    def between_collectives(self) -> None:
+        """Updates what waits for this place, between the same collectives on all ranks."""
+        for unit in [*self.reduced]:
+            if unit.updater is not None:
+                self._update(unit, unit.updater)
+
+    def _update(self, unit: Unit, updater: Updater) -> None:
+        handle = unit.handle
+        if handle is None or updater.waits or not self._last or unit.forwards > 1:
+            return
+        if unit.arrivals.progress is not Progress.FINISHED:
+            return
+        if handle.reduction is not None or handle.holds_gradients or handle.keeps_gradients:
+            return  # more is to come, or to be summed
+        del self.reduced[unit]
+        self._note(unit)
+        travels = self._offloading is not None and self._offloading.leave(unit)
+        updater.update(unit, partial(self._offloading.take, unit) if self._offloading and travels else None)
+
+    def _note(self, unit: Unit) -> None:
+        self.updated.add(unit)
+        self._updated_in[unit] = self._recomputed.pop(unit, -1)
+
+    def finish(self, units: Iterable[Unit]) -> None:
+        """Ends a backward whose gradients are all there: updates the units that are left."""
+        reduced, self.reduced = [*self.reduced], {}
+        updaters, self._updaters = self._updaters, {}
+        complete = [unit for unit in reduced if unit.handle is not None and not unit.handle.keeps_gradients]
+        for unit in complete:
+            self._note(unit)
+        for updater in updaters:
+            updater.finish([unit for unit in complete if unit.updater is updater])
+        self._forget(units)
+
+    def abandon(self, units: Iterable[Unit]) -> None:
+        """Ends a backward that has failed."""
+        reduced, self.reduced = [*self.reduced], {}
+        updaters, self._updaters = self._updaters, {}
+        for updater in updaters:
+            updater.abandon([unit for unit in reduced if unit.updater is updater])
+        self._forget(units)
+
+    def _forget(self, units: Iterable[Unit]) -> None:
+        self.updated.clear()
+        for unit in units:
+            unit.forwards = 0
+
+
+def _come_again(unit: Unit) -> RuntimeError:
+    return RuntimeError(
+        f"the running backward comes to {unit.name} again on rank {dist.get_rank()}, after it has updated "
+        "its parameters (step_in_backward): no forward before it has told that it would; use checkpoints "
+        "with use_reentrant=False, or step after the backward"
+    )

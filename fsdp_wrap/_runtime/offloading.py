@@ -19,7 +19,7 @@ class Offloading:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._ahead: ParamHandle | None = None
-        self._arriving: list[ParamHandle] = []
+        self._arriving: list[Unit] = []
 
     # parameters
 
@@ -63,46 +63,55 @@ class Offloading:
 
     # gradients
 
-    def finish_reduction(self, unit: Unit) -> None:
+    def finish_reduction(self, unit: Unit) -> Unit | None:
         """Finishes the reduction of a unit's gradients, which go to the host then.
 
         Those of one unit are on their way at a time: the computation waits for those before. Where users
         have hooked sharded parameters, the host waits for them as well, and calls the hooks.
+
+        Returns:
+            The unit whose gradients the computation waits for, and the host has not.
         """
-        if self._arriving:
-            before = self._arriving[-1]
-            for layout in before.layouts:
+        before = self._arriving[-1] if self._arriving else None
+        if before is not None and before.handle is not None:
+            for layout in before.handle.layouts:
                 layout.release_arriving()
-            if any(layout.has_hooks for layout in before.layouts):
+            if any(layout.has_hooks for layout in before.handle.layouts):
                 self.settle(before)
         unit.finish_reduction()
-        if unit.handle is not None:
-            self._arriving.append(unit.handle)
+        self._arriving.append(unit)
+        return before
 
-    def settle(self, handle: ParamHandle) -> None:
+    def settle(self, unit: Unit) -> None:
         """Waits for the gradients of one unit and adds them to those of the sharded parameters."""
-        if handle in self._arriving:
-            await_arrivals(self._accelerator)
-            self._arriving = [each for each in self._arriving if each is not handle]
-            self._add(handle)
+        if self.leave(unit):
+            self.take(unit)
+
+    def leave(self, unit: Unit) -> bool:
+        """Leaves it to the caller to `take` the gradients of a unit; returns whether there are any."""
+        before, self._arriving = self._arriving, [each for each in self._arriving if each is not unit]
+        return len(self._arriving) < len(before)
+
+    def take(self, unit: Unit) -> None:
+        """Waits for all gradients that are on their way, and adds those of one unit; in any thread."""
+        await_arrivals(self._accelerator)
+        for layout in () if unit.handle is None else unit.handle.layouts:
+            layout.add_arrived()
 
     def end_backward(self) -> None:
         """Waits, once, for all copies, and adds the gradients to those of the sharded parameters."""
         self._recall()
         await_copies(self._accelerator)
         arrived, self._arriving = self._arriving, []
-        for handle in arrived:
-            self._add(handle)
-
-    def _add(self, handle: ParamHandle) -> None:
-        for layout in handle.layouts:
-            layout.release_arriving()
-            layout.add_arrived()
+        for unit in arrived:
+            for layout in () if unit.handle is None else unit.handle.layouts:
+                layout.release_arriving()
+                layout.add_arrived()
 
     def abandon(self) -> None:
         """Drops what a failed backward left."""
         self._recall()
         arriving, self._arriving = self._arriving, []
-        for handle in arriving:
-            for layout in handle.layouts:
+        for unit in arriving:
+            for layout in () if unit.handle is None else unit.handle.layouts:
                 layout.drop_arriving()

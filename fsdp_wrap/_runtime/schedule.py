@@ -37,7 +37,7 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
 from fsdp_wrap._params import HandleState, ParamHandle, Showing, StayPlan
 from fsdp_wrap._runtime.arrivals import Progress
-from fsdp_wrap._runtime.finalization import BackwardEnd
+from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
 from fsdp_wrap._runtime.refusals import (
@@ -101,6 +101,7 @@ class Schedule:
         accelerator = accelerator_of(self.device)
         offloads = any(layout.offloaded for handle in handles for layout in handle.layouts)
         self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
+        self._updates = Updates(self._offloading)
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
@@ -128,8 +129,11 @@ class Schedule:
             if self._order_check.counts and not recompute:
                 self._order_check.enter(unit)
             if recompute:
+                if unit.updater is not None:
+                    self._updates.recompute(unit)
                 unit.unshard(Phase.BACKWARD)
             else:
+                unit.forwards += self._trains
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
                 if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
@@ -330,8 +334,10 @@ class Schedule:
             self._open_backward()
         unit, handle, options = use.unit, use.unit.handle, use.unit.options
         assert handle is not None
-        if handle.bulky and (self._reducing or self._prefetching_later):
-            self._make_room(options.most_reducing - 1)
+        if self._reducing or self._prefetching_later:
+            # With gradients in place memory counts more than what may run beside the first of them.
+            if handle.bulky or (options.gradients_in_place and handle.sizeable):
+                self._make_room(options.most_reducing - 1)
         self._unshard_again(use)
         task = graph_task()
         if use.task != task:
@@ -356,6 +362,8 @@ class Schedule:
         """
         unit, handle = use.unit, use.unit.handle
         assert handle is not None  # or nothing had been hooked
+        if self._updates.updated:
+            self._updates.refuse_updated(unit)
         unshards = unit.options.unshards_in_backward
         if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
             handle.look()
@@ -458,6 +466,7 @@ class Schedule:
         self._backward_open = True
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
+        self._updates.begin(self._units, self.ending.automatic)
         self._order.begin_backward()
         self._order_check.begin_backward()
         for unit in self._units:
@@ -478,7 +487,7 @@ class Schedule:
                 self._finish_backward_of(unit, handle)
             if not (self.syncs and unit.options.syncs):
                 if self._offloading is not None:
-                    self._offloading.settle(handle)
+                    self._offloading.settle(unit)
                 handle.keep_accumulated()
         if self._travel.waiting is not None:
             self._send_waiting(Phase.FINAL_CALLBACK)
@@ -487,6 +496,8 @@ class Schedule:
             self.ending.finish()
         if self._offloading is not None:
             self._offloading.end_backward()
+        if self.ending.automatic:
+            self._updates.finish(self._units)
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
@@ -513,6 +524,7 @@ class Schedule:
         self._prefetching_later = None
         self._travel.forget()
         self._backward_open = False
+        self._updates.abandon(self._units)
         if self._offloading is not None:
             self._offloading.abandon()
         for unit in self._units:
@@ -592,6 +604,7 @@ class Schedule:
         self._make_room()
         if self._offloading is not None:
             self._offloading.end_backward()
+        self._updates.finish(self._units)
         self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
@@ -655,6 +668,8 @@ class Schedule:
             return
         alone = handle.travelling_nbytes > self._travel.most or phase is Phase.IDLE
         if alone or not self._travel.take(unit):
+            if self._updates.reduced:
+                self._updates.between_collectives()
             unit.reduce(phase)
             self._reducing.append(unit)
         waiting = self._travel.waiting
@@ -670,6 +685,8 @@ class Schedule:
         """
         if self._reducing:
             self._make_room(in_flight)
+        if self._updates.reduced:
+            self._updates.between_collectives()
         sent = self._travel.send(phase)
         if sent is not None:
             self._reducing.append(sent)
@@ -683,12 +700,23 @@ class Schedule:
         while len(self._reducing) > leave:
             reducing = self._reducing.popleft()
             if isinstance(reducing, Unit) and self._offloading is not None:  # such units travel alone
-                self._offloading.finish_reduction(reducing)
-            else:
-                reducing.finish_reduction()
+                self._finish_offloaded(self._offloading, reducing)
+                continue
+            units = [reducing] if isinstance(reducing, Unit) else reducing.taken
+            reducing.finish_reduction()
+            for unit in units:
+                if unit.updater is not None:
+                    self._updates.after(unit)
         waiting, self._prefetching_later = self._prefetching_later, None
         if waiting is not None:
             self._prefetch(waiting)
+
+    def _finish_offloaded(self, offloading: Offloading, unit: Unit) -> None:
+        """Finishes a reduction whose result goes to the host; the one before has come there now."""
+        before = offloading.finish_reduction(unit)
+        self._updates.note(unit)
+        if before is not None and before is not unit:
+            self._updates.update(before)
 
     @contextmanager
     def no_sync(self, reduce_within_copy: bool = False) -> Iterator[None]:

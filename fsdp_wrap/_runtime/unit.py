@@ -33,6 +33,7 @@ from fsdp_wrap._params import HandleState, ParamHandle, Ride, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 if TYPE_CHECKING:
+    from fsdp_wrap._runtime.finalization import Updater
     from fsdp_wrap._runtime.same_model import InitialValues
     from fsdp_wrap._runtime.schedule import Schedule
 
@@ -116,6 +117,8 @@ class Unit:
 
     Attributes:
         running: Forward calls in progress.
+        forwards: Those that a backward may follow, since the last backward; not recomputations.
+        updater: What updates it while backwards go on, if anything does.
         casts: Whether it casts inputs or outputs.
         schedule: In which it runs; None before its first use.
         positions: Where it tells other ranks what it does, once it runs in a schedule.
@@ -158,7 +161,8 @@ class Unit:
         self.over = over
         self.buffers = buffers or BufferCasts((), None)
         self.fqn = over
-        self.running = 0
+        self.running = self.forwards = 0
+        self.updater: Updater | None = None
         self.nested = False
         self.schedule: Schedule | None = None
         self._hooked: set[nn.Parameter] = set()

@@ -31,6 +31,7 @@ from fsdp_wrap._state.gradients.hooks import (
     register_comm_hook,
     set_gradients_in_place,
 )
+from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
 from fsdp_wrap._state.gradients.over_meshes import clip_parameters
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets

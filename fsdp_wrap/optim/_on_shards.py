@@ -127,6 +127,27 @@ def _remade(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.o
     return on_shards(optimizer)
 
 
+class ShardsOfPart:
+    """What an optimizer that `on_shards` took knows of a part of its parameters, when it steps with these."""
+
+    def __init__(self) -> None:
+        self._shards: _Shards | None = None
+
+    @contextmanager
+    def shown_by(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Lets the optimizer, whose groups have just these parameters now, step so."""
+        whole = optimizer.__dict__.get(_SHARDS)
+        if whole is None:
+            yield
+            return
+        self._shards = self._shards or _Shards(whole.joins)
+        optimizer.__dict__[_SHARDS] = self._shards
+        try:
+            yield
+        finally:
+            optimizer.__dict__[_SHARDS] = whole
+
+
 class _Shards:
     """What stands for the `DTensor`s of one optimizer in its steps: plain shards, and what it knows of them.
 
@@ -135,10 +156,13 @@ class _Shards:
 
     Args:
         joins: Whether shards that lie one after the other may be updated as one.
+
+    Attributes:
+        joins: The same.
     """
 
     def __init__(self, joins: bool) -> None:
-        self._joins = joins
+        self.joins = joins
         self._known: list[nn.Parameter] = []  # all parameters
         self._all: list[Any] = []  # the `DTensor`s among them
         self._locals: list[torch.Tensor] = []  # their memory
@@ -182,7 +206,7 @@ class _Shards:
         self._known, self._all = params, [*chain.from_iterable(distributed)]
         self._locals = [*map(_LOCAL, self._all)]
         self._keeps_state = not any(map(is_state_offloaded, self._all))
-        joins = self._joins and self._keeps_state
+        joins = self.joins and self._keeps_state
         self._runs = [run for each in distributed for run in runs_in(each)] if joins else []
         self._public = _Contents()  # so that all of it is taken over
 

@@ -45,7 +45,7 @@ ADD_ONS = {
     ),
     "optimizers": AddOn(
         ["optim/"],
-        ["optim/", "whole/test_examples.py"],
+        ["optim/", "whole/test_benchmarks.py", "whole/test_examples.py"],
         "import fsdp_wrap.optim",
         "ModuleNotFoundError: No module named 'fsdp_wrap.optim'",
     ),

@@ -153,7 +153,7 @@ class HeldGradients:
         found: dict[Over, list[torch.Tensor]] = {(None, None): []}
         for handle in self._handles:
             for layout in handle.layouts:
-                for over, grad in zip(_over(handle, layout), layout.gradients()):
+                for over, grad in zip(overs_of(handle, layout), layout.gradients()):
                     held = found.setdefault(over, [])
                     if grad is not None and grad.numel() and handle not in without:
                         held.append(grad)
@@ -177,7 +177,7 @@ class HeldGradients:
     def named_by_ranks(self) -> dict[Over, Named]:
         """Returns all parameters, each with what this rank holds of its gradient, by who holds the rest."""
         held = {
-            layout: [*zip(_over(handle, layout), layout.gradients())]
+            layout: [*zip(overs_of(handle, layout), layout.gradients())]
             for handle in self._handles
             for layout in handle.layouts
         }
@@ -191,7 +191,7 @@ class HeldGradients:
         return found
 
 
-def _over(handle: ParamHandle, layout: Layout) -> list[Over]:
+def overs_of(handle: ParamHandle, layout: Layout) -> list[Over]:
     """Returns, for each original parameter of a layout, the ranks that hold it between them."""
     cut = handle.communicator if layout.sharded and handle.communicator.size > 1 else None
     parts = layout.distributed or [None] * len(layout.fqns)

@@ -37,6 +37,33 @@ _TELLING = ("unit", "self", "use", "phase")
 """Local variables that tell where the program is."""
 
 
+HOST_LANE = "host lane"
+
+
+class SimulatedHostLane:
+    """A thread of the host that exists in name only: its work is done at once, and noted as done beside."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._clock = simulation, Clock()
+        self._error: Exception | None = None
+
+    def issue(self, work: Callable[[], None]) -> None:
+        with self._simulation.in_host_lane(self._clock):
+            try:
+                work()
+            except Exception as error:
+                self._error = self._error or error
+
+    def finish(self) -> None:
+        self.abandon()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        self._simulation.join_host_lane(self._clock)
+
+
 class Simulation(Accelerator):
     """The streams, the memory and the host of one rank.
 
@@ -63,6 +90,7 @@ class Simulation(Accelerator):
         self.actions: list[Action] = []
         self.recording = Recording(self._block) if records else None
         self._host_clock: Clock = {}
+        self._host_queue = HOST
         self._ticks: Clock = {}
         self._current: list[Stream] = []
         self._streams: dict[str, Stream] = {}
@@ -137,6 +165,9 @@ class Simulation(Accelerator):
     def new_stream(self, purpose: str) -> Any:
         return self.stream(purpose)
 
+    def new_host_lane(self, in_a_thread: Any) -> Any:
+        return SimulatedHostLane(self)
+
     def prepare_to_ask(self) -> None:
         return None
 
@@ -171,7 +202,26 @@ class Simulation(Accelerator):
     def host_waits_for(self, clock: Clock, what: str) -> None:
         """Notes that the host waits for something."""
         join(self._host_clock, clock)
-        self.host_waits.append(f"{what} ({self._where()})")
+        if self._host_queue == HOST:  # in a lane nobody else is held up
+            self.host_waits.append(f"{what} ({self._where()})")
+
+    @contextmanager
+    def in_host_lane(self, clock: Clock) -> Iterator[None]:
+        """Lets what the host does count as done in another thread.
+
+        Args:
+            clock: What that thread comes after; it grows by what is done.
+        """
+        join(clock, self._host_clock)
+        before, self._host_clock, self._host_queue = self._host_clock, clock, HOST_LANE
+        try:
+            yield
+        finally:
+            self._host_clock, self._host_queue = before, HOST
+
+    def join_host_lane(self, clock: Clock) -> None:
+        """Lets the host wait for another thread."""
+        join(self._host_clock, clock)
 
     def act(
         self,
@@ -191,7 +241,7 @@ class Simulation(Accelerator):
     def _act(self, what: str, reads: list[Region], writes: list[Region], queue: str | None = None) -> Action:
         stream = self._current[-1]
         clock = self._host_clock if queue == HOST else stream.clock
-        queue = queue or stream.name
+        queue = self._host_queue if queue == HOST else queue or stream.name
         join(clock, self._host_clock)  # it was issued after what the host has seen
         tick = self._ticks[queue] = clock[queue] = self._ticks.get(queue, 0) + 1
         action = Action(what, self._where(), queue, tick, dict(clock), reads, writes)

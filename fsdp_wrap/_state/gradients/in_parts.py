@@ -1,0 +1,72 @@
+"""`NormInParts`: the norm of all gradients, where those of one unit are there at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._state.gradients.held import Over, overs_of
+from fsdp_wrap._state.gradients.norms import by_kind, merged, power, root, scale
+from fsdp_wrap._state.gradients.over_meshes import summed_over
+
+_P = 2.0
+
+
+class NormInParts:
+    """The 2-norm of gradients, of which each rank adds its parts unit by unit.
+
+    Args:
+        handles: Of all units; the same on all ranks.
+    """
+
+    def __init__(self, handles: Iterable[ParamHandle]) -> None:
+        self._overs: dict[Over, None] = {}
+        for handle in handles:
+            for layout in handle.layouts:
+                self._overs |= dict.fromkeys(overs_of(handle, layout))
+            self._device = handle.communicator.device
+        self._powers: dict[Over, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, handle: ParamHandle) -> None:
+        """Adds what this rank holds of a unit's gradients."""
+        found: dict[Over, list[torch.Tensor]] = {}
+        for layout in handle.layouts:
+            for over, grad in zip(overs_of(handle, layout), layout.gradients()):
+                if grad is not None and grad.numel():
+                    found.setdefault(over, []).append(grad)
+        for over, grads in found.items():
+            of_unit = power(by_kind(grads), _P, grads[0].device)
+            self._powers[over] = self._powers[over] + of_unit if over in self._powers else of_unit
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self._powers = {}
+
+    @torch.no_grad()
+    def total(self) -> torch.Tensor:
+        """Returns the norm of all that was added on all ranks, and begins anew; collective.
+
+        Returns:
+            0-d, float64, the same on all ranks, where the units compute.
+        """
+        found, self._powers = self._powers, {}
+        nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
+        powers = [summed_over(over, found.get(over, nothing).to(self._device), _P) for over in self._overs]
+        return root(merged(powers, _P), _P).squeeze(0)
+
+
+@torch.no_grad()
+def scale_to(grads: Iterable[torch.Tensor], total: torch.Tensor, bound: float) -> None:
+    """Scales gradients, in place, as those of a given total norm are scaled to have at most another one.
+
+    Args:
+        grads: What this rank holds of them.
+        total: The norm, 0-d.
+        bound: The most that it may be.
+    """
+    kinds = by_kind(grad for grad in grads if grad.numel())
+    for kind in kinds:
+        scale([kind], total.to(kind[0].device), bound)

@@ -1,0 +1,133 @@
+"""`Part`: the parameters of one unit in an optimizer, which steps with just these."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._params import held_by_this_rank
+from fsdp_wrap.optim._on_shards import ShardsOfPart
+
+
+class Part:
+    """Some parameters of an optimizer, with which it steps by themselves.
+
+    For that time its groups and its state have nothing else. Groups begin each step with the options that
+    they have in public, and what steps make of these (counts, say) is public when `commit` is called: so each
+    part begins with what the others began with.
+
+    Args:
+        optimizer: It.
+        params: The parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+        self._optimizer, self._params = optimizer, params
+        self._own = frozenset(params)
+        self._state: defaultdict[Any, Any] = defaultdict(dict)
+        self._lists: list[list[nn.Parameter]] = []  # of each group of the optimizer
+        self._sizes: list[int] = []
+        self._changed: dict[int, dict[str, Any]] = {}
+        self._shards = ShardsOfPart()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has one."""
+        return any(param.grad is not None for param in self._params)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns what this rank holds of them."""
+        return [held_by_this_rank(param.grad) for param in self._params if param.grad is not None]
+
+    def free(self) -> None:
+        """Frees them."""
+        for param in self._params:
+            param.grad = None
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer with these parameters alone; those without any are left out."""
+        groups = self._optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._lists = [[each for each in group["params"] if each in self._own] for group in groups]
+        return [{**group, "params": params} for group, params in zip(groups, self._lists) if params]
+
+    def step(self) -> None:
+        """Lets the optimizer step with them."""
+        with self._alone(), self._shards.shown_by(self._optimizer):
+            self._optimizer.step()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        optimizer = self._optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        own = self.groups
+        numbers = [number for number, params in enumerate(self._lists) if params]
+        for param in self._params:
+            if param in state:
+                self._state[param] = state[param]
+            else:
+                self._state.pop(param, None)
+        optimizer.param_groups, optimizer.state = own, self._state
+        try:
+            yield
+        finally:
+            optimizer.param_groups, optimizer.state = groups, state
+            state.update(self._state)
+            for number, used in zip(numbers, own):
+                self._note_changes(number, groups[number], used)
+
+    def _note_changes(self, number: int, group: dict[str, Any], used: dict[str, Any]) -> None:
+        changed = {
+            key: value
+            for key, value in used.items()
+            if key != "params" and (key not in group or group[key] is not value)
+        }
+        if changed:
+            self._changed[number] = changed
+
+    def commit(self) -> None:
+        """Makes public what steps have made of the options of groups."""
+        changed, self._changed = self._changed, {}
+        for number, options in changed.items():
+            self._optimizer.param_groups[number].update(options)
+
+
+class Scaled:
+    """A part as a `GradScaler` sees an optimizer.
+
+    Args:
+        part: Whose gradients are scaled.
+
+    Attributes:
+        stepped: Whether the scaler has let it step.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self._part, self._work = part, _nothing
+        self.stepped = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the part."""
+        return self._part.groups
+
+    def offer(self, work: Callable[[], None]) -> None:
+        """Lets `step` do some work."""
+        self._work, self.stepped = work, False
+
+    def step(self) -> None:
+        """Does the work."""
+        work, self._work, self.stepped = self._work, _nothing, True
+        work()
+
+
+def _nothing() -> None:
+    """Stands for the work of a part that is not to step."""
