@@ -1,13 +1,14 @@
 """Training that outlives its hosts: the shards of each host lie in the memory of the next one as well.
 
-    torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+    torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 \\
+        --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
         examples/elastic.py --memory /dev/shm/run --disk runs/elastic
 
 Every `--every` steps each rank's shard is copied, in the background, into the memory of its own host and of
 the next one; every `--disk-every` steps it is saved on disk. When a rank, an agent or a host goes, torchrun's
-elastic agent starts the rest anew, and they go on from the newest step that is whole somewhere. The windows of
-a step depend on its number and on `--global-batch`, not on who is there. Standard output has a line of JSON for
-each step, with the ranks that took it and the time.
+elastic agent starts the rest anew, and they go on from the newest step that is whole somewhere. The windows
+of a step depend on its number and on `--global-batch`, not on who is there. Standard output has a line of
+JSON for each step, with the number of ranks that took it and the time.
 """
 
 from __future__ import annotations

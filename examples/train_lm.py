@@ -5,7 +5,8 @@
 
 Under torchrun's elastic agent it resumes by itself, at whatever number of ranks came back (docs/elastic.md):
 
-    torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+    torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 \\
+        --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
         examples/train_lm.py --checkpoint runs/lm --elastic --global-batch 64
 
 The corpus is the source text of Python's standard library unless `--data` names another folder. Progress and
