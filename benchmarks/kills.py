@@ -66,7 +66,7 @@ class Event:
 
 @dataclass
 class Host:
-    """An agent, its ranks and its memory."""
+    """An agent, its ranks and its memory; the command starts the agent."""
 
     command: Sequence[str]
     memory: Path
@@ -82,7 +82,7 @@ class Host:
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **FRESH_STORES}
         with self.log.open("ab") as out, self.log.with_suffix(".err").open("ab") as errors:
             self.agent = subprocess.Popen(
-                [*self.command, "--memory", str(self.memory)],
+                self.command,
                 stdout=out,
                 stderr=errors,
                 env=environment,
@@ -161,29 +161,34 @@ class Run:
             time.sleep(0.01)
 
 
+def launcher(store: dist.TCPStore, hosts: int, ranks: int) -> list[str]:
+    """Returns the command of an agent, up to the script; agents meet at the store, which outlives all hosts."""
+    flags = (
+        f"--nnodes 1:{hosts} --nproc-per-node {ranks} --max-restarts 1000 --monitor-interval 0.1 "
+        f"--rdzv-backend c10d --rdzv-id kills --rdzv-endpoint 127.0.0.1:{store.port} "
+        "--rdzv-conf is_host=0,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    )
+    return [sys.executable, "-m", "torch.distributed.run", *flags.split()]
+
+
 @contextmanager
 def run_on(options: argparse.Namespace, memory: Path, disk: Path) -> Iterator[Run]:
     """Starts a run on several hosts, which end with the context."""
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives all hosts
-    rendezvous = (
-        f"--nnodes 1:{options.hosts} --nproc-per-node {options.ranks} --max-restarts 1000 "
-        f"--monitor-interval 0.1 --rdzv-backend c10d --rdzv-id kills "
-        f"--rdzv-endpoint 127.0.0.1:{meeting.port} "
-        "--rdzv-conf is_host=0,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
-    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     training = (
         f"--every {options.every} --steps {options.steps} --disk {disk} --disk-every {options.disk_every} "
         f"--width {options.width}"
     )
     data = ["--data", str(options.data)] if options.data else []
     script = [str(ROOT / "examples" / "elastic.py"), *training.split(), *data]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous.split(), *script]
+    command = [*launcher(store, options.hosts, options.ranks), *script]
+    places = [memory / f"host{number}" for number in range(options.hosts)]
     log = disk.parent / f"{disk.name}.log"
     log.touch()
     hosts: list[Host] = []
     try:
-        for number in range(options.hosts):
-            hosts.append(Host(command, memory / f"host{number}", log))
+        for place in places:
+            hosts.append(Host([*command, "--memory", str(place)], place, log))
         yield Run(hosts, log)
     finally:
         for host in hosts:

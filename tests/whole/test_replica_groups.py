@@ -6,74 +6,19 @@ The manager here averages over pairs of ranks, as torchft's does over groups tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from bed import ranks
 from fronts import each_front, full_state
-from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import fully_shard
 from fsdp_wrap.replica_groups import join_replica_groups
-from fsdp_wrap.wrap import ModuleWrapPolicy
-from resuming import Block, net, other, train, trained
+from replica_managers import SHARDS, Manager, sharded
+from resuming import net, other, train, trained
 from state_nets import adamw, assert_close, assert_equal
-
-SHARDS = 2
-
-
-class Manager:
-    """Averages over the rank of the same number in each group that takes part."""
-
-    def __init__(self) -> None:
-        pairs = [dist.new_group([number, number + SHARDS]) for number in range(SHARDS)]
-        self.pair = pairs[dist.get_rank() % SHARDS]
-        self.alone = False
-        self.averaged: list[int] = []
-        self.states: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
-
-    def allreduce(self, tensor: torch.Tensor) -> Any:
-        self.averaged.append(tensor.numel())
-        if self.alone:
-            return Done()
-        tensor.div_(2)
-        return dist.all_reduce(tensor, group=self.pair, async_op=True)
-
-    def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
-    ) -> None:
-        assert key not in self.states
-        self.states[key] = (load_state_dict, state_dict)
-
-    def heal(self, rank: int) -> None:
-        """The second group takes what the first one has: as bytes, rank by rank."""
-        (load, give) = self.states["fsdp_wrap"]
-        sent = [give() if rank < SHARDS else None]
-        dist.broadcast_object_list(sent, src=rank % SHARDS, group=self.pair)
-        if rank >= SHARDS:
-            load(sent[0])
-
-
-class Done:
-    def wait(self) -> None:
-        pass
-
-
-def sharded(front: str, module: nn.Module, rank: int) -> nn.Module:
-    groups = [dist.new_group(list(range(first, first + SHARDS))) for first in (0, SHARDS)]
-    own = groups[rank // SHARDS]
-    if front != "composable":
-        policy = ModuleWrapPolicy({Block})
-        return FSDP(module, process_group=own, auto_wrap_policy=policy, use_orig_params=front == "orig")
-    mesh = DeviceMesh.from_group(own, "cpu")
-    for block in [each for each in module.modules() if isinstance(each, Block)]:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
 
 
 @each_front
