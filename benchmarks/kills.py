@@ -162,7 +162,7 @@ class Run:
 
 
 def launcher(store: dist.TCPStore, hosts: int, ranks: int) -> list[str]:
-    """Returns the command of an agent, up to the script; agents meet at the store, which outlives all hosts."""
+    """Returns the command of an agent, up to the script; agents meet at a store that outlives them."""
     flags = (
         f"--nnodes 1:{hosts} --nproc-per-node {ranks} --max-restarts 1000 --monitor-interval 0.1 "
         f"--rdzv-backend c10d --rdzv-id kills --rdzv-endpoint 127.0.0.1:{store.port} "

@@ -1,9 +1,10 @@
-"""Training that outlives its hosts, under torchrun's elastic agent: what goes on, from where, to which end."""
+"""Training that outlives its hosts, under torchrun's elastic agent: what goes on, from where, to what end."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -20,8 +21,9 @@ from bed.paths import ROOT
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 sys.path.insert(0, str(ROOT / "examples"))
 
-from benchmarks.kills import Event, Host, Run, disturbed, launcher, run_on, table
 from lm.data import Corpus, Share
+
+from benchmarks.kills import Event, Host, Run, disturbed, launcher, run_on, table
 
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4"
 LONG = f"{TINY} --steps 150 --checkpoint-every 5 --global-batch 8"
@@ -47,7 +49,7 @@ def test_a_step_has_the_same_windows_for_any_number_of_ranks(text, ranks):
     for rank in range(ranks):
         share = Share(rank, ranks, global_batch=7, batch=2)
         parts = [*share.windows(corpus, "step 3", 16)]
-        assert len(parts) == share.forwards == -(-(-(-7 // ranks)) // 2)
+        assert len(parts) == share.forwards == math.ceil(math.ceil(7 / ranks) / 2)
         for (inputs, targets), count in parts:
             assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
             found.append(inputs[:count])
@@ -66,7 +68,7 @@ def test_the_table_of_kills_counts_rightly():
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
-    """Of two hosts one goes for good, and later a rank of the other; the end is that of an undisturbed run."""
+    """Of two hosts one goes for good, later a rank of the other; the end is that of an undisturbed run."""
     script = [str(ROOT / "examples" / "train_lm.py"), *LONG.split(), "--data", str(text)]
     alone = subprocess.run(
         [sys.executable, *script],
