@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kills import PATIENCE, ROOT, Event, Host, table
+from benchmarks.kills import PATIENCE, ROOT, Event, Host, cores_of, table
 
 LIGHTHOUSE = """
 from torchft.coordination import LighthouseServer as Server
@@ -65,7 +65,8 @@ def groups_of(options: argparse.Namespace, folder: Path) -> Iterator[list[Host]]
             for number in range(2):
                 script = [str(ROOT / "examples" / "replicas.py"), "--group", str(number), *training.split()]
                 command = [sys.executable, *launcher.split(), *script, *data]
-                groups.append(Host(command, folder / f"memory{number}", folder / f"group{number}.log"))
+                log, cores = folder / f"group{number}.log", cores_of(number, 2)
+                groups.append(Host(command, folder / f"memory{number}", log, cores))
             yield groups
         finally:
             for group in groups:

@@ -66,11 +66,12 @@ class Event:
 
 @dataclass
 class Host:
-    """An agent, its ranks and its memory; the command starts the agent."""
+    """An agent, its ranks, its memory and its cores; the command starts the agent."""
 
     command: Sequence[str]
     memory: Path
     log: Path
+    cores: Sequence[int]
     agent: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,11 @@ class Host:
                 stderr=errors,
                 env=environment,
                 start_new_session=True,
+                preexec_fn=self._take_cores,
             )
+
+    def _take_cores(self) -> None:
+        os.sched_setaffinity(0, self.cores)
 
     def ranks(self) -> list[int]:
         """The process ids of the ranks that run now."""
@@ -171,6 +176,12 @@ def launcher(store: dist.TCPStore, hosts: int, ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *flags.split()]
 
 
+def cores_of(number: int, hosts: int) -> list[int]:
+    """Returns the share that one of several hosts has of this machine's cores, one at least."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[number % len(cores) :: hosts]
+
+
 @contextmanager
 def run_on(options: argparse.Namespace, memory: Path, disk: Path) -> Iterator[Run]:
     """Starts a run on several hosts, which end with the context."""
@@ -187,8 +198,9 @@ def run_on(options: argparse.Namespace, memory: Path, disk: Path) -> Iterator[Ru
     log.touch()
     hosts: list[Host] = []
     try:
-        for place in places:
-            hosts.append(Host([*command, "--memory", str(place)], place, log))
+        for number, place in enumerate(places):
+            cores = cores_of(number, options.hosts)
+            hosts.append(Host([*command, "--memory", str(place)], place, log, cores))
         yield Run(hosts, log)
     finally:
         for host in hosts:

@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from lm.data import Corpus, Share
 
-from benchmarks.kills import Event, Host, Run, disturbed, launcher, run_on, table
+from benchmarks.kills import Event, Host, Run, cores_of, disturbed, launcher, run_on, table
 
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4"
-LONG = f"{TINY} --steps 150 --checkpoint-every 5 --global-batch 8"
+LONG = f"{TINY} --steps 80 --checkpoint-every 5 --global-batch 8"
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saved, log = tmp_path / "checkpoints", tmp_path / "run.log"
     command = [*launcher(store, 2, 1), *script, "--checkpoint", str(saved), "--elastic"]
-    hosts = [Host(command, tmp_path / f"memory{number}", log) for number in range(2)]
+    hosts = [Host(command, tmp_path / f"memory{number}", log, cores_of(number, 2)) for number in range(2)]
     try:
         wait_for(saved, 10)
         hosts[1].stop()
@@ -95,7 +95,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
         for host in hosts:
             host.stop()
     report = json.loads(log.read_text().splitlines()[-1])
-    assert report["step"] == 150
+    assert report["step"] == 80
     assert report["val_loss"] == pytest.approx(undisturbed["val_loss"], rel=1e-4)  # other sums, rounded
     assert json.loads((saved / "run.json").read_text())["global batch"] == 8
 
