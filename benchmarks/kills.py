@@ -166,12 +166,19 @@ class Run:
             time.sleep(0.01)
 
 
-def launcher(store: dist.TCPStore, hosts: int, ranks: int) -> list[str]:
-    """Returns the command of an agent, up to the script; agents meet at a store that outlives them."""
+def launcher(store: dist.TCPStore, hosts: int, ranks: int, last_call: int = 60) -> list[str]:
+    """Returns the command of an agent, up to the script.
+
+    Args:
+        store: Where agents meet; it outlives them.
+        hosts: How many there are at most.
+        ranks: Of each.
+        last_call: Seconds for which those that have met wait for others.
+    """
     flags = (
         f"--nnodes 1:{hosts} --nproc-per-node {ranks} --max-restarts 1000 --monitor-interval 0.1 "
         f"--rdzv-backend c10d --rdzv-id kills --rdzv-endpoint 127.0.0.1:{store.port} "
-        "--rdzv-conf is_host=0,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+        f"--rdzv-conf is_host=0,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3"
     )
     return [sys.executable, "-m", "torch.distributed.run", *flags.split()]
 

@@ -82,7 +82,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saved, log = tmp_path / "checkpoints", tmp_path / "run.log"
-    command = [*launcher(store, 2, 1), *script, "--checkpoint", str(saved), "--elastic"]
+    command = [*launcher(store, 2, 1, last_call=2), *script, "--checkpoint", str(saved), "--elastic"]
     hosts = [Host(command, tmp_path / f"memory{number}", log, cores_of(number, 2)) for number in range(2)]
     try:
         wait_for(saved, 10)
@@ -96,7 +96,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
             host.stop()
     report = json.loads(log.read_text().splitlines()[-1])
     assert report["step"] == 80
-    assert report["val_loss"] == pytest.approx(undisturbed["val_loss"], rel=1e-4)  # other sums, rounded
+    assert report["val_loss"] == pytest.approx(undisturbed["val_loss"], rel=1e-3)  # other sums, rounded
     assert json.loads((saved / "run.json").read_text())["global batch"] == 8
 
 
