@@ -73,6 +73,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
     alone = subprocess.run(
         [sys.executable, *script],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: os.sched_setaffinity(0, cores_of(0, 2)),  # as a host below
         capture_output=True,
         text=True,
         timeout=120,
