@@ -34,5 +34,6 @@ setup(
         "benchmarks": ["matplotlib"],
         "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
+        "elastic": ["torchft>=0.2"],
     },
 )

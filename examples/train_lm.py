@@ -3,6 +3,12 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm
     torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm --resume --steps 2400
 
+Under torchrun's elastic agent it resumes by itself, at whatever number of ranks came back (docs/elastic.md):
+
+    torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 \\
+        --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+        examples/train_lm.py --checkpoint runs/lm --elastic --global-batch 64
+
 The corpus is the source text of Python's standard library unless `--data` names another folder. Progress and
 a sampled text go to standard error; standard output ends with one line of JSON.
 """
@@ -21,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lm import checkpoint, launch
-from lm.data import Batch, Corpus
+from lm.data import Corpus, Share
 from lm.launch import RunError, World
 from lm.model import GPT
 from lm.options import Options, parse
@@ -43,6 +49,7 @@ class Run:
     options: Options
     corpus: Corpus
     world: World
+    share: Share
     model: FSDP = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
@@ -54,14 +61,19 @@ class Run:
         self.optimizer = make_optimizer(self.options, self.model, self.world)
 
     def train_step(self, step: int) -> float:
-        """Update the parameters once; the data, as the learning rate, depend on the step alone."""
-        accumulation, total = self.options.accumulation, 0.0
+        """Update the parameters once.
+
+        The data depend on the step and the global batch, whatever the number of ranks; the learning rate on
+        the step alone. Returns this rank's part of the loss.
+        """
+        total = 0.0
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.options)
-        for part in range(accumulation):
-            is_last = part == accumulation - 1
-            with nullcontext() if is_last else self.model.no_sync():
-                loss = self._loss(*self._batch(step, part)).mean() / accumulation
+        key = f"seed {self.options.seed} step {step}"
+        windows = self.share.windows(self.corpus, key, self.options.context)
+        for part, (batch, count) in enumerate(windows, 1):
+            with nullcontext() if part == self.share.forwards else self.model.no_sync():
+                loss = self._loss(*batch)[:count].sum() * self.share.scale
                 loss.backward()
             total += loss.item()
         self.model.clip_grad_norm_(1.0)
@@ -101,10 +113,6 @@ class Run:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         return int(peak)
 
-    def _batch(self, step: int, part: int) -> Batch:
-        key = f"seed {self.options.seed} step {step} part {part} rank {self.world.rank}"
-        return self.corpus.batch(key, self.options.batch, self.options.context)
-
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Each window's mean loss."""
         logits = self.model(inputs.to(self.world.device))
@@ -139,7 +147,7 @@ def learning_rate(step: int, options: Options) -> float:
 def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
     """Steps from `first_step` on, with evaluations and checkpoints between; returns tokens per second."""
     options, world = run.options, run.world
-    tokens = options.batch * options.context * options.accumulation * world.size
+    tokens = run.share.global_batch * options.context
     todo = range(first_step, options.steps + 1)
     bar = tqdm(todo, initial=first_step - 1, total=options.steps, unit="step", disable=not world.is_first)
     seconds, shown = 0.0, {}
@@ -160,10 +168,11 @@ def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
 def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
     """The whole run; returns what its last line reports."""
     folder, last_step = None, 0
-    run = Run(options, corpus, world)
+    share = options.share(world.rank, world.size)
+    run = Run(options, corpus, world, share)
     if options.checkpoint:
-        folder = checkpoint.Folder(options.checkpoint, options.identity(corpus, world.size))
-        if options.resume:
+        folder = checkpoint.Folder(options.checkpoint, options.identity(corpus, share.global_batch))
+        if options.resume or (options.elastic and folder.is_begun()):
             last_step = folder.load(options.steps, run.model, run.optimizer)
         else:
             folder.prepare()

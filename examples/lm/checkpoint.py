@@ -29,6 +29,10 @@ class Folder:
         """Make the folder of a run that starts anew; one that holds checkpoints already is refused."""
         on_first_rank(self._prepare)
 
+    def is_begun(self) -> bool:
+        """Whether there is a checkpoint to continue from."""
+        return on_first_rank(lambda: checkpoint.latest(self.path) is not None)
+
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write the checkpoint of `step`, then drop all but the last few."""
         checkpoint.save(self.path, model, optimizer, step=step, keep_last=KEPT)

@@ -48,17 +48,56 @@ class Corpus:
         digest = hashlib.blake2b(train + b"\0" + held_out, digest_size=8).hexdigest()
         return cls(_as_tensor(train), _as_tensor(held_out), digest)
 
-    def batch(self, key: str, size: int, context: int) -> Batch:
-        """Windows of training text and their next bytes; the same `key` always draws the same windows."""
+    def batch(self, key: str, size: int, context: int, taken: slice = slice(None)) -> Batch:
+        """Windows of training text and their next bytes; the same `key` always draws the same `size` windows.
+
+        Only those that are `taken` are made.
+        """
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(self.train) - context, (size,), generator=generator)
-        return _windows(self.train, starts, context)
+        return _windows(self.train, starts[taken], context)
 
     def held_out_windows(self, index: torch.Tensor, of: int, context: int) -> Batch:
         """The windows `index` out of `of` windows spread evenly over the held-out text."""
         last = len(self.held_out) - context - 1
         return _windows(self.held_out, index * last // max(of - 1, 1), context)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank takes of the windows of each step, which are the same ones for any number of ranks."""
+
+    rank: int
+    ranks: int
+    global_batch: int
+    batch: int
+
+    @property
+    def forwards(self) -> int:
+        """How many each rank runs in a step; no more than `batch` windows in one."""
+        return -(-self._most // self.batch)
+
+    @property
+    def scale(self) -> float:
+        """Factor of a rank's sum of losses, such that the mean over ranks is the mean over all windows."""
+        return self.ranks / self.global_batch
+
+    def windows(self, corpus: Corpus, key: str, context: int) -> Iterator[tuple[Batch, int]]:
+        """The windows of each forward, and how many of them count.
+
+        Ranks run in lockstep: where one has no window left, it computes on another's, which does not count.
+        """
+        first, last = (rank * self.global_batch // self.ranks for rank in (self.rank, self.rank + 1))
+        for part in range(self.forwards):
+            start = first + part * self.batch
+            count = max(0, min(self.batch, last - start))
+            taken = slice(start, start + count) if count else slice(0, 1)
+            yield corpus.batch(key, self.global_batch, context, taken), count
+
+    @property
+    def _most(self) -> int:
+        return -(-self.global_batch // self.ranks)
 
 
 def _files(folder: Path, *, library: bool) -> Iterator[Path]:

@@ -77,6 +77,13 @@ def on_first_rank(decide: Callable[[], T]) -> T:
     return result
 
 
+def on_first_of_host(do: Callable[[], None]) -> None:
+    """Let one rank of each host do something, and all wait for it."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        do()
+    dist.barrier()
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most that this process has held: allocated on an accelerator, resident on a CPU."""
     if device.type == "cuda":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lm.data import Corpus, DataError
+from lm.data import Corpus, DataError, Share
 from lm.model import GPT, GPTConfig
 
 
@@ -39,16 +39,22 @@ class Options:
     checkpoint: Path | None
     checkpoint_every: int
     resume: bool
+    elastic: bool
+    global_batch: int | None
 
     @property
     def model(self) -> GPTConfig:
         return GPTConfig(self.layers, self.width, self.heads, self.context)
 
-    def identity(self, corpus: Corpus, world_size: int) -> dict[str, Any]:
+    def share(self, rank: int, ranks: int) -> Share:
+        """What a rank learns from in each step."""
+        return Share(rank, ranks, self.global_batch or self.batch * self.accumulation * ranks, self.batch)
+
+    def identity(self, corpus: Corpus, global_batch: int) -> dict[str, Any]:
         """Whatever decides the course of the training: a run with another identity is another run."""
-        names = ("wrap", "batch", "accumulation", "optimizer", "lr", "warmup", "seed")
+        names = ("wrap", "optimizer", "lr", "warmup", "seed")
         training = {name: getattr(self, name) for name in names}
-        return {**asdict(self.model), **training, "world size": world_size, "data": corpus.digest}
+        return {**asdict(self.model), **training, "global batch": global_batch, "data": corpus.digest}
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
@@ -59,6 +65,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
         command.error(f"--heads {options.heads} does not divide --width {options.width}")
     if options.resume and options.checkpoint is None:
         command.error("--resume needs --checkpoint DIR, the folder to resume from")
+    if options.elastic and (options.checkpoint is None or options.global_batch is None):
+        command.error(
+            "--elastic needs --checkpoint DIR and --global-batch N, the same for any number of ranks"
+        )
     names = _wrappable(options.model)
     if options.wrap not in names:
         command.error(f"--wrap {options.wrap} is no module class of the model; it has {', '.join(names)}")
@@ -95,6 +105,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--optimizer", choices=["adamw", "muon"], default="adamw", help="of the matrices in blocks"
     )
+    group.add_argument(
+        "--global-batch",
+        type=_at_least(1),
+        metavar="N",
+        help="windows in a step over all ranks, in as many forwards as that takes; None is batch x "
+        "accumulation x ranks",
+    )
     group.add_argument("--lr", type=_positive, default=4e-3, help="learning rate after warm-up")
     group.add_argument("--warmup", type=_at_least(1), default=200, help="steps of rising learning rate")
     group.add_argument("--steps", type=_at_least(1), default=1200, help="in all, resumed ones included")
@@ -110,6 +127,9 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--checkpoint", type=Path, metavar="DIR", help="keeps the last two")
     group.add_argument("--checkpoint-every", type=_at_least(1), default=200, metavar="N", help="steps apart")
     group.add_argument("--resume", action="store_true", help="from the latest complete checkpoint")
+    group.add_argument(
+        "--elastic", action="store_true", help="resume if there is a checkpoint, begin if not; any ranks"
+    )
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -1,6 +1,7 @@
 """Checkpoints as step folders that appear whole or not at all, over `torch.distributed.checkpoint`."""
 
 from fsdp_wrap.checkpoint._folders import latest
+from fsdp_wrap.checkpoint._in_memory import InMemory
 from fsdp_wrap.checkpoint._loading import Loaded, load
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint
 from fsdp_wrap.checkpoint._safetensors import export_safetensors, import_safetensors
@@ -8,6 +9,7 @@ from fsdp_wrap.checkpoint._saving import PendingSave, async_save, save
 
 __all__ = [
     "DamagedCheckpoint",
+    "InMemory",
     "Loaded",
     "PendingSave",
     "async_save",

@@ -15,8 +15,8 @@ from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import verified
 from fsdp_wrap.checkpoint._manifest import entries_of, read_metadata
 from fsdp_wrap.checkpoint._safetensors import write_safetensors
-from fsdp_wrap.checkpoint._saving import Save
-from fsdp_wrap.checkpoint._storage import allocated, read, write_file
+from fsdp_wrap.checkpoint._saving import SharedSave
+from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_file
 from fsdp_wrap.checkpoint._team import ALONE
 
 
@@ -48,7 +48,7 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
         for key, path in metadata.planner_data.items()
         if path[0] in ("model", "optim")
     }
-    read(folder, metadata, flat, ALONE)
+    read(KnownReader(folder, metadata), flat, ALONE)
     write_file(unflatten_state_dict(flat, metadata.planner_data), out)
     return folder
 
@@ -77,7 +77,7 @@ def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
     for group in state.get("optim", {}).get("param_groups", ()):
         if any(isinstance(name, int) for name in group["params"]):
             raise ValueError(f"{file}: optimizer state goes by parameter ids; it must go by names")
-    return Save(dir, ALONE, dict(state), step).write()
+    return SharedSave(parent=dir, team=ALONE, state=dict(state), step=step).write()
 
 
 def export(dir: Path, out: Path, step: int | None = None, max_shard_bytes: int | str = "5GB") -> list[str]:
@@ -107,7 +107,7 @@ def export(dir: Path, out: Path, step: int | None = None, max_shard_bytes: int |
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for key, entry in entries.items():
             flat: dict[str, Any] = {key: allocated(entry)}
-            read(folder, metadata, flat, ALONE)
+            read(KnownReader(folder, metadata), flat, ALONE)
             yield key.removeprefix("model."), flat[key]
 
     described = {

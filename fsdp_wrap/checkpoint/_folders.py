@@ -34,7 +34,7 @@ from fsdp_wrap.checkpoint._manifest import (
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})(?:\.[0-9a-f]+)?\.(partial|replaced|deleted)")
 _LOOKS, _PAUSE = 3, 0.1  # what another host has made is there, unless the file system is slow to show it
-_CLAIM = ".saving"
+_CLAIM, MARK = ".saving", ".rank_"
 _held: set[Path] = set()  # a process does not meet its own locks
 
 
@@ -204,6 +204,24 @@ def publish(written: Path, step: int, keep_last: int | None) -> None:
                 _remove(older.rename(_hidden(older, "deleted")))
     except OSError as error:  # the new step is there all the same
         warnings.warn(f"an old checkpoint in {parent} could not be removed: {error}", stacklevel=2)
+
+
+def keep_newest(parent: Path, count: int) -> None:
+    """Removes all step folders but the newest ones, complete or not."""
+    for older in [*steps_in(parent).values()][count:]:
+        _remove(older.rename(_hidden(older, "deleted")))
+
+
+def remove_steps(parent: Path) -> None:
+    """Removes all step folders, what saves have left, and the folder itself if nothing else is in it."""
+    if parent.is_dir():
+        with _claimed(parent):
+            keep_newest(parent, 0)
+            _clean_up(parent)
+            for mark in parent.glob(f"{MARK}*"):
+                mark.unlink()
+        with suppress(OSError):
+            parent.rmdir()
 
 
 def _remove(path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fsdp_wrap._core.torch_private import unflatten_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
+from fsdp_wrap.checkpoint._in_memory import InMemory
 from fsdp_wrap.checkpoint._manifest import (
     DamagedCheckpoint,
     Fault,
@@ -29,7 +30,7 @@ from fsdp_wrap.checkpoint._manifest import (
 )
 from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
-from fsdp_wrap.checkpoint._storage import allocated, read, unpacked
+from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, unpacked
 from fsdp_wrap.checkpoint._team import Team
 
 
@@ -47,7 +48,7 @@ class Loaded(dict[str, Any]):
 
 
 def load(
-    dir: str | os.PathLike[str],
+    dir: str | os.PathLike[str] | InMemory,
     model: nn.Module,
     optim: Optimizers = None,
     extra: Mapping[str, Any] | None = None,
@@ -96,18 +97,28 @@ def load(
     wait_for_pending(raise_error=False)
     team = Team.of(process_group, "checkpoint.load")
     subject = team.together(lambda: Subject(model, optim, extra))
-    folder = _agreed_folder(team, Path(dir).absolute(), step)
-    manifest = verified(team, folder)
-    content = team.together(lambda: _Content(subject.model_state(), read_metadata(folder)))
+    folder, manifest, reader = _found(dir, team, step)
+    content = team.together(lambda: _Content(subject.model_state(), reader.metadata))
     unexpected = _of_no_rank(team, content.lacking) if strict else []
     reading = team.together(lambda: _Reading(subject, content, folder, manifest, team, strict, unexpected))
-    read(folder, reading.metadata, reading.flat, team, trusted=trusted)
+    read(reader, reading.flat, team, trusted=trusted)
     found = team.together(lambda: reading.found(trusted))
     subject.put_in(team, found["model"], found["optim"], strict)
     values = team.together(lambda: subject.put_in_extra(found["extra"]))
     if restore_random_state and found["random"] is not None:
         set_random_state(found["random"])
     return Loaded(values, manifest.step, folder)
+
+
+def _found(
+    dir: str | os.PathLike[str] | InMemory, team: Team, step: int | None
+) -> tuple[Path, Manifest, KnownReader]:
+    """Returns the step folder as this rank names it, its manifest and what reads it, verified."""
+    if isinstance(dir, InMemory):
+        return dir.find(team, step)
+    folder = _agreed_folder(team, Path(dir).absolute(), step)
+    manifest = verified(team, folder)
+    return folder, manifest, team.together(lambda: KnownReader(folder, read_metadata(folder)))
 
 
 def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:

@@ -7,6 +7,7 @@ it. Of that, `.metadata` is read without running what it may bring: only what DC
 from __future__ import annotations
 
 import collections
+import io
 import json
 import os
 import pathlib
@@ -80,13 +81,20 @@ class Manifest:
             DamagedCheckpoint: If it is missing or not as it was written.
         """
         try:
-            content = json.loads((folder / MANIFEST).read_bytes())
-            if content.pop("crc") == zlib.crc32(_encoded(content)):
-                return cls(**content)
+            data = (folder / MANIFEST).read_bytes()
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from None
+        return cls.decoded(data)
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Manifest:
+        """Returns the manifest that a file's bytes tell; refuses others, as `read`."""
+        try:
+            content = json.loads(data)
+            if content.pop("crc") == zlib.crc32(_encoded(content)):
+                return cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
         raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")
@@ -222,9 +230,13 @@ def read_metadata(folder: Path) -> Metadata:
         RuntimeError: If it holds anything that DCP does not write there, which is not run; if this version
             of torch does not read it; or if it names files outside of the folder.
     """
+    return metadata_in((folder / METADATA).read_bytes(), folder)
+
+
+def metadata_in(data: bytes, folder: Path) -> Metadata:
+    """Does as `read_metadata`, of bytes that were read already."""
     try:
-        with open(folder / METADATA, "rb") as file:
-            found = _Unpickler(file, folder / METADATA).load()
+        found = _Unpickler(io.BytesIO(data), folder / METADATA).load()
         if not isinstance(found, Metadata):
             raise TypeError(type(found).__name__)
     except (RuntimeError, OSError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +22,8 @@ from torch import nn
 from fsdp_wrap._core.torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
+from fsdp_wrap.checkpoint._in_memory import InMemory, MemorySave
+from fsdp_wrap.checkpoint._save import Save
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
 from fsdp_wrap.checkpoint._storage import CheckedWriter, rank_of
 from fsdp_wrap.checkpoint._team import Team
@@ -30,33 +31,15 @@ from fsdp_wrap.checkpoint._team import Team
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Save:
-    """What is to be written where.
+@dataclass(frozen=True, kw_only=True)
+class SharedSave(Save):
+    """What is to be written in a folder that all ranks see.
 
     Attributes:
         parent: The folder of step folders.
-        team: The ranks that write.
-        state: What this rank has.
-        step: Its number; None for one after the newest.
-        keep_last: How many complete steps stay, this one included; None for all.
-        progress: Whether the first rank shows a bar.
     """
 
     parent: Path
-    team: Team
-    state: dict[str, Any]
-    step: int | None = None
-    keep_last: int | None = None
-    progress: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("keep_last", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | None):
-                raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
 
     def write(self) -> Path:
         """Writes the step folder, on every rank; it appears once all have succeeded, or not at all."""
@@ -149,13 +132,6 @@ class PendingSave:
 _pending: list[PendingSave] = []
 """The save in the background, if there was any since the last look; one at most."""
 
-_background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
-_background_groups = weakref.WeakKeyDictionary()
-"""For each group the one that background saves of its ranks talk over.
-
-Torch holds a group until it is destroyed; one that we held would keep threads from ending.
-"""
-
 
 def wait_for_pending(raise_error: bool = True) -> None:
     """Waits for the save in the background, and may raise its error, if nobody has seen it."""
@@ -167,7 +143,7 @@ def wait_for_pending(raise_error: bool = True) -> None:
 
 
 def save(
-    dir: str | os.PathLike[str],
+    dir: str | os.PathLike[str] | InMemory,
     model: nn.Module,
     optim: Optimizers = None,
     extra: Mapping[str, Any] | None = None,
@@ -184,14 +160,16 @@ def save(
     removed.
 
     Args:
-        dir: Of all steps; it may hold other files. All ranks must see the same folder there.
+        dir: Of all steps; it may hold other files. All ranks must see the same folder there. Or a place in
+            the hosts' memory, `InMemory`.
         model: Wrapped or plain. Sharded parameters are written by the ranks that hold them, without
             communication beyond metadata.
         optim: One or several optimizers of the model's parameters.
         extra: By name: objects with `state_dict` and `load_state_dict` (schedulers, scalers, samplers, data
             loaders), or values that pickle. Each rank saves its own.
         step: The number of the step; None for one after the newest in `dir`.
-        keep_last: Older complete steps than the last so many are removed once this one is there.
+        keep_last: Older complete steps than the last so many are removed once this one is there; in memory
+            all but the newest if None.
         progress: Show a bar of the bytes that the first rank writes.
         process_group: The ranks that save; None for the default group, or this process alone without one.
 
@@ -210,13 +188,13 @@ def save(
 
     def plan(team: Team) -> Save:
         state = Subject(model, optim, extra).taken(team)
-        return Save(Path(dir).absolute(), team, state, step, keep_last, progress)
+        return _save_in(dir, team=team, state=state, step=step, keep_last=keep_last, progress=progress)
 
     return _agreed("checkpoint.save", process_group, plan).write()
 
 
 def async_save(
-    dir: str | os.PathLike[str],
+    dir: str | os.PathLike[str] | InMemory,
     model: nn.Module,
     optim: Optimizers = None,
     extra: Mapping[str, Any] | None = None,
@@ -253,12 +231,18 @@ def async_save(
 
     def plan(team: Team) -> Save:
         state = staged(Subject(model, optim, extra).taken(team))
-        return Save(Path(dir).absolute(), team, state, step, keep_last, progress)
+        return _save_in(dir, team=team, state=state, step=step, keep_last=keep_last, progress=progress)
 
     to_do = _agreed("checkpoint.async_save", process_group, plan)
-    pending = PendingSave(replace(to_do, team=_in_background(to_do.team)))
+    pending = PendingSave(replace(to_do, team=to_do.team.in_background()))
     _pending.append(pending)
     return pending
+
+
+def _save_in(dir: str | os.PathLike[str] | InMemory, **what: Any) -> Save:
+    if isinstance(dir, InMemory):
+        return MemorySave(folder=dir.folder, **what)
+    return SharedSave(parent=Path(dir).absolute(), **what)
 
 
 def _agreed(doing: str, process_group: dist.ProcessGroup | None, plan: Callable[[Team], Save]) -> Save:
@@ -287,16 +271,3 @@ def _joined(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
         if new:
             joined.append({**group, "params": new})
     return joined
-
-
-def _in_background(team: Team) -> Team:
-    """Returns the same ranks with a group that nobody else uses."""
-    if team.group is None:
-        return team
-    known = _background_groups.get(team.group)
-    group = known() if known is not None else None
-    if group is None:
-        made = dist.new_group(team.ranks, backend="gloo", use_local_synchronization=True)
-        group = cast(dist.ProcessGroup, made)  # this rank is one of them
-        _background_groups[team.group] = weakref.ref(group)
-    return replace(team, group=group)

@@ -173,14 +173,11 @@ def _payload(item: WriteItem) -> int:
 # reading
 
 
-def read(
-    folder: Path, metadata: Metadata, flat: dict[str, Any], team: Team, *, trusted: bool = False
-) -> None:
-    """Reads entries of a step folder, on all ranks; tensors are read into, all else is replaced.
+def read(reader: KnownReader, flat: dict[str, Any], team: Team, *, trusted: bool = False) -> None:
+    """Reads entries of a step, on all ranks; tensors are read into, all else is replaced.
 
     Args:
-        folder: The step's.
-        metadata: What DCP knows of it.
+        reader: Of the step.
         flat: By names of the metadata: as `allocated` makes them.
         team: The ranks that read.
         trusted: Whether what is pickled may be anything.
@@ -188,9 +185,8 @@ def read(
     Raises:
         RuntimeError: On all ranks, if one could not read something, or should not.
     """
-    entries = {key: metadata.state_dict_metadata[key] for key in flat}  # for the rest DCP would look
-    reader = _KnownReader(folder, replace(metadata, state_dict_metadata=entries))
-    with team.in_dcp(f"reading {folder}"):
+    reader.read_only(flat)
+    with team.in_dcp(f"reading {reader.folder}"):
         load_state_dict(flat, reader, team.group, no_dist=team.group is None, planner=_ValuesPlanner(trusted))
 
 
@@ -205,16 +201,26 @@ def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
     return torch.empty(entry.size, dtype=dtype, device="cpu")
 
 
-class _KnownReader(FileSystemReader):
-    """Reads a checkpoint whose metadata were read already."""
+class KnownReader(FileSystemReader):
+    """Reads a checkpoint whose metadata were read already.
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
+    Attributes:
+        folder: The step's.
+        metadata: What DCP knows of it.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.folder, self.metadata = folder, metadata
+
+    def read_only(self, keys: Iterable[str]) -> None:
+        """Leaves out what is not asked for: DCP would look for it."""
+        entries = {key: self.metadata.state_dict_metadata[key] for key in keys}
+        self.metadata = replace(self.metadata, state_dict_metadata=entries)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns what was read."""
-        return self._metadata
+        return self.metadata
 
 
 class _ValuesPlanner(DefaultLoadPlanner):

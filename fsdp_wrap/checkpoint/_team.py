@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,13 @@ from fsdp_wrap._comm import Watch, positions_of
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, listed
 
 T = TypeVar("T")
+
+_background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
+_background_groups = weakref.WeakKeyDictionary()
+"""For each group the one that background saves of its ranks talk over.
+
+Torch holds a group until it is destroyed; one that we held would keep threads from ending.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,18 @@ class Team:
         """Whether this rank names, renames and deletes for all."""
         return self.rank == 0
 
+    def in_background(self) -> Team:
+        """Returns the same ranks with a group that nobody else uses, whose messages lie in host memory."""
+        if self.group is None:
+            return self
+        known = _background_groups.get(self.group)
+        group = known() if known is not None else None
+        if group is None:
+            made = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+            group = cast(dist.ProcessGroup, made)  # this rank is one of them
+            _background_groups[self.group] = weakref.ref(group)
+        return replace(self, group=group)
+
     def first_died(self) -> bool:
         """Whether another rank is the first, and is known to have died."""
         return not self.is_first and self.watch is not None and self.ranks[0] in self.watch.dead()
@@ -72,17 +92,21 @@ class Team:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._collectives():
+        with self.collectives():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def on_first(self, decide: Callable[[], T]) -> T:
         """Lets the first rank decide; all get its result or raise its error."""
-        value, cause = _outcome(decide) if self.is_first else (None, None)
+        return self.on(0, decide)
+
+    def on(self, rank: int, decide: Callable[[], T]) -> T:
+        """Lets one rank decide; all get its result or raise its error."""
+        value, cause = _outcome(decide) if self.rank == rank else (None, None)
         answer: list[Any] = [value, None if cause is None else _portable(cause)]
         if self.group is not None:
-            with self._collectives():
-                dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group)
+            with self.collectives():
+                dist.broadcast_object_list(answer, src=self.ranks[rank], group=self.group)
         if answer[1] is not None:
             raise answer[1] from cause
         return answer[0]  # type: ignore[no-any-return]
@@ -103,7 +127,7 @@ class Team:
         Without gradients: some tensor subclasses cannot be taken out of a `DTensor` with them.
         """
         try:
-            with self._collectives(), torch.no_grad():
+            with self.collectives(), torch.no_grad():
                 yield
         except CheckpointException as error:
             own, _ = error.failures.get(self.rank, (None, None))
@@ -111,7 +135,7 @@ class Team:
             raise RuntimeError(f"{doing} failed: {_combined(failures, 0)}") from own
 
     @contextmanager
-    def _collectives(self) -> Iterator[None]:
+    def collectives(self) -> Iterator[None]:
         """Names the ranks that have died, if collectives fail for it, and where all stood."""
         try:
             yield

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint
-from fsdp_wrap.checkpoint import DamagedCheckpoint, _saving, _storage
+from fsdp_wrap.checkpoint import DamagedCheckpoint, _storage, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
 from optim_states import assert_same, by_name
 from resuming import Counter, net, other, per_block_of, train, trained
@@ -230,13 +230,13 @@ def test_a_save_in_the_background_keeps_what_was(rank, world_size, tmp_path):
     extra["position"].add_(1), extra["list"].append(2)
     train(model, optimizer, rank, world_size, range(2, 8))  # with collectives of its own meanwhile
     assert pending.result() == tmp_path / "step_00000001" and pending.done()
-    group = next(iter(_saving._background_groups.values()))()
+    group = next(iter(_team._background_groups.values()))()
     second = checkpoint.async_save(tmp_path, model, optimizer)
     third = checkpoint.async_save(tmp_path, model, optimizer)  # waits for the second
     assert second.done()
     fourth = checkpoint.save(tmp_path, model, optimizer)
     assert third.done() and fourth.name == "step_00000004"
-    assert next(iter(_saving._background_groups.values()))() is group
+    assert next(iter(_team._background_groups.values()))() is group
 
     found = checkpoint.load(tmp_path, model, optimizer, step=1)
     assert_equal(model.state_dict(), expected)

@@ -150,7 +150,7 @@ def test_minimal_example_trains_and_saves(tmp_path):
 
 @pytest.mark.slow
 def test_resumed_run_ends_exactly_like_an_uninterrupted_one(data, tmp_path):
-    """Over a damaged checkpoint; a run of another number of processes is refused."""
+    """Over a damaged checkpoint; a run whose steps see other data is refused."""
     flags = ("--data", data, "--steps", 6, "--accumulation", 2, "--checkpoint", tmp_path)
     whole = train(*flags, "--checkpoint-every", 3).report
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step_00000003", "step_00000006"]
@@ -165,7 +165,7 @@ def test_resumed_run_ends_exactly_like_an_uninterrupted_one(data, tmp_path):
         timeout=LIMIT,
     )
     assert alone.returncode != 0
-    assert "error: " in alone.stderr and "world size is 2 in the checkpoint and 1 here" in alone.stderr
+    assert "error: " in alone.stderr and "global batch is 8 in the checkpoint and 4 here" in alone.stderr
     assert contents(tmp_path) == before
 
     result = train(*flags, "--checkpoint-every", 1, "--resume")

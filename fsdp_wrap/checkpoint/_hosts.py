@@ -1,0 +1,179 @@
+"""Which ranks share a host's memory, and bytes that go from one rank to another."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp_wrap.checkpoint._folders import MARK
+from fsdp_wrap.checkpoint._team import Team
+
+T = TypeVar("T")
+_CHUNK = 2**22
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which ranks see the same folder: those of one host.
+
+    Attributes:
+        team: All ranks.
+        firsts: For each rank the first one of its host.
+    """
+
+    team: Team
+    firsts: Sequence[int]
+
+    @classmethod
+    def of(cls, team: Team, folder: Path) -> Hosts:
+        """Finds out, by a file that each rank makes there; collective.
+
+        Raises:
+            RuntimeError: On all ranks if one cannot write there.
+        """
+        mark = folder / f"{MARK}{secrets.token_hex(8)}"
+
+        def make() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+        try:
+            team.together(make)
+            marks = team.gather(mark.name)
+            looks = team.gather([(folder / name).exists() for name in marks])
+        finally:
+            with suppress(OSError):
+                mark.unlink()
+        return cls(team, [seen.index(True) for seen in looks])
+
+    @property
+    def first(self) -> int:
+        """The first rank of this one's host."""
+        return self.firsts[self.team.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank names, renames and deletes for its host."""
+        return self.first == self.team.rank
+
+    @property
+    def heads(self) -> list[int]:
+        """The first ranks of all hosts, in order."""
+        return sorted(set(self.firsts))
+
+    def ranks_of(self, head: int) -> list[int]:
+        """Returns the ranks of the host with this first rank."""
+        return [rank for rank, first in enumerate(self.firsts) if first == head]
+
+    def on_first(self, decide: Callable[[], T]) -> T:
+        """Lets the first rank of each host decide; all of the host get its result, any error all ranks."""
+        values = self.team.gather(self.team.together(lambda: decide() if self.is_first else None))
+        return values[self.first]  # type: ignore[return-value]
+
+    def neighbour(self, rank: int) -> int | None:
+        """Returns the rank on the next host that keeps a copy of this one's pieces; None on a single host."""
+        heads = self.heads
+        if len(heads) == 1:
+            return None
+        head = self.firsts[rank]
+        there = self.ranks_of(heads[(heads.index(head) + 1) % len(heads)])
+        return there[self.ranks_of(head).index(rank) % len(there)]
+
+
+@dataclass(frozen=True, order=True)
+class Move:
+    """Bytes of a file that one rank gives another one, which are numbered as in the team.
+
+    All ranks take the same moves in the same order, so that no two wait for each other.
+    """
+
+    giver: int
+    taker: int
+    file: str
+    offset: int
+    length: int
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yields offsets and sizes of what travels at once."""
+        for start in range(self.offset, self.offset + self.length, _CHUNK):
+            yield start, min(_CHUNK, self.offset + self.length - start)
+
+
+def carry_out(
+    team: Team, moves: Iterable[Move], folder: Path, take: Callable[[Move, Iterator[torch.Tensor]], None]
+) -> None:
+    """Gives and takes what this rank is concerned with; both go on at the same time, a few MB at once.
+
+    Args:
+        team: The ranks; their group's messages lie in host memory.
+        moves: The same ones in the same order on all ranks.
+        folder: Where this rank has the files that it gives.
+        take: Is called with each move to this rank and its bytes, in tensors of uint8, all of which it must
+            take.
+
+    Raises:
+        Exception: What `take` raised first, or the reading of a file, for which the taker gets zeros; all
+            else has been carried out then.
+        RuntimeError: If ranks could not communicate.
+    """
+    failures: list[Exception] = []
+    own = [move for move in moves if team.rank in (move.giver, move.taker)]
+    with ThreadPoolExecutor(1, "fsdp_wrap.checkpoint.gives") as aside, team.collectives():
+        giving = aside.submit(_give, team, [move for move in own if move.giver == team.rank], folder)
+        for move in own:
+            if move.taker == team.rank:
+                arriving = _arriving(team, move)
+                try:
+                    take(move, arriving)
+                except _Broken as broken:
+                    raise RuntimeError(str(broken)) from broken.__cause__
+                except Exception as error:  # others wait for what this rank is to take and to give
+                    failures.append(error)
+                    for _ in arriving:
+                        pass
+        giving.result()
+    if failures:
+        raise failures[0]
+
+
+class _Broken(Exception):
+    """A message that did not arrive."""
+
+
+def _give(team: Team, moves: Sequence[Move], folder: Path) -> None:
+    failure: OSError | None = None
+    for move in moves:
+        for start, size in move.chunks():
+            data = bytearray()
+            try:
+                data += _bytes_of(folder / move.file, start, size)
+            except OSError as error:
+                failure = failure or error
+            data += bytes(size - len(data))
+            dist.send(torch.frombuffer(data, dtype=torch.uint8), team.ranks[move.taker], group=team.group)
+    if failure is not None:
+        raise failure
+
+
+def _arriving(team: Team, move: Move) -> Iterator[torch.Tensor]:
+    for _, size in move.chunks():
+        chunk = torch.empty(size, dtype=torch.uint8, device="cpu")
+        try:
+            dist.recv(chunk, team.ranks[move.giver], group=team.group)
+        except RuntimeError as error:
+            raise _Broken(str(error)) from error
+        yield chunk
+
+
+def _bytes_of(path: Path, start: int, size: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(size)

@@ -1,0 +1,371 @@
+"""Checkpoints in the memory of hosts: the pieces of each rank lie on its own host and on the next one.
+
+A folder in a host's memory (`/dev/shm`) outlives the processes that wrote it, and goes with the host. It
+holds step folders as on disk, in which each host has the files of its own ranks and of the host before it. So
+every file is on some host, whichever one of them is lost.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from fsdp_wrap._core.torch_private import save_state_dict
+from fsdp_wrap.checkpoint import _folders as folders
+from fsdp_wrap.checkpoint._folders import place_of
+from fsdp_wrap.checkpoint._hosts import Hosts, Move, carry_out
+from fsdp_wrap.checkpoint._manifest import (
+    MANIFEST,
+    METADATA,
+    DamagedCheckpoint,
+    Fault,
+    Manifest,
+    listed,
+    metadata_in,
+    told,
+    verify,
+)
+from fsdp_wrap.checkpoint._save import Save
+from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader, rank_of
+from fsdp_wrap.checkpoint._team import Team
+
+_EVERYWHERE = (METADATA, MANIFEST)
+
+
+class InMemory:
+    """A place for checkpoints in the memory of the hosts, for `save`, `async_save` and `load`.
+
+    Each rank's pieces are kept on its own host and on the next one, so that what is lost with one host can be
+    loaded from its neighbour: no file system is shared, and no disk is written to. Ranks that see the same
+    folder are on one host. On a single host there is no neighbour, and a save warns.
+
+    A host holds two shards for each of its ranks, twice as much while a step is saved. The memory is used
+    until `clear` is called or the host restarts: it outlives the processes.
+
+    Attributes:
+        folder: In this host's memory.
+
+    Args:
+        folder: A folder in memory, such as `/dev/shm/lm`, of this run alone. Hosts may name different ones.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).absolute()
+
+    def __repr__(self) -> str:
+        return f"InMemory({str(self.folder)!r})"
+
+    def latest(self, process_group: dist.ProcessGroup | None = None) -> int | None:
+        """Returns the newest step of which some host has every file; collective.
+
+        Args:
+            process_group: The ranks that look; None for the default group, or this process alone without one.
+
+        Returns:
+            The number of the step, None if there is none. As of folders only names and sizes are looked at.
+        """
+        team = Team.of(process_group, "InMemory.latest")
+        hosts = Hosts.of(team, self.folder)
+        return next((step.number for step in _steps_of(hosts, self.folder) if not step.lacking), None)
+
+    def clear(self) -> None:
+        """Frees the memory on this rank's host: removes all steps there.
+
+        One rank of each host calls it, when no rank saves or loads any more.
+
+        Raises:
+            RuntimeError: If a save is going on there.
+        """
+        folders.remove_steps(self.folder)
+
+    def find(self, team: Team, step: int | None) -> tuple[Path, Manifest, KnownReader]:
+        """Finds a step whose files are all on some host, and has its bytes verified; collective.
+
+        A file that is damaged on one host is taken from another one.
+
+        Args:
+            team: The ranks that load.
+            step: Its number; None for the newest.
+
+        Returns:
+            The step folder on this rank's host, the manifest, and what reads on this rank.
+
+        Raises:
+            ValueError: If there is none, on all ranks.
+            DamagedCheckpoint: If a file is intact on no host, on all ranks.
+        """
+        team = team.in_background()
+        hosts = Hosts.of(team, self.folder)
+        chosen = _chosen(_steps_of(hosts, self.folder), step, place_of(self.folder))
+        folder = folders.step_folder(self.folder, chosen.number)
+        chosen = _intact(hosts, folder, chosen)
+        source = min(chosen.files)
+        manifest, index = team.on(source, lambda: (Manifest.read(folder), (folder / METADATA).read_bytes()))
+        metadata = team.together(lambda: metadata_in(index, folder))
+        return folder, manifest, _HostsReader(folder, metadata, manifest, hosts, chosen.files)
+
+
+class _Step(NamedTuple):
+    """A step in the memory of hosts.
+
+    Attributes:
+        number: Of the step.
+        total: The CRC-32 of its manifest: the same step may have been saved twice.
+        names: The files that it has.
+        files: Those that are there, by the first rank of a host.
+    """
+
+    number: int
+    total: int
+    names: frozenset[str]
+    files: dict[int, frozenset[str]]
+
+    @property
+    def lacking(self) -> list[str]:
+        """The files that no host has."""
+        return sorted(self.names.difference(*self.files.values()))
+
+
+def _steps_of(hosts: Hosts, folder: Path) -> list[_Step]:
+    """Returns the steps that any host has files of, the newest first; collective."""
+    steps: dict[tuple[int, int], _Step] = {}
+    found = hosts.team.gather(hosts.team.together(lambda: _held(folder) if hosts.is_first else []))
+    for rank, each in enumerate(found):
+        for number, total, names, files in each:
+            step = steps.setdefault((number, total), _Step(number, total, names, {}))
+            step.files[rank] = files
+    return sorted(steps.values(), reverse=True, key=lambda step: (step.number, not step.lacking, step.total))
+
+
+def _held(folder: Path) -> list[tuple[int, int, frozenset[str], frozenset[str]]]:
+    """Returns what this host holds: step, CRC-32 of the manifest, files that it has and those there."""
+    held = []
+    for number, path in folders.steps_in(folder).items():
+        try:
+            manifest, total = Manifest.read(path), folders.sum_of_manifest(path)
+        except DamagedCheckpoint:
+            continue
+        names = frozenset(manifest.files)
+        gone = {fault.file for fault in manifest.missing(path)}
+        if total is not None and METADATA not in gone:
+            held.append((number, total, names, names - gone))
+    return held
+
+
+def _chosen(steps: Sequence[_Step], number: int | None, place: str) -> _Step:
+    """Returns the newest complete step, or the one asked for.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    asked = [step for step in steps if number in (None, step.number)]
+    for step in asked:
+        if not step.lacking:
+            return step
+    what = "no complete checkpoint" if number is None else f"no complete step {number}"
+    lacks = [f"of step {step.number} no host has {listed(step.lacking)}" for step in asked]
+    why = "; ".join(lacks) or "no host holds any"
+    raise ValueError(f"there is {what} in the memory of the hosts (rank 0 looked {place}): {why}")
+
+
+def _intact(hosts: Hosts, folder: Path, step: _Step) -> _Step:
+    """Returns the step without what has changed in a host's memory; each byte is read once on each host.
+
+    Raises:
+        DamagedCheckpoint: If a file is intact on no host.
+    """
+    team, ranks = hosts.team, hosts.ranks_of(hosts.first)
+
+    def faults() -> list[Fault]:
+        there = step.files.get(hosts.first, frozenset())
+        if not there:
+            return []
+        share = Manifest.read(folder).share(ranks.index(team.rank), len(ranks))
+        return list(verify(folder, (piece for piece in share if piece.file in there)))
+
+    found = team.gather(team.together(faults))
+    damaged = {rank: {fault.file for fault in each} for rank, each in enumerate(found)}
+    left = {
+        head: files.difference(*(damaged[rank] for rank in hosts.ranks_of(head)))
+        for head, files in step.files.items()
+    }
+    step = step._replace(files={head: files for head, files in left.items() if METADATA in files})
+    if step.lacking:
+        lines = [line for each in found for line in told(folder, [f for f in each if f.file in step.lacking])]
+        damage = f"step {step.number} in the memory of the hosts is damaged, and nothing was loaded:"
+        raise DamagedCheckpoint("\n  ".join([damage, *lines]))
+    return step
+
+
+# saving
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySave(Save):
+    """What is to be written into the memory of the hosts.
+
+    Attributes:
+        folder: In this host's memory.
+    """
+
+    folder: Path
+
+    def write(self) -> Path:
+        """Writes the step on all hosts; it is shown once every file is on two, and older ones go then."""
+        return replace(self, team=self.team.in_background())._write()
+
+    def _write(self) -> Path:
+        team = self.team
+        hosts = Hosts.of(team, self.folder)
+        if len(hosts.heads) == 1 and team.is_first:
+            warnings.warn(
+                f"all ranks keep their checkpoint in the memory of one host ({place_of(self.folder)}): it is "
+                "lost with that host. Run on several hosts, or save to disk as well",
+                stacklevel=2,
+            )
+        step = self.step if self.step is not None else _next_step(hosts, self.folder)
+        doing = f"saving step {step} in the memory of {len(hosts.heads)} hosts (other steps are as they were)"
+        with ExitStack() as held:
+            name = hosts.on_first(lambda: held.enter_context(folders.begun(self.folder, step))[1])
+            written = self.folder / name
+            with team.in_dcp(doing):
+                writer = CheckedWriter(written, step, team.size, self.progress and team.is_first)
+                save_state_dict(self.state, writer, team.group, no_dist=team.group is None)
+            self._spread(hosts, written)
+            final = folders.step_folder(self.folder, step)
+            hosts.on_first(lambda: folders.publish(written, step, None))  # on all hosts, before anything goes
+            hosts.on_first(lambda: folders.keep_newest(self.folder, self.keep_last or 1))
+        return final
+
+    def _spread(self, hosts: Hosts, written: Path) -> None:
+        """Copies the index to all hosts, and each rank's files to its neighbour."""
+        team = self.team
+        index = team.on_first(lambda: [(written / name).read_bytes() for name in _EVERYWHERE])
+
+        def write_index() -> None:
+            if hosts.is_first and not team.is_first:
+                for name, data in zip(_EVERYWHERE, index):
+                    (written / name).write_bytes(data)
+
+        team.together(write_index)
+        manifest = team.together(lambda: Manifest.read(written))
+        takers = {rank: hosts.neighbour(rank) for rank in range(team.size)}
+        moves = [
+            Move(writer, taker, name, 0, manifest.size_of(name))
+            for name in manifest.files
+            if name != METADATA
+            for writer in [rank_of(name)]
+            for taker in [takers[writer]]
+            if taker is not None
+        ]
+
+        def keep(move: Move, chunks: Iterator[torch.Tensor]) -> None:
+            with open(written / move.file, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk.numpy().data)
+
+        team.together(lambda: carry_out(team, moves, written, keep))
+        expected = {METADATA} | {
+            name for name in manifest.files if team.rank in (rank_of(name), takers[rank_of(name)])
+        }
+        team.together(lambda: _refuse_lacking(manifest, written, expected))
+
+
+def _next_step(hosts: Hosts, folder: Path) -> int:
+    return max((step.number for step in _steps_of(hosts, folder)), default=0) + 1
+
+
+def _refuse_lacking(manifest: Manifest, written: Path, expected: Iterable[str]) -> None:
+    lacks = [f"{fault.file} {fault.lack}" for fault in manifest.missing(written) if fault.file in expected]
+    if lacks:
+        raise RuntimeError(f"what was written {place_of(written)} is not there: {'; '.join(lacks)}")
+
+
+# loading
+
+
+class _HostsReader(KnownReader):
+    """Reads a step in the memory of several hosts: what this one lacks comes from another one.
+
+    Args:
+        folder: The step's on this host, if it has any of it.
+        metadata: What DCP knows of it.
+        manifest: Of it.
+        hosts: The ranks that read.
+        files: Which files are there, by the first rank of a host.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        metadata: Metadata,
+        manifest: Manifest,
+        hosts: Hosts,
+        files: Mapping[int, frozenset[str]],
+    ) -> None:
+        super().__init__(folder, metadata)
+        self._hosts, self._files = hosts, files
+        self._sums = {(piece.file, piece.offset): piece.crc for piece in manifest.pieces()}
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what this host has, then takes the rest, one piece after the other; collective."""
+        local = self._files.get(self._hosts.first, frozenset())
+        near: list[ReadItem] = []
+        far: dict[tuple[str, int, int], list[ReadItem]] = {}
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            if place.relative_path in local:
+                near.append(item)
+            else:
+                key = (place.relative_path, place.offset, place.length)
+                far.setdefault(key, []).append(item)
+        needs = self._hosts.team.gather(sorted(far))
+
+        def take(move: Move, chunks: Iterator[torch.Tensor]) -> None:
+            data = b"".join(chunk.numpy().tobytes() for chunk in chunks)
+            if zlib.crc32(data) != self._sums[move.file, move.offset]:
+                raise DamagedCheckpoint(f"{move.file} came from rank {move.giver} with changed bytes")
+            for item in far[move.file, move.offset, move.length]:
+                _load(item, data, planner)
+
+        moves = self._moves(needs)
+        carry_out(self._hosts.team, moves, self.folder, take)
+        return super().read_data(replace(plan, items=near), planner)
+
+    def _moves(self, needs: Sequence[Sequence[tuple[str, int, int]]]) -> list[Move]:
+        """Returns who gives what to whom; ranks of a host take turns."""
+        givers: dict[str, list[int]] = {}
+        for head in sorted(self._files):
+            for name in self._files[head]:
+                givers.setdefault(name, self._hosts.ranks_of(head))
+        return [
+            Move(givers[file][taker % len(givers[file])], taker, file, offset, length)
+            for taker, needed in enumerate(needs)
+            for file, offset, length in needed
+        ]
+
+
+def _load(item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
+    """Puts a piece where it belongs, as DCP does with what it has read."""
+    if item.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(item, io.BytesIO(data))
+        return
+    piece: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+        piece = piece.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(piece)
+    planner.commit_tensor(item, target)

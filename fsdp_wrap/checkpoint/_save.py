@@ -1,0 +1,45 @@
+"""What a save is, wherever it goes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_wrap.checkpoint._team import Team
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(ABC):
+    """What is to be written.
+
+    Attributes:
+        team: The ranks that write.
+        state: What this rank has.
+        step: Its number; None for one after the newest.
+        keep_last: How many complete steps stay, this one included; None for what the place does.
+        progress: Whether the first rank shows a bar.
+    """
+
+    team: Team
+    state: dict[str, Any]
+    step: int | None = None
+    keep_last: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("keep_last", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+
+    @abstractmethod
+    def write(self) -> Path:
+        """Writes the step, on every rank; it appears once all have succeeded, or not at all.
+
+        Returns:
+            The step folder, as this rank names it.
+        """

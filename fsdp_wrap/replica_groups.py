@@ -1,0 +1,147 @@
+"""Replica groups that come and go: torchft's manager as the replicate dimension of a sharded model.
+
+Each replica group holds one copy of the model, sharded over its own ranks by either front-end, with process
+groups of its own. What a hybrid mesh would sum over its replicas, a manager averages over the groups that are
+there in this step. A group that comes back takes shards from a living one, rank by rank and without a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._runtime import hook_reductions, units_in
+
+__all__ = ["ReplicaManager", "join_replica_groups"]
+
+
+class ReplicaManager(Protocol):
+    """What is needed of `torchft.Manager`."""
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        """Averages a tensor over the groups of this step; returns a work."""
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Takes what gives and what sets the state that a group needs which comes back."""
+
+
+def join_replica_groups(
+    manager: ReplicaManager,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    average_gradients: bool = True,
+) -> None:
+    """Makes a sharded model one copy of several, which a manager keeps equal while groups come and go.
+
+    After each reduction within the group, the manager averages this rank's part over all groups of the step.
+    It also learns how to heal: parameters, buffers and optimizer state of this rank, as it holds them, travel
+    between ranks of the same number. Nothing is gathered. Call this once, after sharding and after the
+    optimizer was made. The groups must shard in the same way, over equally many ranks.
+
+    Step by `torchft.Optimizer(manager, optimizer)`: it begins a step with the groups that are there and skips
+    an update that not all ranks of the group can commit. With `torchft.local_sgd.LocalSGD` or `DiLoCo`, which
+    average parameters themselves, pass `average_gradients=False`.
+
+    Args:
+        manager: A `torchft.Manager`, or what has its `allreduce` and `register_state_dict_fn`.
+        model: Sharded by the wrapper or `fully_shard`.
+        optimizer: Of the model's parameters.
+        average_gradients: Whether gradients are averaged over groups in each backward that reduces.
+
+    Raises:
+        ValueError: If no module of the model is sharded.
+        RuntimeError: If reductions of the model have a hook already.
+    """
+    units = [each for unit in units_in(model).values() for each in unit.over_all_meshes]
+    if not units:
+        raise ValueError(
+            f"no module of {type(model).__name__} is sharded: shard it by fully_shard or the wrapper before "
+            "it joins replica groups"
+        )
+    for unit in units if average_gradients else ():
+        segments = unit.handle.segments if unit.handle is not None else ()
+        if any(segment.layout.average_hook is not None for segment in segments):
+            raise RuntimeError(
+                f"reductions of {unit.name} have a hook already: call set_all_reduce_hook(None) first, or "
+                "join replica groups only once"
+            )
+    shards = _Shards(model, optimizer)
+    manager.register_state_dict_fn("fsdp_wrap", shards.load_state_dict, shards.state_dict)
+
+    def average(reduced: torch.Tensor) -> None:
+        manager.allreduce(reduced).wait()
+
+    for unit in units if average_gradients else ():
+        hook_reductions(unit, average, None)
+
+
+class _Shards:
+    """What a rank holds of model and optimizer, as plain tensors.
+
+    The parameters are looked up once: while a forward runs, in another thread, modules show others.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all of it; tensors are those of model and optimizer."""
+        optim = self._optimizer.state_dict()
+        sharded = [
+            (number, key)
+            for number, entry in optim["state"].items()
+            for key, value in entry.items()
+            if isinstance(value, DTensor)
+        ]
+        state = {
+            number: {key: _own(value) for key, value in entry.items()}
+            for number, entry in optim["state"].items()
+        }
+        model = {name: _own(tensor) for name, tensor in self._tensors.items()}
+        return {"model": model, "optim": {**optim, "state": state}, "sharded": sharded}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes all of it from a rank of another group.
+
+        Raises:
+            ValueError: If that group shards in another way; nothing has changed then.
+        """
+        for name, tensor in self._tensors.items():
+            theirs = state["model"].get(name)
+            if theirs is None or theirs.shape != _own(tensor).shape:
+                there = "nothing" if theirs is None else f"shape {tuple(theirs.shape)}"
+                raise ValueError(
+                    f"replica groups must shard alike, but of {name} this rank holds shape "
+                    f"{tuple(_own(tensor).shape)} and the living group's sends {there}"
+                )
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        optim = {**state["optim"], "state": {n: dict(entry) for n, entry in state["optim"]["state"].items()}}
+        for number, key in state["sharded"]:
+            entry = optim["state"][number]
+            entry[key] = _as_sharded(entry[key], params[number])
+        self._optimizer.load_state_dict(optim)
+        for name, tensor in self._tensors.items():
+            _own(tensor).copy_(state["model"][name])
+
+
+def _own(value: Any) -> Any:
+    """Returns a tensor's part on this rank; what is no tensor as it is."""
+    if isinstance(value, DTensor):
+        return value.to_local().detach()
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _as_sharded(own: torch.Tensor, like: DTensor) -> DTensor:
+    """Returns a tensor that is sharded as a parameter, of which this rank holds a part."""
+    own = own.to(like.device)
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(own, like.device_mesh, like.placements, shape=shape, stride=stride)

@@ -1,0 +1,264 @@
+"""`checkpoint.InMemory`: what is left when a host is lost, who takes it from where, and how much it holds.
+
+A host is who sees a folder: ranks play several hosts by naming several folders.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bed import ranks
+from fronts import each_front, shard
+from fsdp_wrap import checkpoint
+from fsdp_wrap.checkpoint import DamagedCheckpoint, InMemory
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from optim_states import assert_same, by_name
+from resuming import Block, net, other, train, trained
+from state_nets import adamw, assert_close
+
+
+def sharded(front: str, module: nn.Module) -> nn.Module:
+    return shard(front, module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def stepped(front: str, rank: int, size: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded(front, net())
+    optimizer = adamw(model)
+    train(model, optimizer, rank, size, range(steps))
+    return model, optimizer
+
+
+def place(folder: Path, rank: int, per_host: int = 2) -> InMemory:
+    return InMemory(folder / f"host{rank // per_host}")
+
+
+def lose(*hosts: Path) -> None:
+    """What becomes of these hosts' memory; all ranks go on when it is gone."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for host in hosts:
+            shutil.rmtree(host)
+    dist.barrier()
+
+
+def as_after(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
+    """The model goes on as a plain one that was never interrupted: so parameters and optimizer are right."""
+    train(model, optimizer, rank, size, range(steps, steps + 2))
+    expected, _ = trained(steps + 2)
+    with torch.no_grad():
+        found = checkpoint_free_state(model)
+    assert_close(found, expected.state_dict())
+
+
+def checkpoint_free_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The full parameters, by another way than a checkpoint's."""
+    state = model.state_dict()
+    full = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()
+    }
+    return full
+
+
+def flip(path: Path, at: int = 700) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# a host is lost
+
+
+@each_front
+@pytest.mark.parametrize("lost", [0, 1])
+@ranks(4)
+def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_path, front, lost):
+    model, optimizer = stepped(front, rank, world_size)
+    memory = place(tmp_path, rank)
+    pending = checkpoint.async_save(memory, model, optimizer, {"seen": 10 + rank}, step=2)
+    train(model, optimizer, rank, world_size, range(2, 4))  # is not what was saved
+    pending.result()
+    before = torch.get_rng_state()
+    lose(tmp_path / f"host{lost}")
+
+    again = sharded(front, other(net()))
+    fresh = adamw(again)
+    assert memory.latest() == 2
+    found = checkpoint.load(memory, again, fresh)
+    assert (found.step, found["seen"]) == (2, 10 + rank)
+    assert torch.equal(torch.get_rng_state(), before)
+    as_after(2, again, fresh, rank, world_size)
+    assert_same(by_name(fresh, again), by_name(optimizer, model))
+    assert not (tmp_path / f"host{lost}" / "step_00000002").exists()  # a load writes nothing
+    checkpoint.save(memory, again, fresh, step=4)
+    lose(tmp_path / f"host{1 - lost}")
+    assert memory.latest() == 4
+
+
+@pytest.mark.parametrize("came_back", [1, 3])
+@ranks(4)
+def test_other_numbers_of_ranks_on_other_hosts_load(rank, world_size, tmp_path, came_back):
+    """From two hosts of which one is lost, by ranks that sit elsewhere; the last host has seen nothing."""
+    model, optimizer = stepped("orig", rank, world_size)
+    checkpoint.save(place(tmp_path, rank), model, optimizer, step=2)
+    lose(tmp_path / "host0")
+    survivors = dist.new_group(list(range(came_back)))
+    if rank >= came_back:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = shard(
+            "orig", other(net()), auto_wrap_policy=ModuleWrapPolicy({Block}), process_group=survivors
+        )
+    fresh = adamw(again)
+    memory = InMemory(tmp_path / ("host1" if rank == came_back - 1 else f"new{rank}"))
+    found = checkpoint.load(memory, again, fresh, process_group=survivors)
+    assert found.step == 2
+    as_after(2, again, fresh, rank, came_back)
+
+
+@ranks(3)
+def test_each_step_is_held_twice_and_no_more(rank, world_size, tmp_path):
+    """Bytes of a host: its ranks' shards and as many of the neighbour's, of one step, whatever was before."""
+    model = shard("orig", nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, 256)).sum().backward()
+    optimizer.step()
+    memory = place(tmp_path, rank, per_host=1)
+    for step in (1, 2, 3):
+        checkpoint.save(memory, model, optimizer, step=step)
+        assert [path.name for path in memory.folder.glob("step_*")] == [f"step_{step:08d}"]
+    held = sum(path.stat().st_size for path in memory.folder.rglob("*") if path.is_file())
+    shard_bytes = 3 * 4 * 6 * 256 * 257 / world_size  # parameters and two averages
+    assert 2 * shard_bytes < held < 2.2 * shard_bytes
+    names = sorted(path.name for path in (memory.folder / "step_00000003").glob("*.distcp"))
+    assert names == sorted(f"__{each}_0.distcp" for each in {rank, (rank - 1) % world_size})
+    checkpoint.save(memory, model, optimizer, step=4, keep_last=2)
+    assert len(list(memory.folder.glob("step_*"))) == 2
+    dist.barrier()
+    memory.clear()
+    assert not memory.folder.exists()
+
+
+@ranks(4)
+def test_hosts_of_unlike_size_lose_any(rank, world_size, tmp_path):
+    """Of three ranks and one: the one takes what all three have."""
+    model, optimizer = stepped("composable", rank, world_size)
+    memory = InMemory(tmp_path / ("large" if rank < 3 else "small"))
+    checkpoint.save(memory, model, optimizer, step=2)
+    lose(tmp_path / "large")
+    again = sharded("composable", other(net()))
+    fresh = adamw(again)
+    checkpoint.load(memory, again, fresh)
+    as_after(2, again, fresh, rank, world_size)
+
+
+# what is not there
+
+
+@ranks(3)
+def test_an_older_step_that_is_whole_is_taken(rank, world_size, tmp_path):
+    """A host went between the moments at which two others showed the newer step."""
+    model, optimizer = stepped("orig", rank, world_size)
+    memory = place(tmp_path, rank, per_host=1)
+    checkpoint.save(memory, model, optimizer, step=2)
+    train(model, optimizer, rank, world_size, range(2, 4))
+    checkpoint.save(memory, model, optimizer, step=4, keep_last=2)
+    lose(tmp_path / "host0", tmp_path / "host1" / "step_00000004")
+    assert memory.latest() == 2
+    again = sharded("orig", other(net()))
+    fresh = adamw(again)
+    with pytest.raises(ValueError, match=r"no complete step 4 .* of step 4 no host has __0_0.distcp"):
+        checkpoint.load(memory, again, fresh, step=4)
+    assert checkpoint.load(memory, again, fresh).step == 2
+    as_after(2, again, fresh, rank, world_size)
+
+
+@ranks(3)
+def test_two_lost_neighbours_are_told(rank, world_size, tmp_path):
+    model, optimizer = stepped("flat", rank, world_size)
+    memory = place(tmp_path, rank, per_host=1)
+    assert memory.latest() is None
+    with pytest.raises(ValueError, match="no complete checkpoint in the memory .* no host holds any"):
+        checkpoint.load(memory, model, optimizer)
+    checkpoint.save(memory, model, optimizer, step=2)
+    lose(tmp_path / "host1", tmp_path / "host2")
+    assert memory.latest() is None
+    with pytest.raises(ValueError, match="of step 2 no host has __1_0.distcp$"):
+        checkpoint.load(memory, model, optimizer)
+    as_after(2, model, optimizer, rank, world_size)  # nothing was changed
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@ranks(2)
+def test_damage_on_one_host_is_made_good_by_the_other(rank, world_size, tmp_path, copies):
+    model, optimizer = stepped("orig", rank, world_size)
+    memory = place(tmp_path, rank, per_host=1)
+    checkpoint.save(memory, model, optimizer, step=2)
+    if rank < copies:
+        flip(memory.folder / "step_00000002" / "__0_0.distcp")
+    dist.barrier()
+    again = sharded("orig", other(net()))
+    fresh = adamw(again)
+    if copies == 2:
+        with pytest.raises(
+            DamagedCheckpoint, match="(?s)step 2 in the memory .*__0_0.distcp bytes .* are not as"
+        ):
+            checkpoint.load(memory, again, fresh)
+    else:
+        checkpoint.load(memory, again, fresh)
+        as_after(2, again, fresh, rank, world_size)
+
+
+class Bad:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        if self.rank == 1:
+            raise TypeError("keeps to itself")
+        return Bad, (self.rank,)
+
+
+@ranks(2)
+def test_a_save_that_fails_on_one_rank_leaves_what_was_there(rank, world_size, tmp_path, monkeypatch):
+    model, optimizer = stepped("orig", rank, world_size)
+    memory = place(tmp_path, rank, per_host=1)
+    checkpoint.save(memory, model, optimizer, step=2)
+    with pytest.raises(TypeError, match="rank 1: extra"):
+        checkpoint.save(memory, model, optimizer, {"bad": Bad(rank)}, step=3)
+    if rank == 1:
+
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("fsdp_wrap.checkpoint._storage._SummedStream.write", full)
+    with pytest.raises(RuntimeError, match=r"saving step 3 in the memory of 2 hosts .*rank 1.*No space left"):
+        checkpoint.save(memory, model, optimizer, step=3)
+    monkeypatch.undo()
+    assert sorted(path.name for path in memory.folder.iterdir()) == ["step_00000002"]
+    checkpoint.save(memory, model, optimizer)
+    assert memory.latest() == 3
+
+
+@ranks(1, 2)
+def test_one_host_alone_keeps_what_it_has_and_warns(rank, world_size, tmp_path):
+    model, optimizer = stepped("orig", rank, world_size)
+    memory = InMemory(tmp_path / "here")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        folder = checkpoint.save(memory, model, optimizer, step=2)
+    told = [str(each.message) for each in caught if "memory of one host" in str(each.message)]
+    assert len(told) == (rank == 0)
+    again = sharded("orig", other(net()))
+    fresh = adamw(again)
+    checkpoint.load(folder, again, fresh)  # of one host it is a step folder like any
+    as_after(2, again, fresh, rank, world_size)
+    with pytest.raises(RuntimeError, match="/proc/nowhere"):  # no folder can be made there
+        InMemory("/proc/nowhere").latest()

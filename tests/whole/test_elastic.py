@@ -1,0 +1,137 @@
+"""Training that outlives its hosts, under torchrun's elastic agent: what goes on, from where, to what end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bed.paths import ROOT
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+sys.path.insert(0, str(ROOT / "examples"))
+
+from lm.data import Corpus, Share
+
+from benchmarks.kills import Event, Host, Run, cores_of, disturbed, launcher, run_on, table
+
+TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4"
+LONG = f"{TINY} --steps 80 --checkpoint-every 5 --global-batch 8"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"{number} little words that one can learn by heart, " * 20)
+    return folder
+
+
+# which data a rank sees
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 9])
+def test_a_step_has_the_same_windows_for_any_number_of_ranks(text, ranks):
+    """Each once; all ranks run equally many forwards; the mean over ranks is that over the windows."""
+    corpus = Corpus.load(text, 16)
+    expected, _ = corpus.batch("step 3", 7, 16)
+    found, weights = [], 0.0
+    for rank in range(ranks):
+        share = Share(rank, ranks, global_batch=7, batch=2)
+        parts = [*share.windows(corpus, "step 3", 16)]
+        assert len(parts) == share.forwards == math.ceil(math.ceil(7 / ranks) / 2)
+        for (inputs, targets), count in parts:
+            assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
+            found.append(inputs[:count])
+            weights += count * share.scale / ranks
+    assert torch.equal(torch.cat(found), expected)
+    assert weights == pytest.approx(1)
+
+
+def test_the_table_of_kills_counts_rightly():
+    events = [Event("rank", 12, 10, 3.0, 4), Event("rank", 19, 15, 5.0, 4), Event("agent", 30, 30, 0.0, 2)]
+    assert table(events)[2:] == ["| agent | 1 | 0, 0 | 0.0, 0.0 |", "| rank | 2 | 3, 4 | 4.0, 5.0 |"]
+
+
+# what is killed
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
+    """Of two hosts one goes for good, later a rank of the other; the end is that of an undisturbed run."""
+    script = [str(ROOT / "examples" / "train_lm.py"), *LONG.split(), "--data", str(text)]
+    alone = subprocess.run(
+        [sys.executable, *script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: os.sched_setaffinity(0, cores_of(0, 2)),  # as a host below
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert alone.returncode == 0, alone.stderr
+    undisturbed = json.loads(alone.stdout.splitlines()[-1])
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    saved, log = tmp_path / "checkpoints", tmp_path / "run.log"
+    command = [*launcher(store, 2, 1, last_call=2), *script, "--checkpoint", str(saved), "--elastic"]
+    hosts = [Host(command, tmp_path / f"memory{number}", log, cores_of(number, 2)) for number in range(2)]
+    try:
+        wait_for(saved, 10)
+        hosts[1].stop()
+        newest = wait_for(saved, 15 + max(steps(saved)))  # alone
+        hosts[0].lose("rank", random.Random(0))
+        wait_for(saved, newest + 5)
+        assert hosts[0].agent.wait(timeout=120) == 0, log.with_suffix(".err").read_text()[-3000:]
+    finally:
+        for host in hosts:
+            host.stop()
+    report = json.loads(log.read_text().splitlines()[-1])
+    assert report["step"] == 80
+    assert report["val_loss"] == pytest.approx(undisturbed["val_loss"], rel=1e-3)  # other sums, rounded
+    assert json.loads((saved / "run.json").read_text())["global batch"] == 8
+
+
+def steps(saved: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in saved.glob("step_*")] or [0]
+
+
+def wait_for(saved: Path, step: int) -> int:
+    until = time.monotonic() + 90
+    while max(steps(saved)) < step:
+        assert time.monotonic() < until, f"no step {step} in {saved}"
+        time.sleep(0.01)
+    return max(steps(saved))
+
+
+@pytest.mark.slow
+def test_a_lost_host_costs_no_more_than_the_steps_since_the_copy(text, tmp_path):
+    """Nothing is on disk: all comes from the memory of the other host, and the end is the same to the bit."""
+    options = argparse.Namespace(
+        hosts=2, ranks=1, every=5, steps=80, disk_every=1000, width=32, data=text, seed=0
+    )
+    with run_on(options, tmp_path / "quiet", tmp_path / "quiet.disk") as run:
+        events, undisturbed = disturbed(run, 80, (), random.Random(0))
+    assert events == []
+    with run_on(options, tmp_path / "memory", tmp_path / "disk") as run:
+        events, loss = disturbed(run, 80, ("host",), random.Random(1))
+        assert resumptions(run) == [(0, "the beginning"), (events[0].resumed, "memory")]
+    assert [event.kind for event in events] == ["host"]
+    assert events[0].resumed >= 5 and events[0].ranks == 2
+    assert 0 <= events[0].lost <= 2 * options.every  # one copy may have been under way
+    assert loss == undisturbed
+    assert not any((tmp_path / "memory").glob("*/step_*"))  # freed in the end
+
+
+def resumptions(run: Run) -> list[tuple[int, str]]:
+    lines = [json.loads(line) for line in run.log.read_text().splitlines() if line.startswith("{")]
+    return [(line["resumed"], line["from"]) for line in lines if "resumed" in line]
