@@ -256,3 +256,10 @@ def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[
         if over not in found:
             found.append(over)
     return sorted(found, key=lambda over: over != data) or [data]
+
+
+def without_dimensions(slot: ParamSlot) -> ValueError:
+    """Returns the error of a parameter that has no dimension to cut or to lie along."""
+    return ValueError(
+        f"parameter '{slot.fqn}' has no dimension: give it the shape (1,), or pass it in ignored_params"
+    )

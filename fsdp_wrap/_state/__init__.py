@@ -44,7 +44,7 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Originals, handles_of, owned_places
+from fsdp_wrap._state.originals import Originals, foreign_to_model, handles_of, owned_places
 from fsdp_wrap._state.state_dict import (
     begin_load,
     resolve_settings,

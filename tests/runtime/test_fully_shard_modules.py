@@ -68,7 +68,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size):
     with pytest.raises(ValueError, match="must be a bool"):
         sharded.set_reshard_after_forward(2)
     outer = fully_shard(nn.Sequential(sharded))
-    with pytest.raises(RuntimeError, match="on the root, not on unit '0'"):
+    with pytest.raises(RuntimeError, match="on the root, and this is unit '0'"):
         outer[0].reset_iter_state() if outer(torch.ones(1, 2)) is not None else None
 
 

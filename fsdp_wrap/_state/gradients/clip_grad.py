@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import schedule_of, units_in
+from fsdp_wrap._runtime import require_root, schedule_of, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients, Named
 from fsdp_wrap._state.gradients.norms import (
@@ -78,11 +78,7 @@ class GradientNorms:
         """
         p, bound = checked_norm(norm_type), checked_bound(max_norm)
         known = self._found("clip_grad_norm_()")
-        if known.units[0].nested:
-            raise RuntimeError(
-                f"clip_grad_norm_() must be called on the root, and this is {known.units[0].name}: gradients "
-                "are clipped by the norm of all of them"
-            )
+        require_root(known.units[0], "clip_grad_norm_()")
         if unreduced := known.unreduced:
             _warn(_UNREDUCED)
         if known.distributed:
