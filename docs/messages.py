@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fsdp_wrap"
 TARGET = ROOT / "docs" / "messages.md"
 WARNS = {"warn", "warning"}
+PLAINER = (
+    (r"\bself\.", ""),
+    (r"\bdist\.get_rank\(\)", "rank"),
+    (r"\btype\(([\w.]+)\)\.__(qual)?name__", r"class of \1"),
+    (r"\.__(qual)?name__", ""),
+    (r"'[,; ]*(while )?'\.join\((.*)\)$", r"\2"),
+    (r"\b(?:tuple|list|sorted|repr|str)\(([\w.]+)\)", r"\1"),
+    (r"\bmap\(repr, ([\w.]+)\)", r"\1"),
+    (r"\b_+(?=[a-zA-Z])", ""),
+)
 HEAD = """# Messages
 
 Every error and warning of the package, by folder, written by `docs/messages.py` from the source, not by hand.
@@ -91,7 +102,20 @@ class Reader(ast.NodeVisitor):
         """What a message may be: of a name, all texts that it is given."""
         found = self._known(given.id) if isinstance(given, ast.Name) else []
         for each in found or [given]:
-            yield " ".join(text_of(each).split())
+            yield " ".join(self._text(each).split())
+
+    def _text(self, node: ast.expr) -> str:
+        """What an expression says, with what depends on the case in braces."""
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(self._text, node.values))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._text(node.left) + self._text(node.right)
+        if isinstance(node, ast.FormattedValue):
+            node = node.value
+        known = self._known(node.id) if isinstance(node, ast.Name) else []
+        return self._text(known[0]) if len(known) == 1 else f"{{{short(node)}}}"
 
     def _known(self, name: str) -> list[ast.expr]:
         return next((texts[name] for texts in reversed(self._texts) if name in texts), [])
@@ -115,22 +139,11 @@ def is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def text_of(node: ast.expr) -> str:
-    """What an expression says, with what depends on the case in braces."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(text_of, node.values))
-    if isinstance(node, ast.FormattedValue):
-        return f"{{{short(node.value)}}}"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return text_of(node.left) + text_of(node.right)
-    return f"{{{short(node)}}}"
-
-
 def short(node: ast.expr) -> str:
-    """An expression as a reader needs it: a choice between texts as it stands, a call by what is called."""
+    """An expression as a reader needs it, without what only makes a text of it."""
     text = ast.unparse(node)
+    for pattern, instead in PLAINER:
+        text = re.sub(pattern, instead, text)
     return text if len(text) <= 60 else f"{text[:57].rstrip()}..."
 
 
@@ -177,10 +190,8 @@ def page() -> str:
 
 
 def cell(text: str) -> str:
-    """A text that Markdown shows as it stands."""
-    for sign in "\\|<>*_":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    """A text that Markdown shows as it stands; underscores inside of words it does."""
+    return re.sub(r"[\\|<>*]|\b_|_\b", r"\\\g<0>", text)
 
 
 def main() -> int:

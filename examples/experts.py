@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/experts.py
 
-A router sends each letter to one expert of eight. Half of the experts live on one rank, half on the next, and
-letters travel to them and back. With four ranks or more, the ranks that have the same experts shard them.
-The model learns eight ciphers: with cipher k, letter t of 32 becomes ((2 k + 1) t + k) mod 32.
+A router sends each letter to one expert of eight. Half of the experts live on one rank, half on the next. Letters
+travel to them and back. With four ranks or more, ranks that have the same experts shard them. The model
+learns ciphers: with cipher k, letter t becomes ((2 k + 1) t + k) mod 32.
 
 Prints:
 
@@ -60,60 +60,47 @@ class Experts(nn.Module):
         dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
         to, from_ = (each.view(-1, self.here).sum(1).tolist() for each in (counts, coming))
         rows = Send.apply(rows, to, from_, self.group)
-        up, down = self.up.to_local(), self.down.to_local()
         expert = torch.arange(self.here).repeat(len(to)).repeat_interleave(coming)
         out = torch.empty_like(rows)
         for each in range(self.here):
             chosen = expert == each
-            out[chosen] = F.gelu(rows[chosen] @ up[each]) @ down[each]
+            out[chosen] = F.gelu(rows[chosen] @ self.up.to_local()[each]) @ self.down.to_local()[each]
         return Send.apply(out, from_, to, self.group)
 
 
-class Mixture(nn.Module):
-    """A residual layer in which one expert works on each letter; the second result is 1 for equal work."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts(mesh)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        likely = torch.softmax(self.router(self.norm(x)), -1)
-        gate, chosen = likely.max(-1)
-        counts = chosen.bincount(minlength=EXPERTS)
-        balance = EXPERTS * (counts / len(x) * likely.mean(0)).sum()
-        order = chosen.argsort(stable=True)
-        found = self.experts(self.norm(x)[order], counts)
-        return x + gate[:, None] * torch.zeros_like(x).index_copy(0, order, found), balance
-
-
 class Net(nn.Module):
-    """Ciphers and letters in, logits of the new letters out; and how unevenly the experts are used."""
+    """Ciphers and letters in, logits of the new letters out, with 1 for equal work of all experts."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.cipher, self.letter = nn.Embedding(CIPHERS, WIDTH), nn.Embedding(LETTERS, WIDTH)
-        self.mixture, self.head = Mixture(mesh), nn.Linear(WIDTH, LETTERS)
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts(mesh)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS)
 
     def forward(self, ciphers: torch.Tensor, letters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, balance = self.mixture(self.cipher(ciphers) + self.letter(letters))
-        return self.head(x), balance
+        x = self.norm(self.cipher(ciphers) + self.letter(letters))
+        likely = torch.softmax(self.router(x), -1)
+        gate, chosen = likely.max(-1)
+        counts, order = chosen.bincount(minlength=EXPERTS), chosen.argsort(stable=True)
+        found = torch.zeros_like(x).index_copy(0, order, self.experts(x[order], counts))
+        balance = EXPERTS * (counts / len(x) * likely.mean(0)).sum()
+        return self.head(x + gate[:, None] * found), balance
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks % 2:
-        sys.exit(f"experts.py: error: half of the experts on each of two: not for {ranks} ranks, which is odd")
+        sys.exit(f"experts.py: error: two ranks share the experts, so start an even number, not {ranks}")
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts"))
     torch.manual_seed(0)  # the same weights on every rank
     model = Net(mesh["experts"])
-    fully_shard(model.mixture.experts, mesh=mesh["copies"])
-    model.mixture.experts.set_gradient_divide_factor(ranks)  # letters of all ranks come to them
+    fully_shard(model.experts, mesh=mesh["copies"])
+    model.experts.set_gradient_divide_factor(ranks)  # letters of all ranks come to them
     fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     if rank == 0:
-        print(f"this rank has {model.mixture.experts.here} of {EXPERTS} experts", flush=True)
-
+        print(f"this rank has {model.experts.here} of {EXPERTS} experts", flush=True)
     torch.manual_seed(1 + rank)  # other letters on each
     for step in range(1, STEPS + 1):
         k, letters = torch.randint(CIPHERS, (256,)), torch.randint(LETTERS, (256,))
@@ -123,7 +110,7 @@ def main() -> None:
         fsdp_wrap.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % (STEPS // 3) == 0:
+        if rank == 0 and step % 15 == 0:
             print(f"step {step}: loss {loss.item():.2f}, balance {balance.item():.2f}", flush=True)
     dist.destroy_process_group()
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/gan.py
 
-The generator learns to put points on a ring. The critic runs several times before one backward, and the penalty
+The generator learns to put points on a ring. The critic runs several times before one backward. The penalty
 is on the norm of its gradient, so its backward differentiates a backward.
 
 Prints:
@@ -25,8 +25,9 @@ NOISE, WIDTH, BATCH, STEPS, CRITIC_STEPS, PENALTY = 8, 64, 128, 80, 3, 1.0
 
 def make_net(inputs: int, outputs: int) -> FSDP:
     """A perceptron, each linear layer of which is a unit."""
-    layers = nn.Linear(inputs, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, outputs)
-    return FSDP(nn.Sequential(*layers), auto_wrap_policy=NameWrapPolicy("Linear"))
+    first, second, last = nn.Linear(inputs, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, outputs)
+    net = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), last)
+    return FSDP(net, auto_wrap_policy=NameWrapPolicy("Linear"))
 
 
 def points_of_ring() -> torch.Tensor:

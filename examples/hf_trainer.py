@@ -1,13 +1,13 @@
-"""Train with Hugging Face's `Trainer`, which knows nothing of this library: `fsdp_wrap.compat` stands in for torch's.
+"""Train with Hugging Face's `Trainer`, unchanged: `fsdp_wrap.compat` stands in for torch's FSDP.
 
     pip install -e '.[clients]'
-    torchrun --nproc-per-node 2 -m fsdp_wrap.compat --fully-shard --cpu examples/hf_trainer.py runs/trainer
+    torchrun --nproc-per-node 2 -m fsdp_wrap.compat --fully-shard --cpu examples/hf_trainer.py runs/hf
 
-The program names torch and transformers only. Started by `fsdp_wrap.compat`, the `Trainer` shards with this
-library by `fully_shard`; `--cpu` lets it do so on a host without accelerators. The model is a small Llama, which learns the
-sources of Python's library byte by byte. What is saved at the end, any `from_pretrained` loads.
+The program names torch and transformers only. Started by `fsdp_wrap.compat`, the `Trainer` shards with the
+`fully_shard` of this library; `--cpu` lets it do so on a host without accelerators. The model is a small Llama,
+which learns the sources of Python's library byte by byte. Any `from_pretrained` loads what is saved.
 
-Prints:
+Prints, beside what the `Trainer` logs:
 
     sharded by fsdp_wrap
     step 10: loss 4.0

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/large_model.py runs/large
 
-Each rank builds the model on the meta device, where tensors have shapes and no memory. It then reads its own part
-of every weight, and the forward gathers one layer at a time. So no rank ever has the memory that the whole model
-would take. The example writes the weights first, layer by layer, as a stand-in for a download.
+Each rank builds the model on the meta device, where tensors have shapes and no memory. It then reads its own
+part of every weight, and the forward gathers one layer at a time. So no rank takes the memory of the whole
+model. The example writes the weights first, layer by layer, as a stand-in for a download.
 
 Prints:
 
@@ -47,20 +47,20 @@ class Peak(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._done = threading.Event()
-        self.before = self.highest = self._now()
+        self.done = threading.Event()
+        self.before = self.highest = self.now()
 
     def run(self) -> None:
-        while not self._done.wait(0.01):
-            self.highest = max(self.highest, self._now())
+        while not self.done.wait(0.01):
+            self.highest = max(self.highest, self.now())
 
     def growth(self) -> int:
-        self._done.set()
+        self.done.set()
         self.join()
         return self.highest - self.before
 
     @staticmethod
-    def _now() -> int:
+    def now() -> int:
         """Without the pages of files, which Linux can take back: what is its own, and what ranks share."""
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return sum(int(status[kind].split()[0]) for kind in ("RssAnon", "RssShmem")) // 1000

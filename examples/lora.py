@@ -53,7 +53,8 @@ def read_sentences() -> list[tuple[str, int]]:
 
 def make_encoder() -> nn.Module:
     torch.manual_seed(0)  # the same head and adapters on every rank
-    return AutoModelForSequenceClassification.from_pretrained(minilm.get_model_path(), num_labels=len(MODULES))
+    kinds = len(MODULES)
+    return AutoModelForSequenceClassification.from_pretrained(minilm.get_model_path(), num_labels=kinds)
 
 
 def main() -> None:
@@ -63,13 +64,12 @@ def main() -> None:
     logging.set_verbosity_error()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    tokenizer = AutoTokenizer.from_pretrained(minilm.get_model_path())
-    sentences = read_sentences()
+    tokenizer, sentences = AutoTokenizer.from_pretrained(minilm.get_model_path()), read_sentences()
     held_out, learned = sentences[:HELD_OUT], sentences[HELD_OUT:]
 
     lora = LoraConfig("SEQ_CLS", r=8, lora_alpha=32, target_modules=["query", "value"])
     adapted = get_peft_model(make_encoder(), lora)
-    parts = [sum(p.numel() for p in adapted.parameters() if p.requires_grad or not some) for some in (1, 0)]
+    learning, all_of_them = adapted.get_nb_trainable_parameters()
     model = FSDP(adapted, auto_wrap_policy=NameWrapPolicy("BertLayer"), use_orig_params=True)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=5e-3)
 
@@ -83,11 +83,13 @@ def main() -> None:
             logits = logits_of(model.eval(), held_out)
         right = sum(int(row.argmax()) == number for row, (_, number) in zip(logits, held_out))
         if rank == 0:
-            print(f"{when}: {100 * right / HELD_OUT:.0f} % of {HELD_OUT} sentences are told right", flush=True)
+            share = 100 * right / HELD_OUT
+            print(f"{when}: {share:.0f} % of {HELD_OUT} sentences are told right", flush=True)
         return logits
 
     if rank == 0:
-        print(f"{100 * parts[0] / parts[1]:.1f} % of {parts[1] / 1e6:.1f} million parameters learn", flush=True)
+        share, millions = 100 * learning / all_of_them, all_of_them / 1e6
+        print(f"{share:.1f} % of {millions:.1f} million parameters learn", flush=True)
     judge("before")
     torch.manual_seed(1 + rank)  # other sentences on each
     model.train()

@@ -26,7 +26,7 @@ from torch import nn
 import fsdp_wrap
 from fsdp_wrap import fully_shard
 
-WIDTH, LAYERS, HEADS, CONTEXT, BATCH, STEPS, PARTS = 128, 6, 4, 64, 8, 40, 2
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH, STEPS, PARTS = 128, 4, 4, 64, 8, 40, 2
 
 
 class GPT(nn.Module):

@@ -2,8 +2,8 @@
 
     pip install -e '.[ray]' && python examples/ray_train.py runs/ray
 
-The script starts a cluster of its own on this host, with two workers; where `RAY_ADDRESS` names a running cluster, it
-trains there. Workers report to the driver, and save one checkpoint together, which the driver loads without them.
+The script starts a cluster of its own on this host, with two workers; where `RAY_ADDRESS` names a running
+cluster, it trains there. The workers save one checkpoint together, which the driver loads by itself.
 
 Prints, beside what Ray logs:
 
@@ -11,6 +11,7 @@ Prints, beside what Ray logs:
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import ray
@@ -54,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains on two Ray workers.")
     parser.add_argument("folder", type=Path, help="where checkpoints are saved; all workers must see it")
     folder = parser.parse_args().folder.absolute()
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 2, "include_dashboard": False}))
     trainer = TorchTrainer(
         train,
         train_loop_config={"folder": str(folder)},

@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 3 examples/resume_elsewhere.py runs/moved --steps 40 --export runs/exported
 
 The second run loads what the first one has saved: model, optimizer and learning rate. All ranks together see
-96 samples a step, so the losses are those of one run that nobody has interrupted. What is exported is a folder
-of safetensors that a plain model loads.
+96 samples a step, so the losses are those of a run that nobody has interrupted. What is exported is a folder
+of safetensors, which a plain model loads.
 
-The second command prints:
+The second one prints:
 
     loaded step 20 on 3 ranks
     step 30: loss 0.0200

@@ -36,7 +36,6 @@ from fsdp_wrap._core.errors import (
     ChangedBetweenError,
     NoDimensionError,
     NotIdleError,
-    NotPicklableError,
     NotRootError,
     NoValuesError,
     OtherCommsError,

@@ -250,7 +250,7 @@ def test_prefetch_lists_are_obeyed_and_wrong_guesses_kept(rank, world_size):
         loss.backward()
     # The next one, 2, was not prefetched; those that were too early are kept.
     assert [event for event in trace(events) if event[0] == "u"] == ["u 3", "u 1", "u 0", "u 2"]
-    with pytest.raises(ValueError, match="fully_shard was applied, not a Linear"):
+    with pytest.raises(ValueError, match="this Linear is not sharded yet"):
         model.set_modules_to_forward_prefetch([model.head])
 
 

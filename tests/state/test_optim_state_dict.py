@@ -502,7 +502,7 @@ def test_state_dicts_that_do_not_fit(rank, world_size, use_orig_params):
         assert fresh.state == {}
 
     refused(TypeError, "has the entries 'state' and 'param_groups', and this has NoneType", None)
-    refused(TypeError, "found \\['model'\\]", {"model": 1})
+    refused(TypeError, "this has \\['model'\\]", {"model": 1})
     refused(ValueError, "goes by parameter ids", adamw(plain).state_dict())
     unknown = copy.deepcopy(state)
     unknown["param_groups"][0]["params"].append("nowhere.weight")
