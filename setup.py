@@ -34,5 +34,6 @@ setup(
         "benchmarks": ["matplotlib"],
         "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
+        "ray": [*CHECKPOINT, "ray[train]>=2.60"],
     },
 )

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/experts.py
 
-A router sends each letter to one expert of eight. Half of the experts live on one rank, half on the next. Letters
-travel to them and back. With four ranks or more, ranks that have the same experts shard them. The model
-learns ciphers: with cipher k, letter t becomes ((2 k + 1) t + k) mod 32.
+A router sends each letter to one expert of eight. Half of the experts live on one rank, half on the next, and
+letters travel to them and back. With four ranks or more, ranks that have the same experts shard them. The
+model learns ciphers: with cipher k, letter t becomes ((2 k + 1) t + k) mod 32.
 
 Prints:
 

@@ -3,9 +3,9 @@
     pip install -e '.[clients]'
     torchrun --nproc-per-node 2 -m fsdp_wrap.compat --fully-shard --cpu examples/hf_trainer.py runs/hf
 
-The program names torch and transformers only. Started by `fsdp_wrap.compat`, the `Trainer` shards with the
-`fully_shard` of this library; `--cpu` lets it do so on a host without accelerators. The model is a small Llama,
-which learns the sources of Python's library byte by byte. Any `from_pretrained` loads what is saved.
+The program names torch and transformers only. Started by `fsdp_wrap.compat`, the `Trainer` shards with this
+library's `fully_shard`; `--cpu` lets it do so on a host without accelerators. The model is a small Llama. It
+learns the sources of Python's library byte by byte. Any `from_pretrained` loads what is saved.
 
 Prints, beside what the `Trainer` logs:
 

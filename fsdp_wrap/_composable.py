@@ -148,7 +148,8 @@ def outermost(modules: Any, by: str) -> list[nn.Module]:
         REGISTRY.refuse_taken(module)
         if UNIT_ATTR in module.__dict__:
             raise AlreadyShardedError(
-                f"fully_shard or replicate was applied to this {type(module).__name__} before"
+                f"fully_shard or replicate was applied to this {type(module).__name__} before: a module is "
+                "sharded once, after the modules in it"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(

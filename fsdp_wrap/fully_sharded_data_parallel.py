@@ -515,7 +515,8 @@ def _check_wrappable(module: Any) -> None:
         raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError(
-            f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel"
+            f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel: wrap a "
+            "module once"
         )
     REGISTRY.refuse_taken(module)
     warn_of_container(module)

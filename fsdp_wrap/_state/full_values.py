@@ -93,7 +93,10 @@ def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
         RuntimeError: If it is on the meta device.
     """
     if tensor.is_meta:
-        raise RuntimeError(f"'{key}' is on the meta device and has no values")
+        raise RuntimeError(
+            f"'{key}' is on the meta device and has no values: call to_empty(device=...) on the model and "
+            "initialise or load it first"
+        )
     alone = make_communicator(None, tensor.device)
     return FullValue(key, tensor.shape, tensor.dtype, alone, [tensor.numel()], copier(tensor))
 

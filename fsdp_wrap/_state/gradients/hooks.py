@@ -164,9 +164,14 @@ def _check_unit(unit: Unit, handle: ParamHandle) -> None:
     if handle.has_own_reduction:
         raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one")
     if handle.transport.compresses_reductions:
-        raise RuntimeError(f"compress() compresses the reductions of {unit.name}: call it without them first")
+        raise RuntimeError(
+            f"compress() decides how gradients of {unit.name} travel: call it without reductions first"
+        )
     if handle.holds_gradients:
-        raise RuntimeError(f"{unit.name} holds gradients that no_sync() left unreduced: reduce them first")
+        raise RuntimeError(
+            f"{unit.name} holds gradients that no_sync() left unreduced: run a backward outside of "
+            "no_sync(), or call zero_grad(), before"
+        )
 
 
 def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
