@@ -12,8 +12,9 @@ import ast
 import builtins
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fsdp_wrap"
 TARGET = ROOT / "docs" / "messages.md"
 WARNS = {"warn", "warning"}
+Texts = dict[str, list[ast.expr]]
 PLAINER = (
     (r"\bself\.", ""),
     (r"\bdist\.get_rank\(\)", "rank"),
@@ -68,15 +70,16 @@ class Reader(ast.NodeVisitor):
         self.messages: list[Message] = []
         self._file, self._errors = file, errors
         self._names: list[str] = []
-        self._texts: list[dict[str, list[ast.expr]]] = [assigned_in(tree.body)]
+        top = (node for node in tree.body if isinstance(node, ast.Assign))
+        self._texts: list[Callable[[], Texts]] = [cache(partial(assigned_in, [*top]))]
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._inside(node, {})
+        self._inside(node, dict)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._inside(node, assigned_in(node.body))
+        self._inside(node, cache(partial(assigned_in, node.body)))
 
-    def _inside(self, node: ast.ClassDef | ast.FunctionDef, texts: dict[str, list[ast.expr]]) -> None:
+    def _inside(self, node: ast.ClassDef | ast.FunctionDef, texts: Callable[[], Texts]) -> None:
         self._names.append(node.name)
         self._texts.append(texts)
         self.generic_visit(node)
@@ -118,12 +121,12 @@ class Reader(ast.NodeVisitor):
         return self._text(known[0]) if len(known) == 1 else f"{{{short(node)}}}"
 
     def _known(self, name: str) -> list[ast.expr]:
-        return next((texts[name] for texts in reversed(self._texts) if name in texts), [])
+        return next((texts()[name] for texts in reversed(self._texts) if name in texts()), [])
 
 
-def assigned_in(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
+def assigned_in(body: Sequence[ast.stmt]) -> Texts:
     """The texts that names get by assignment, with those in blocks."""
-    found: dict[str, list[ast.expr]] = {}
+    found: Texts = {}
     for node in (each for statement in body for each in ast.walk(statement)):
         if isinstance(node, ast.Assign) and is_text(node.value):
             for target in node.targets:
@@ -156,7 +159,7 @@ def error_classes(trees: dict[str, ast.Module]) -> set[str]:
     """Python's errors, and those that the package makes of them."""
     names = {name for name, each in vars(builtins).items() if isinstance(each, type)}
     errors = {name for name in names if issubclass(getattr(builtins, name), BaseException)}
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
     before = 0
     while len(errors) > before:
         before = len(errors)
@@ -164,6 +167,7 @@ def error_classes(trees: dict[str, ast.Module]) -> set[str]:
     return errors
 
 
+@cache
 def read() -> list[Message]:
     """All messages of the package, by folder and file."""
     files = sorted(PACKAGE.rglob("*.py"), key=lambda path: (path.parent, path.name))
