@@ -4,14 +4,14 @@
 
 A router sends each letter to one expert of eight. Half of the experts live on one rank, half on the next, and
 letters travel to them and back. With four ranks or more, ranks that have the same experts shard them. The
-model learns ciphers: with cipher k, letter t becomes ((2 k + 1) t + k) mod 32.
+model learns ciphers: with cipher k, letter t becomes ((2 k + 1) t + k) mod 32. Balance is 1 for equal work.
 
 Prints:
 
     this rank has 4 of 8 experts
-    step 30: loss 1.30, the busiest expert has 18 % of the tokens
-    step 60: loss 0.30, the busiest expert has 18 % of the tokens
-    step 90: loss 0.05, the busiest expert has 18 % of the tokens
+    step 15: loss 1.82, balance 1.11
+    step 30: loss 0.16, balance 1.15
+    step 45: loss 0.03, balance 1.25
 """
 
 import sys

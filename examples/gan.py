@@ -7,10 +7,10 @@ is on the norm of its gradient, so its backward differentiates a backward.
 
 Prints:
 
-    step 50: points are 0.80 from the ring
-    step 100: points are 0.40 from the ring
-    step 150: points are 0.20 from the ring
-    step 200: points are 0.10 from the ring
+    step 20: points are 0.97 from the ring
+    step 40: points are 0.70 from the ring
+    step 60: points are 0.47 from the ring
+    step 80: points are 0.44 from the ring
 """
 
 import torch

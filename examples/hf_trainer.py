@@ -10,10 +10,10 @@ learns the sources of Python's library byte by byte. Any `from_pretrained` loads
 Prints, beside what the `Trainer` logs:
 
     sharded by fsdp_wrap
-    step 10: loss 4.0
-    step 20: loss 3.0
-    step 30: loss 2.8
-    loss on other text 2.8
+    step 10: loss 4.7
+    step 20: loss 3.5
+    step 30: loss 3.2
+    loss on other text 3.2
     a plain model that is loaded from the folder has the same loss
 """
 

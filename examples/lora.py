@@ -8,12 +8,12 @@ saves them, and loaded into a new model.
 
 Prints:
 
-    0.4 % of 22.8 million parameters learn
-    before: 10 % of 64 sentences are told right
-    step 10: loss 1.50
-    step 20: loss 1.00
-    step 30: loss 0.80
-    after: 70 % of 64 sentences are told right
+    0.3 % of 22.8 million parameters learn
+    before: 12 % of 64 sentences are told right
+    step 10: loss 1.89
+    step 20: loss 1.77
+    step 30: loss 1.35
+    after: 53 % of 64 sentences are told right
     saved; a plain model with the adapters answers alike
 """
 

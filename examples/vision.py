@@ -8,11 +8,11 @@ averaged for the evaluation. The pictures are drawn here: circles, squares and c
 
 Prints:
 
-    step 10: loss 1.05
-    step 20: loss 0.80
-    step 30: loss 0.60
-    step 40: loss 0.40
-    95 % of 512 new pictures are told right
+    step 10: loss 0.84
+    step 20: loss 0.51
+    step 30: loss 0.28
+    step 40: loss 0.19
+    90 % of 512 new pictures are told right
 """
 
 import torch
