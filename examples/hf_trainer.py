@@ -61,7 +61,8 @@ def main() -> None:
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print("sharded by", type(trainer.model_wrapped).__module__.split(".")[0])
+        kind = type(trainer.model_wrapped).__mro__[1]  # what stands before the model's own class
+        print("sharded by", kind.__module__.split(".")[0])
         for entry in trainer.state.log_history:
             if "loss" in entry:
                 print(f"step {entry['step']}: loss {entry['loss']:.1f}")
