@@ -27,14 +27,12 @@ GALLERY = (
     "vision",
     "ray_train",
 )
+BREAK = "\n\n"
 HEAD = """# Examples
 
 Each is one file of less than 120 lines, runs on two CPU cores in seconds, and downloads nothing. This page is
 written by `docs/gallery.py` from what the files say of themselves; the tests run the commands and compare.
 Losses differ a little between versions of torch and Python.
-
-`examples/minimal.py` is the smallest one; `examples/train_lm.py` is the whole of a real job, and
-`examples/qlora.py` trains adapters of weights in 4 bits. README shows how to start these three.
 """
 
 
@@ -78,7 +76,17 @@ class Example:
 def page() -> str:
     """The page."""
     sections = [part for name in GALLERY for part in Example.read(name).section()]
-    return "\n\n".join([HEAD.strip(), *sections]) + "\n"
+    return "\n\n".join([HEAD.strip(), *sections, "## Others", others()]) + "\n"
+
+
+def others() -> str:
+    """The examples that are longer, or that have no output to compare, each with what it says first."""
+    lines = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        if path.stem not in GALLERY:
+            told = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            lines.append(f"- `examples/{path.name}`: {' '.join(told.split(BREAK)[0].split())}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
