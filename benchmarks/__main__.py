@@ -30,6 +30,7 @@ SCRIPTS = (
     "accumulation",
     "counts",
     "compression",
+    "weights",
     "gpu",
 )
 DOCS = Path(__file__).resolve().parents[1] / "docs"

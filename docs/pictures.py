@@ -32,6 +32,7 @@ FOLDERS = {
     "tools": ("plan, timeline, command", "#b8c4d6"),
     "compat": ("programs written for torch, unchanged", "#b8c4d6"),
     "optim": ("steps on shards", "#b8c4d6"),
+    "weights": ("weights to engines", "#b8c4d6"),
     "checkpoint": ("folders on disk", "#b8c4d6"),
     TOP: ("the wrapper and fully_shard", "#9fc0e8"),
     "_compression": ("fewer bytes", "#cdbfe3"),

@@ -37,6 +37,7 @@ from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.replicate import ReplicateModule, replicate
+from fsdp_wrap.weights import weight_changes, weight_source
 
 __all__ = [
     "BackwardPrefetch",
@@ -81,6 +82,8 @@ __all__ = [
     "set_gradients_in_place",
     "set_travel_together_bytes",
     "share_comm_ctx",
+    "weight_changes",
+    "weight_source",
 ]
 
 # Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
-from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    FakeProcessGroup,
+    HashStore,
+    PrefixStore,
+    ReduceScatterOptions,
+    TCPStore,
+)
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.distributed import _state_dict_utils as torch_gathers

@@ -11,6 +11,7 @@ from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handle
 from fsdp_wrap._state.full_values import (
     FirstRank,
     FullParams,
+    check_dtype,
     is_first_rank,
     is_sharded,
     iter_full_params,
@@ -44,7 +45,7 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Originals, foreign_to_model, handles_of, owned_places
+from fsdp_wrap._state.originals import Original, Originals, foreign_to_model, handles_of, owned_places
 from fsdp_wrap._state.state_dict import (
     begin_load,
     resolve_settings,

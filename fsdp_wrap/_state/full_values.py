@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -84,6 +84,19 @@ def full_values(handle: ParamHandle) -> list[FullValue]:
         for layout in handle.layouts
         for index, (each, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
     ]
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuses what values cannot be cast to.
+
+    Raises:
+        TypeError: If it is neither a dtype nor None.
+        ValueError: If it is not floating-point.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point type, not {dtype}")
 
 
 def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
@@ -327,10 +340,7 @@ class FullParams:
     def __init__(
         self, module: nn.Module, doing: str, *, dtype: torch.dtype | None = None, buffers: bool = False
     ) -> None:
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point type, not {dtype}")
+        check_dtype(dtype)
         units = settled_units(module, doing)
         self._module, names = module, Originals(module)
         self._values = [_cast(value, dtype) for value in _params(names)]
@@ -343,16 +353,30 @@ class FullParams:
         Raises:
             TypeError: If a full value is of a tensor subclass.
         """
-        made = [value.key for value in self._values if value.whole is not None]
+        made = self.subclasses
         if made:
             raise TypeError(
-                f"{doing} takes plain tensors, and '{made[0]}' is of a tensor subclass: save the full "
+                f"{doing} takes plain tensors, and '{min(made)}' is of a tensor subclass: save the full "
                 "state_dict() by torch.save, or the model by fsdp_wrap.checkpoint"
             )
 
     def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Returns shapes and dtypes by name, in order."""
         return {value.key: (value.full_shape, value.dtype) for value in self._values}
+
+    @property
+    def subclasses(self) -> set[str]:
+        """Names of those whose full values are of a tensor subclass."""
+        return {value.key for value in self._values if value.whole is not None}
+
+    def choose(self, wanted: Mapping[str, torch.dtype]) -> None:
+        """Leaves out all others of them, and lets these travel in another order, and in other dtypes.
+
+        Args:
+            wanted: The dtypes by name, in the order.
+        """
+        values = {value.key: value for value in self._values}
+        self._values = [replace(values[name], dtype=dtype) for name, dtype in wanted.items()]
 
     def stream(
         self, *, budget: int | None = None, rank0_only: bool = False, offload_to_cpu: bool = False
@@ -460,19 +484,23 @@ class FirstRank:
         module: Its first unit tells which ranks these are; without units nothing travels.
 
     Attributes:
+        steps: The way.
         is_here: Whether this is the first rank.
+        is_first_beside: Whether it is the first of those that hold other parts of the same copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
         handles = handles_of(units_in(module).values())
-        self._steps: list[Communicator] = [handles[0].replicas, handles[0].communicator] if handles else []
-        self._steps[:0] = _beside(handles)
+        self.steps: list[Communicator] = [handles[0].replicas, handles[0].communicator] if handles else []
+        beside = _beside(handles)
+        self.steps[:0] = beside
+        self.is_first_beside = all(each.rank == 0 for each in beside)
         first_of_all = not dist.is_initialized() or dist.get_rank() == 0
-        self.is_here = all(each.rank == 0 for each in self._steps) if handles else first_of_all
+        self.is_here = all(each.rank == 0 for each in self.steps) if handles else first_of_all
 
     def object(self, value: Any) -> Any:
         """Returns the first rank's value, which must be small and picklable."""
-        for communicator in self._steps:
+        for communicator in self.steps:
             value = communicator.broadcast_object(value)
         return value
 
@@ -490,12 +518,12 @@ class FirstRank:
         return pytree.tree_map_only(Announced, self._tensor, value)
 
     def _tensor(self, announced: Announced) -> torch.Tensor:
-        device = self._steps[0].device if self._steps else torch.device("cpu")
+        device = self.steps[0].device if self.steps else torch.device("cpu")
         if announced.own is not None:
             value = announced.own.to(device).contiguous()
         else:
             value = torch.empty(announced.shape, dtype=announced.dtype, device=device)
-        for communicator in self._steps:
+        for communicator in self.steps:
             communicator.broadcast(value.view(-1).view(torch.uint8) if value.numel() else value)
         return value
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from fsdp_wrap._core import StateDictType, is_castable
+from fsdp_wrap._core import StateDictType, is_castable, nbytes_of
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
 from fsdp_wrap._state import (
@@ -138,24 +138,9 @@ def write_safetensors(
     return [*plan]
 
 
-def _bytes_of(size: int | str) -> int:
-    """Reads a size such as 1000, "5GB" or "500MiB"."""
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(f"max_shard_bytes must be an int or a str such as '5GB', not {size!r}")
-    if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B\s*", size.upper())
-        if found is None:
-            raise ValueError(f"max_shard_bytes must look like '5GB' or '500MiB', not {size!r}")
-        unit = found[2] or ""
-        size = int(float(found[1]) * (1024 if "I" in unit else 1000) ** (" KMGT".index(unit[:1] or " ")))
-    if size <= 0:
-        raise ValueError(f"max_shard_bytes must be positive, not {size}")
-    return size
-
-
 def _plan(described: Described, most: int | str) -> dict[str, Described]:
     """Distributes tensors over files in their order, each of so many bytes at most; by the files' names."""
-    most, filled = _bytes_of(most), 0
+    most, filled = nbytes_of(most, "max_shard_bytes"), 0
     parts: list[dict[str, Any]] = [{}]
     for name, (shape, dtype) in described.items():
         if dtype not in _NAMES:

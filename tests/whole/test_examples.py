@@ -285,3 +285,14 @@ def test_default_run_learns():
 def test_any_number_of_processes_trains_evaluates_and_samples(data, processes):
     report = train("--data", data, "--steps", 4, "--accumulation", 2, processes=processes).report
     assert 1 < report["val_loss"] < 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["gloo", "memory", "folder"])
+def test_a_generating_process_follows_the_trainers(way):
+    with Torchrun("weights_to_inference.py", "--way", way, "--steps", "4", "--every", "2") as running:
+        result = running.result()
+    assert result.code == 0, result.err
+    lines = [line for line in result.out.splitlines() if line.startswith("version")]
+    assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
+    assert ": all; 'def " in lines[0] and " changes (" in lines[2]

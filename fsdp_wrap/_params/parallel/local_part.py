@@ -185,6 +185,21 @@ class LocalPart:
             full = full.narrow(dim, first, size)
         return full
 
+    def index_in_whole(self, index: torch.Tensor) -> torch.Tensor:
+        """Returns where elements of what this rank has, flattened, lie in the flattened whole parameter.
+
+        Args:
+            index: Which elements: int64, 1-D.
+        """
+        if any(isinstance(each, StridedShard) for each in self.placements):
+            return self.cut(torch.arange(self.shape.numel()).view(self.shape)).reshape(-1)[index]
+        offsets, sizes = self.box
+        found, step = torch.zeros_like(index), 1
+        for offset, size, full in zip(offsets[::-1], sizes[::-1], self.shape[::-1]):
+            found += (index % size + offset) * step
+            index, step = index // size, step * full
+        return found
+
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the whole of what this rank has a part of; collective over the ranks of the mesh."""
         return self.tensor(local).full_tensor()

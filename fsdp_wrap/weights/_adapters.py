@@ -1,0 +1,106 @@
+"""LoRA adapters, as peft puts them around linear layers, found by their parts; nothing of peft is imported.
+
+Source of the arithmetic: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import clean_fqn
+from fsdp_wrap.weights._made import LowRank, Made, Merged, Taken
+
+_BASE, _AROUND = "base_layer", "base_model.model."
+_SAVED, _ORIGINAL = "modules_to_save", "original_module"
+_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+
+
+def merged(
+    model: nn.Module, plain: Mapping[str, Taken], dtype: torch.dtype | None, subclasses: Collection[str]
+) -> dict[str, Made]:
+    """Returns the tensors of a model with its active adapters merged, under the names that it has without.
+
+    Args:
+        model: Wrapped or not.
+        plain: Its tensors by name, in master dtype.
+        dtype: That of the result, where it is floating-point; None for the master dtype.
+        subclasses: Names of those that are of a tensor subclass, quantised ones.
+
+    Raises:
+        ValueError: If an adapter is not plain LoRA of a linear layer, or its weight is of a tensor subclass.
+    """
+    left, sums = dict(plain), {}
+    for name, module in model.named_modules():
+        if "lora_A" in module._modules:
+            sums.update(_of_layer(clean_fqn(name), module, left, dtype))
+        elif _SAVED in module._modules:
+            _choose_saved(clean_fqn(name), module, left)
+    quantised = [name for name in sums if name in subclasses]
+    if quantised:
+        raise ValueError(
+            f"'{quantised[0]}' is of a tensor subclass, to which an adapter cannot be added: use "
+            "adapters='apart'"
+        )
+    found: dict[str, Made] = {}
+    for name in plain:
+        if name in sums or name in left:
+            cast = None if name in subclasses else dtype
+            found[_without_adapters(name)] = sums.get(name) or _cast(left[name], cast)
+    return found
+
+
+def _cast(tensor: Taken, dtype: torch.dtype | None) -> Taken:
+    castable = dtype is not None and tensor.dtype.is_floating_point
+    return Taken(tensor.key, tensor.shape, dtype) if castable and dtype is not None else tensor
+
+
+def _of_layer(fqn: str, layer: Any, left: dict[str, Taken], dtype: torch.dtype | None) -> dict[str, Made]:
+    """Takes an adapted layer's own tensors from those that are left; returns its weight as a sum."""
+    prefix = f"{fqn}." if fqn else ""
+    names = [name for name in left if name.startswith(prefix) and _is_adapter(name.removeprefix(prefix))]
+    own = {name: left.pop(name) for name in names}
+    active = [] if layer.merged or layer.disable_adapters else [*layer.active_adapters]
+    added = []
+    for adapter in (each for each in active if each in layer.lora_A or each in layer.lora_embedding_A):
+        of_adapter = {name: taken for name, taken in own.items() if f".{adapter}." in f"{name}."}
+        wanted = [f"{prefix}{part}.{adapter}.weight" for part in ("lora_A", "lora_B")]
+        if [*of_adapter] != wanted or any(len(taken.shape) != 2 for taken in of_adapter.values()):
+            raise ValueError(
+                f"adapter '{adapter}' of '{fqn}' is not plain LoRA of a linear layer (it has "
+                f"{', '.join(of_adapter)}): merge it by its own library before, or use adapters='apart'"
+            )
+        first, second = of_adapter.values()
+        added.append(LowRank(first, second, float(layer.scaling[adapter])))
+    if not added:
+        return {}
+    name = f"{prefix}{_BASE}.weight"
+    base = left.pop(name)
+    return {name: Merged(base, added, dtype or base.dtype, bool(getattr(layer, "fan_in_fan_out", False)))}
+
+
+def _is_adapter(name: str) -> bool:
+    return name.split(".")[0] in _PARTS
+
+
+def _choose_saved(fqn: str, module: Any, left: dict[str, Taken]) -> None:
+    """Drops the copies of a module that is trained beside its original, but for the one that is used."""
+    prefix = f"{fqn}." if fqn else ""
+    active = None if module.disable_adapters else next(iter(module.active_adapters), None)
+    for name in [*left]:
+        path = name.removeprefix(prefix).split(".")
+        if name.startswith(prefix) and path[0] in (_SAVED, _ORIGINAL):
+            used = path[0] == _ORIGINAL if active is None else path[:2] == [_SAVED, active]
+            if not used:
+                del left[name]
+
+
+def _without_adapters(name: str) -> str:
+    path = name.removeprefix(_AROUND).split(".")
+    if _SAVED in path:
+        place = path.index(_SAVED)
+        del path[place : place + 2]
+    return ".".join(each for each in path if each not in (_BASE, _ORIGINAL))

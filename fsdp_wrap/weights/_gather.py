@@ -1,0 +1,94 @@
+"""From all ranks to the first: what each of them alone knows of its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._state import FirstRank, Original
+
+_ALIGNMENT_BYTES = 8
+"""Start of every tensor in a message, so that it can be seen in any dtype."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Elements that one rank has found in its shard of one parameter.
+
+    Attributes:
+        name: The parameter's.
+        index: Of the elements in the flattened parameter: int64, 1-D.
+        value: They themselves, 1-D.
+        total: The shard's part of the parameter's checksum.
+    """
+
+    name: str
+    index: torch.Tensor
+    value: torch.Tensor
+    total: int
+
+
+def first_holders(model: nn.Module, originals: Iterable[Original]) -> list[Original]:
+    """Returns those of which this rank has elements that no rank before it has."""
+    first = FirstRank(model)
+    return [each for each in originals if _is_first(each, first)]
+
+
+def _is_first(original: Original, first: FirstRank) -> bool:
+    handle, part = original.handle, original.interval.part
+    if handle is None:
+        return first.is_here
+    if part is None:
+        return first.is_first_beside and handle.replicas.rank == 0
+    return part.is_first_copy and handle.replicas.rank == 0
+
+
+def gathered_on_first_rank(model: nn.Module, own: Sequence[Found]) -> list[Found]:
+    """Returns what all ranks have found, by rank, on the first one; nothing on others. Collective."""
+    first, found = FirstRank(model), [*own]
+    for communicator in reversed(first.steps):
+        found = _gathered(communicator, found)
+    return found if first.is_here else []
+
+
+def _gathered(communicator: Communicator, own: Sequence[Found]) -> list[Found]:
+    """Gathers what ranks have found on the first of a group; the others keep nothing."""
+    data = _packed(own)
+    notes = [(each.name, len(each.index), each.value.dtype, each.total) for each in own]
+    by_rank = communicator.all_gather_object((len(data), notes))
+    most, device = max(size for size, _ in by_rank), communicator.device
+    padded = torch.cat([data, data.new_zeros(most - len(data))]).to(device)
+    full = padded.new_empty(most * communicator.size) if communicator.rank == 0 else None
+    if most:
+        communicator.gather(padded, full)
+    if full is None:
+        return []
+    rows = full.view(communicator.size, most).cpu()
+    return [each for row, (_, notes) in zip(rows, by_rank) for each in _unpacked(row, notes)]
+
+
+def _packed(found: Iterable[Found]) -> torch.Tensor:
+    parts = [torch.empty(0, dtype=torch.uint8)]
+    for each in found:
+        for tensor in (each.index, each.value):
+            data = tensor.contiguous().view(torch.uint8)
+            parts += [data, data.new_zeros(-len(data) % _ALIGNMENT_BYTES)]
+    return torch.cat(parts)
+
+
+def _unpacked(row: torch.Tensor, notes: Iterable[tuple[str, int, torch.dtype, int]]) -> Iterator[Found]:
+    begin = 0
+    for name, count, dtype, total in notes:
+        middle = begin + count * torch.int64.itemsize
+        end = middle + count * dtype.itemsize
+        yield Found(name, _seen_as(torch.int64, row[begin:middle]), _seen_as(dtype, row[middle:end]), total)
+        begin = end + -end % _ALIGNMENT_BYTES
+
+
+def _seen_as(dtype: torch.dtype, data: torch.Tensor) -> torch.Tensor:
+    # Where nothing lies may be anywhere, which a view would object to.
+    return data.view(dtype) if len(data) else torch.empty(0, dtype=dtype)

@@ -1,0 +1,212 @@
+"""`weight_changes`: what changed travels, and a receiver that applies it has the trainer's weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from bed import ranks
+from fronts import each_front, full_state, shard
+from fsdp_wrap import ShardingStrategy, fully_shard, weight_changes
+from fsdp_wrap.weights import Change, Changes, apply_changes, checksum
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH = 10
+
+
+def net(hidden: int = 7) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)]
+    return nn.Sequential(*layers)
+
+
+POLICY = ModuleWrapPolicy({nn.Linear})
+
+
+def step(model: nn.Module, lr: float = 1e-2) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model(torch.randn(4, WIDTH)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Full values of now, in memory of their own."""
+    return {name: value.to(dtype or value.dtype, copy=True) for name, value in full_state(model).items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def follows(model: nn.Module, dtype: torch.dtype | None = None, steps: int = 3, lr: float = 1e-2) -> None:
+    """A receiver on the first rank has what the trainer has, after each step, by the changes alone."""
+    receiver, changes = whole(model, dtype), weight_changes(model, dtype)
+    for _ in range(steps):
+        before = whole(model, dtype)
+        step(model, lr)
+        now, found = whole(model, dtype), changes.collect()
+        if dist.get_rank() > 0:
+            assert not found and not found.checksums
+            continue
+        expected = sum(int((bits(now[name]) != bits(before[name])).sum()) for name in now)
+        assert sum(len(change.index) for change in found) == expected
+        apply_changes(receiver, found)
+        for name, value in now.items():
+            assert torch.equal(receiver[name], value), name
+            assert found.checksums[name] == checksum(value)
+
+
+@each_front
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["master", "bf16"])
+@ranks(2)
+def test_a_receiver_follows(rank, world_size, front, dtype):
+    follows(shard(front, net(), POLICY), dtype)
+
+
+@each_front
+@ranks(3)
+def test_uneven_shards(rank, world_size, front):
+    follows(shard(front, net()))
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+@ranks(4)
+def test_replicas_tell_once(rank, world_size, strategy):
+    mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
+    options = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
+    follows(shard("orig", net(), POLICY, **options))
+
+
+@ranks(4)
+def test_over_tensor_parallelism(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = net(hidden=8)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer, mesh=mesh["dp"])
+    torch.manual_seed(1)
+    follows(fully_shard(model, mesh=mesh["dp"]))
+
+
+@ranks(2)
+def test_small_steps_change_few_elements_in_low_precision(rank, world_size):
+    model = shard("orig", net(), POLICY)
+    shares = []
+    for lr in (1e-2, 1e-6):
+        changes = weight_changes(model, torch.bfloat16)
+        step(model, lr)
+        found = changes.collect(checksums=False)
+        shares.append(sum(len(change.index) for change in found))
+        assert found.checksums == {} and found.nbytes == shares[-1] * (8 + 2)
+    if dist.get_rank() == 0:
+        assert 0 <= shares[1] < shares[0] / 10
+
+
+@ranks(2)
+def test_nothing_changed(rank, world_size):
+    model = shard("composable", net(), POLICY)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(float("nan"))  # which does not equal itself
+    changes = weight_changes(model)
+    found = changes.collect()
+    assert len(found) == 0 and len(found.checksums) == (6 if dist.get_rank() == 0 else 0)
+
+
+@ranks(2)
+def test_what_is_no_floating_number_and_what_is_outside_of_units(rank, world_size):
+    model = net()
+    model.count = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    fully_shard(model[0])
+    changes = weight_changes(model, torch.bfloat16)
+    with torch.no_grad():
+        model.count[1] = 5
+    found = changes.collect()
+    if dist.get_rank() == 0:
+        ((name, index, value),) = found
+        assert (name, index.tolist(), value.tolist()) == ("count", [1], [5])
+
+
+# The receiver.
+
+
+def change(value: float = 1.0, index: int = 1, dtype: torch.dtype = torch.float32) -> Change:
+    return Change("w", torch.tensor([index]), torch.tensor([value], dtype=dtype))
+
+
+def test_a_receiver_that_missed_something_is_told_and_keeps_what_it_has():
+    state = {"w": torch.arange(4.0).view(2, 2), "other": torch.ones(2)}
+    after = torch.tensor([[0.0, 9.0], [2.0, 3.0]])
+    sums = {"w": checksum(after), "other": checksum(torch.ones(2))}
+    apply_changes(state, Changes([change(9.0)], sums))
+    assert torch.equal(state["w"], after)
+    for wrong in (Changes([change(8.0)], sums), Changes([], sums | {"other": 1})):
+        with pytest.raises(RuntimeError, match="would not be what the trainer has"):
+            apply_changes(state, wrong)
+        assert torch.equal(state["w"], after)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (change(dtype=torch.bfloat16), "is of torch.float32, and its changes of torch.bfloat16"),
+        (change(index=4), "has 4 elements"),
+        (change()._replace(name="v"), "there is no 'v'"),
+    ],
+)
+def test_changes_that_do_not_fit_are_refused(wrong, words):
+    state = {"w": torch.zeros(4)}
+    with pytest.raises(ValueError, match=words):
+        apply_changes(state, Changes([change(), wrong]))
+    assert not state["w"].any()
+
+
+def test_tensors_that_are_not_contiguous_are_written():
+    state = {"w": torch.zeros(2, 3).t()}
+    apply_changes(state, Changes([change(5.0, index=2)]))
+    assert state["w"].reshape(-1).tolist() == [0, 0, 5, 0, 0, 0]
+
+
+def test_checksums_tell_places_and_bits():
+    one = torch.tensor([1.0, 2.0, 3.0])
+    assert checksum(one) == checksum(one.view(3, 1))
+    others = [one.flip(0), torch.tensor([1.0, 2.0, 3.0000002]), one[:2], one.double(), -one]
+    assert len({checksum(each) for each in (one, *others)}) == 6
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+
+
+@ranks(2)
+def test_what_is_refused(rank, world_size):
+    model = shard("orig", net(), POLICY)
+    with pytest.raises(TypeError, match="must be a torch.dtype"):
+        weight_changes(model, "bf16")
+    with pytest.raises(ValueError, match="floating-point"):
+        weight_changes(model, torch.int8)
+    changes = weight_changes(model)
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="'extra.weight' is not what it was"):
+        changes.collect()
+    with torch.device("meta"):
+        meta = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="'weight' is on the meta device"):
+        weight_changes(meta)
+
+
+def test_a_copy_of_a_model_has_its_own_snapshots():
+    model = nn.Linear(2, 2)
+    changes = weight_changes(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.weight.add_(1)
+    assert not changes.collect() and len(weight_changes(twin).collect()) == 0
+    with torch.no_grad():
+        model.weight[1, 0] += 1
+    ((name, index, _),) = changes.collect()
+    assert name == "weight" and index.tolist() == [2]

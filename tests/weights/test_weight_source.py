@@ -1,0 +1,253 @@
+"""`weight_source`: full tensors under an engine's names, within a budget."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from bed import ranks
+from bed.memory import live_bytes
+from fronts import FRONTS, each_front, full_state, shard
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, fully_shard, weight_source
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WIDTH = 6
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.v_proj, self.o_proj = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x) * self.k_proj(x).sum(-1, True) + self.v_proj(x).sum(-1, True))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, 5, bias=False) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x + self.attn(x) + sum(expert(x).sum(-1, True) for expert in self.experts))
+
+
+class Net(nn.Module):
+    """Embedding and head are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+POLICY = ModuleWrapPolicy({Block})
+QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+STACK = {"w1": "experts.*"}
+
+
+def trained(front: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A sharded model after a step, and a plain one with its values."""
+    torch.manual_seed(0)
+    plain = Net().double()
+    model = shard(front, copy.deepcopy(plain), POLICY, **options)
+    step(model)
+    full = {name: value.clone() for name, value in full_state(model).items()}
+    plain.load_state_dict(full)
+    return model, plain
+
+
+def step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, WIDTH, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [*found] == [*expected]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value.detach()), name
+
+
+@each_front
+@ranks(2)
+def test_full_tensors_under_plain_names(rank, world_size, front):
+    model, plain = trained(front)
+    source = weight_source(model)
+    same(dict(source), dict(plain.named_parameters()))
+    step(model)
+    now = full_state(model)
+    assert all(torch.equal(value, now[name]) for name, value in source), "it gives the values of now"
+    same(dict(source), dict(source))
+
+
+@each_front
+@ranks(2)
+def test_metadata_tells_what_comes(rank, world_size, front):
+    model, _ = trained(front)
+    source = weight_source(
+        model, rename="model.{}".format, fuse=QKV | STACK, dtype=torch.bfloat16, buffers=True
+    )
+    found = [(name, value.dtype, tuple(value.shape)) for name, value in source]
+    assert [tuple(each) for each in source.metadata()] == found
+    assert len(source) == len(found) and found[0][0] == "model.embed.weight"
+
+
+@each_front
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["master", "bf16"])
+@ranks(2)
+def test_joined_tensors(rank, world_size, front, dtype):
+    model, plain = trained(front)
+    found = dict(weight_source(model, fuse=QKV | STACK, dtype=dtype))
+    expected = {"embed.weight": plain.embed.weight}
+    for index, block in enumerate(plain.blocks):
+        parts = [block.attn.q_proj, block.attn.k_proj, block.attn.v_proj]
+        attn = f"blocks.{index}.attn"
+        expected[f"{attn}.qkv_proj.weight"] = torch.cat([part.weight for part in parts])
+        expected[f"{attn}.qkv_proj.bias"] = torch.cat([part.bias for part in parts])
+        expected[f"{attn}.o_proj.weight"] = block.attn.o_proj.weight
+        expected[f"blocks.{index}.w1.weight"] = torch.stack([each.weight for each in block.experts])
+        expected |= {f"blocks.{index}.norm.{name}": value for name, value in block.norm.named_parameters()}
+    same(found, {name: value.to(dtype or torch.float64) for name, value in expected.items()})
+
+
+@ranks(2)
+def test_what_is_joined_may_be_stacked(rank, world_size):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential() for _ in range(2)))
+    for each in plain:
+        each.gate, each.up = nn.Linear(3, 4), nn.Linear(3, 4)
+    model = fully_shard(copy.deepcopy(plain))
+    found = dict(weight_source(model, fuse={"w13": ("gate", "up"), "experts.w13": "*.w13"}))
+    pairs = [torch.cat([each.gate.weight, each.up.weight]) for each in plain]
+    assert [*found] == ["experts.w13.weight", "experts.w13.bias"]
+    assert torch.equal(found["experts.w13.weight"], torch.stack(pairs))
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+@ranks(2)
+def test_replicas(rank, world_size, strategy):
+    mesh = init_device_mesh("cpu", (2, 1)) if strategy == "HYBRID_SHARD" else None
+    model, plain = trained("orig", sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh)
+    same(dict(weight_source(model)), dict(plain.named_parameters()))
+
+
+@ranks(4)
+def test_over_tensor_parallelism(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        parallelize_module(block.attn.q_proj, mesh["tp"], ColwiseParallel())
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    found = dict(weight_source(model, fuse=QKV))
+    parts = [plain.blocks[1].attn.q_proj, plain.blocks[1].attn.k_proj, plain.blocks[1].attn.v_proj]
+    assert torch.equal(found["blocks.1.attn.qkv_proj.weight"], torch.cat([part.weight for part in parts]))
+
+
+@ranks(2)
+def test_only_the_first_rank_keeps_them(rank, world_size):
+    model, plain = trained("orig")
+    found = dict(weight_source(model, fuse=QKV, rank0_only=True))
+    if rank == 0:
+        assert torch.equal(found["embed.weight"], plain.embed.weight)
+    else:
+        assert all(value.is_meta for value in found.values())
+        assert found["blocks.0.attn.qkv_proj.weight"].shape == (WIDTH + 4, WIDTH)
+
+
+@each_front
+@ranks(2)
+def test_breaking_off_leaves_a_usable_model(rank, world_size, front):
+    model, _ = trained(front)
+    source = weight_source(model, fuse=QKV)
+    for name, _ in source:
+        if rank == 0 and "qkv" in name:
+            break
+    step(model)
+    assert len(dict(source)) == len(source)
+
+
+SIDE = 512
+SQUARE = SIDE * SIDE * 4
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@ranks(2)
+def test_memory_stays_within_the_budget(rank, world_size, front):
+    net = nn.Sequential(*(nn.Sequential() for _ in range(6)))
+    for each in net:
+        each.a, each.b = nn.Linear(SIDE, SIDE, bias=False), nn.Linear(SIDE, SIDE, bias=False)
+    own = {*net.children()}
+    model = shard(front, net, lambda module, recurse, nonwrapped_numel: recurse or module in own)
+    at_rest, most = live_bytes(), 0
+    for _, value in weight_source(model, fuse={"ab": ("a", "b")}, budget=7 * SQUARE):
+        most = max(most, live_bytes() - at_rest)
+        assert value.shape == (2 * SIDE, SIDE)
+    assert 2 * SQUARE <= most <= 7 * SQUARE
+
+
+# What is refused.
+
+
+@ranks(2)
+def test_what_does_not_fit_is_refused_by_name(rank, world_size):
+    model, _ = trained("orig")
+    cases = {
+        "fits no parameter": {"fuse": {"qkv": ("query", "key")}},
+        "and no 'blocks.0.attn.o_proj.bias'": {"fuse": {"qo": ("q_proj", "o_proj")}},
+        "must have one `*`": {"fuse": {"w1": "experts.w1"}},
+        "must name two or more parts": {"fuse": {"w1": ("up",)}},
+        "rename makes 'same' of both 'embed.weight' and": {"rename": lambda name: "same"},
+        "positive number of bytes": {"budget": 0},
+        "must be a number of bytes such as": {"budget": "a lot"},
+        "must be 'merge' or 'apart'": {"adapters": "never"},
+        "must be a floating-point type": {"dtype": torch.int8, "adapters": "apart"},
+    }
+    for words, options in cases.items():
+        with pytest.raises(ValueError, match=words.replace("*", r"\*")):
+            weight_source(model, **options)
+    for options in ({"rename": 3}, {"budget": 1.5}, {"fuse": ["q"]}, {"rename": lambda name: None}):
+        with pytest.raises(TypeError):
+            weight_source(model, **options)
+    step(model)
+
+
+@ranks(2)
+def test_parts_that_do_not_fit_together_are_named(rank, world_size):
+    net = nn.Module()
+    net.up, net.down = nn.Linear(4, 3), nn.Linear(5, 3)
+    with pytest.raises(ValueError, match=r"'down.weight' \(torch.float32, \(3, 5\)\) does not fit"):
+        weight_source(fully_shard(net), fuse={"both": ("up", "down")})
+    numbered = nn.Module()
+    numbered.experts = nn.ModuleDict({"0": nn.Linear(2, 2), "2": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match="the numbers must be 0 to 1, and are 0, 2"):
+        weight_source(fully_shard(numbered), fuse={"w": "experts.*"})
+
+
+@ranks(2)
+def test_not_while_the_model_is_in_use(rank, world_size):
+    model, _ = trained("orig")
+    with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="weight_source"):
+        weight_source(model)

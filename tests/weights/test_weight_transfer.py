@@ -1,0 +1,260 @@
+"""Weights from trainers to a receiver: over gloo, through shared memory, through a folder."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bed import ranks
+from bed.paths import ROOT
+from fronts import full_state, shard
+from fsdp_wrap import weight_changes, weight_source
+from fsdp_wrap.weights import (
+    Changes,
+    GlooChannel,
+    PeerLost,
+    SharedMemoryChannel,
+    Update,
+    WeightFolder,
+    WeightSender,
+    received,
+    stored,
+)
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+POLICY = ModuleWrapPolicy({nn.Linear})
+WAYS = ["gloo", "memory", "folder"]
+BUCKET = 100  # bytes, so that tensors are cut
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def step(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(4, 10)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+class Way:
+    """Both ends of a way, in one process."""
+
+    def __init__(self, way: str, place: str) -> None:
+        self._way, self._place = way, place
+        self._port = free_port()
+
+    def channel(self, receives: bool, timeout: float = 20.0) -> Any:
+        if self._way == "gloo":
+            address = f"localhost:{self._port}"
+            return GlooChannel(address, receives=receives, timeout=timeout, bucket=BUCKET)
+        path = os.path.join(self._place, "socket")
+        return SharedMemoryChannel(path, receives=receives, timeout=timeout, bucket=BUCKET)
+
+    def sender(self) -> Any:
+        if self._way == "folder":
+            return WeightFolder(self._place)
+        return WeightSender(self.channel(receives=False))
+
+    def updates(self) -> Iterator[Update]:
+        if self._way == "folder":
+            return stored(self._place, timeout=20.0)
+        return received(self.channel(receives=True))
+
+
+def follow(way: Way) -> list[dict[str, torch.Tensor]]:
+    """Returns what a receiver has after each update."""
+    state: dict[str, torch.Tensor] = {}
+    found = []
+    for update in way.updates():
+        if update.whole and not state:
+            state = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in update.metadata}
+        update.apply(state)
+        found.append(copy.deepcopy(state))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("front", ["flat", "composable"])
+@ranks(2)
+def test_a_receiver_has_what_the_trainers_have(rank, world_size, way, front):
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor() as pool:
+        ways = Way(way, place)
+        receiver = pool.submit(follow, ways) if rank == 0 else None
+        first = ways.sender() if rank == 0 else None
+        sender = first or (WeightFolder(None) if way == "folder" else WeightSender(None))
+        model, expected = shard(front, net(), POLICY), []
+        sender.send(weight_source(model))
+        expected.append(full_state(model))
+        changes = weight_changes(model)
+        for _ in range(2):
+            step(model)
+            found = changes.collect()
+            if rank == 0:
+                sender.send_changes(found)
+            expected.append(copy.deepcopy(full_state(model)))
+        sender.send(weight_source(model, dtype=torch.float32))
+        expected.append(copy.deepcopy(full_state(model)))
+        sender.close()
+        if receiver is None:
+            return
+        states = receiver.result(30)
+        assert sender.version == 4 and (len(states) == 4 or way == "folder")  # which may be read from its end
+        for found, wanted in zip(reversed(states), reversed(expected)):
+            assert [*found] == [*wanted]
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_wanted_is_passed_over(way, tmp_path):
+    model, ways = net(), Way(way, str(tmp_path))
+    names = [name for name, _ in model.named_parameters()]
+
+    def look() -> list[tuple[int, list[str]]]:
+        return [
+            (update.version, [name for (name, _), _ in zip(update, range(update.version))])
+            for update in ways.updates()
+        ]
+
+    with ThreadPoolExecutor() as pool:
+        receiver = None if way == "folder" else pool.submit(look)
+        sender = ways.sender()
+        for _ in range(3):
+            sender.send(weight_source(model))
+        sender.send_changes(Changes())
+        sender.close()
+        found = look() if receiver is None else receiver.result(30)
+    assert found[-2:] == [(3, names[:3]), (4, [])]
+
+
+# A receiver that is slow, or gone.
+
+RECEIVER = """
+import sys, time
+from fsdp_wrap.weights import GlooChannel, SharedMemoryChannel, received
+way, where = sys.argv[1:]
+print("up", flush=True)
+channel = (GlooChannel if way == "gloo" else SharedMemoryChannel)(where, receives=True)
+update = next(received(channel))
+next(iter(update))
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(params=["gloo", "memory"])
+def stuck(request, tmp_path) -> Iterator[tuple[Callable[[float], WeightSender], subprocess.Popen[str]]]:
+    """A process that takes the beginning of an update and nothing more, and what opens a channel to it."""
+    where = f"localhost:{free_port()}" if request.param == "gloo" else str(tmp_path / "socket")
+    process = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER, request.param, where],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    kind = GlooChannel if request.param == "gloo" else SharedMemoryChannel
+
+    def sender(timeout: float) -> WeightSender:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        return WeightSender(kind(where, receives=False, timeout=timeout, bucket=BUCKET))
+
+    yield sender, process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_a_receiver_that_is_slow(stuck):
+    connect, _ = stuck
+    sender, begin = connect(3.0), time.monotonic()
+    with pytest.raises(PeerLost, match="receiver did not take what was sent within 3 s"):
+        sender.send(weight_source(nn.Linear(100, 100)))
+    assert time.monotonic() - begin < 10
+    with pytest.raises(PeerLost, match="the channel to the receiver is closed"):
+        sender.send_changes(Changes())
+    sender.close()
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_a_receiver_that_died(stuck):
+    connect, process = stuck
+    sender = connect(30.0)
+    with ThreadPoolExecutor() as pool:
+        killed = pool.submit(lambda: (process.stdout.readline(), process.send_signal(signal.SIGKILL)))
+        begin = time.monotonic()
+        with pytest.raises(PeerLost, match="receiver has ended, or cannot be reached any more"):
+            sender.send(weight_source(nn.Linear(100, 100)))
+        assert time.monotonic() - begin < 20
+        assert killed.result()[0] == "begun\n"
+
+
+@pytest.mark.parametrize("way", ["gloo", "memory"])
+def test_a_receiver_is_told_that_the_sender_ended(way, tmp_path):
+    with ThreadPoolExecutor() as pool:
+        ways = Way(way, str(tmp_path))
+        receiver = pool.submit(follow, ways)
+        channel = ways.channel(receives=False)
+        WeightSender(channel).send(weight_source(nn.Linear(2, 2)))
+        channel.close()
+        with pytest.raises(PeerLost, match="sender has ended"):
+            receiver.result(30)
+
+
+def test_nobody_comes(tmp_path):
+    path = tmp_path / "socket"
+    for receives, peer in ((False, "receiver"), (True, "sender")):
+        with pytest.raises(PeerLost, match=f"the {peer} did not come within 0.2 s"):
+            SharedMemoryChannel(path, receives=receives, timeout=0.2)
+    with pytest.raises(PeerLost, match="sender"):
+        GlooChannel(f"localhost:{free_port()}", receives=True, timeout=1.0)
+    with pytest.raises(ValueError, match="address must be 'host:port'"):
+        GlooChannel("nowhere", receives=True)
+    with pytest.raises(RuntimeError, match="no version 1 has appeared"):
+        next(stored(tmp_path, timeout=0.1))
+
+
+def test_an_update_that_does_not_fit_writes_nothing(tmp_path):
+    folder = WeightFolder(tmp_path)
+    folder.send(weight_source(nn.Linear(2, 3)))
+    update = next(stored(tmp_path))
+    state = {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"'bias' comes as torch.float32, \(3,\), and here it is"):
+        update.apply(state)
+    assert not state["weight"].any()
+    with pytest.raises(ValueError, match="version 1 is whole"):
+        update.changes()
+
+
+def test_a_folder_goes_on_where_an_earlier_run_ended(tmp_path):
+    for value in (1.0, 2.0):
+        folder, model = WeightFolder(tmp_path), nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        folder.send(weight_source(model))
+        folder.close()
+    assert [path.name for path in sorted(tmp_path.glob("v*"))] == ["version-00000001", "version-00000002"]
+    updates = [*stored(tmp_path)]
+    assert [update.version for update in updates] == [2], "the last whole one has all"
+    assert dict(updates[0])["weight"].mean() == 2
+    assert [*stored(tmp_path, after=2)] == []
