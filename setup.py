@@ -35,5 +35,6 @@ setup(
         "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
         "elastic": ["torchft>=0.2"],
+        "ray": [*CHECKPOINT, "ray[train]>=2.60"],
     },
 )

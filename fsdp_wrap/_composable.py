@@ -151,7 +151,8 @@ def outermost(modules: Any, by: str) -> list[nn.Module]:
         REGISTRY.refuse_taken(module)
         if UNIT_ATTR in module.__dict__:
             raise AlreadyShardedError(
-                f"fully_shard or replicate was applied to this {type(module).__name__} before"
+                f"fully_shard or replicate was applied to this {type(module).__name__} before: a module is "
+                "sharded once, after the modules in it"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
@@ -256,3 +257,10 @@ def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[
         if over not in found:
             found.append(over)
     return sorted(found, key=lambda over: over != data) or [data]
+
+
+def without_dimensions(slot: ParamSlot) -> ValueError:
+    """Returns the error of a parameter that has no dimension to cut or to lie along."""
+    return ValueError(
+        f"parameter '{slot.fqn}' has no dimension: give it the shape (1,), or pass it in ignored_params"
+    )

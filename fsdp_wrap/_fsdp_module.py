@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
-from fsdp_wrap._core import UNIT_ATTR, NotPicklableError
+from fsdp_wrap._core import UNIT_ATTR, not_picklable
 from fsdp_wrap._params import HandleState, Layout, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
@@ -20,6 +20,7 @@ from fsdp_wrap._runtime import (
     hook_reductions,
     refuse_replaced,
     refuse_steps_between_sums,
+    require_root,
     run_forward,
     schedule_of,
     set_stay_bytes,
@@ -90,7 +91,7 @@ class FSDPModule(nn.Module):
             ValueError: If it is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward must be a bool here, not {reshard_after_forward!r}")
+            raise ValueError(f"reshard_after_forward must be a bool, and is {reshard_after_forward!r}")
         for unit in self._units(recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
@@ -405,11 +406,7 @@ class FSDPModule(nn.Module):
         return ", ".join(filter(None, [own, _told_alignment(layouts), stays]))
 
     def __getstate__(self) -> dict[str, Any]:
-        raise NotPicklableError(
-            f"a sharded or replicated module ({_unit_of(self).name}) cannot be pickled, being tied to its "
-            "process group; save its state dict by torch.distributed.checkpoint or fsdp_wrap.checkpoint "
-            "instead (copy.deepcopy makes a second module)"
-        )
+        raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `torch.nn.Module`, with `DTensor`s.
@@ -441,8 +438,7 @@ class FSDPModule(nn.Module):
         return schedule_of(_unit_of(self))
 
     def _refuse_below_root(self, doing: str) -> None:
-        if _unit_of(self).nested:
-            raise RuntimeError(f"{doing} must be called on the root, not on {_unit_of(self).name}")
+        require_root(_unit_of(self), doing)
 
     def _units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
@@ -520,7 +516,7 @@ def _class_of(cls: type[nn.Module], kind: type[FSDPModule]) -> type[FSDPModule]:
 def _unit_of(module: Any) -> Unit:
     if not isinstance(module, FSDPModule):
         raise ValueError(
-            f"expected a module to which replicate or fully_shard was applied, not a {type(module).__name__}"
+            f"this {type(module).__name__} is not sharded yet: apply fully_shard or replicate to it first"
         )
     unit: Unit = module.__dict__[UNIT_ATTR]
     return unit

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_wrap._comm import Communicator, ShardMesh, resolve_mesh
+from fsdp_wrap._comm import Communicator, ShardMesh, destroyed, resolve_mesh
 from fsdp_wrap._core import (
     UNIT_ATTR,
     BackwardPrefetch,
@@ -51,7 +51,7 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
         return ignored_states
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
-            "ignored_modules and ignored_states exclude each other; pass both kinds as ignored_states"
+            "ignored_modules and ignored_states exclude each other: pass both kinds as ignored_states"
         )
     argument = "ignored_states" if ignored_modules is None else "ignored_modules"
     value = ignored_states if ignored_modules is None else ignored_modules
@@ -65,8 +65,8 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
             raise WrongKindError(f"{argument} must hold {kinds} objects only, found {type(item).__name__}")
         if UNIT_ATTR in item.__dict__:
             raise ValueError(
-                f"{argument} holds a {type(item).__name__} that is sharded already, and so needs not be "
-                "ignored: leave it out, the modules above do not touch what it has"
+                f"{argument} holds a {type(item).__name__} that is sharded already: leave it out, the "
+                "modules above do not touch what it has"
             )
     modules = {child for item in given if isinstance(item, nn.Module) for child in item.modules()}
     if module in modules:
@@ -190,7 +190,7 @@ class ShowsSettings(nn.Module):
         """
         group = self._group_reference()
         if group is None:
-            raise RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
+            raise destroyed()
         return group
 
     @property

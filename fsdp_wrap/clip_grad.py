@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp_wrap._runtime import units_in
+from fsdp_wrap._runtime import refuse_unsharded, units_in
 from fsdp_wrap._state import GradientNorms, clip_parameters
 
 __all__ = ["GradientNorms", "clip_grad_norm_", "grad_norms"]
@@ -75,7 +75,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tens
         raise TypeError(f"grad_norms takes a model, not a {type(model).__name__}")
     norms = _norms_of(model)
     if norms is None:
-        raise ValueError(f"{type(model).__name__} has no wrapped or sharded module: pass the model that has")
+        refuse_unsharded(model, "grad_norms()")
     return norms.by_name(norm_type)
 
 

@@ -318,7 +318,10 @@ def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
         part, _, rest = path.partition(".")
         name = next((each for each in accumulate(rest.split("."), joined) if each in names), None)
         if part not in found or name in (None, rest):
-            raise ValueError(f"'{path}' names no parameter of the model")
+            raise ValueError(
+                f"'{path}' names no parameter of the model: flattened optimizer state has entries "
+                "state.<parameter>.<kind> and param_groups.<parameter>.<option>"
+            )
         found[part].setdefault(name, {})[rest[len(name) + 1 :]] = value
     groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
     return {"state": found["state"], "param_groups": groups}

@@ -53,7 +53,8 @@ def register_forward_method(
         raise ValueError(f"{owner} has no method '{method_name}'")
     if wrapper is not wrapped and hasattr(type(wrapper), method_name):
         raise ValueError(
-            f"'{method_name}' is a method of {type(wrapper).__name__} itself, which hides that of {owner}"
+            f"'{method_name}' is a method of {type(wrapper).__name__} itself, which hides that of {owner}: "
+            "give that one another name"
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise ValueError(

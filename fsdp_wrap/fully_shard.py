@@ -23,6 +23,7 @@ from fsdp_wrap._composable import (
     checked_offload,
     compose,
     outermost,
+    without_dimensions,
 )
 from fsdp_wrap._core import (
     DataParallelMeshDims,
@@ -154,10 +155,7 @@ def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMe
     """Checks one parameter; returns where it is to lie, by default on a mesh that is given."""
     shape = held_by_this_rank(slot.param).shape
     if not shape:
-        raise ValueError(
-            f"parameter '{slot.fqn}' has no dimension that could be cut; give it the shape (1,), or pass it "
-            "in ignored_params"
-        )
+        raise without_dimensions(slot)
     placement = placement_of(slot.param) if placement_of is not None else None
     over = data
     if type(placement).__name__ == ShardPlacementResult.__name__:  # ours, or torch's
@@ -222,7 +220,10 @@ def _mesh_told(slot: ParamSlot, info: Any, data: DataMesh) -> DataMesh:
 def _dim_of(fqn: str, placement: Shard, shape: torch.Size, over: DataMesh) -> int:
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not 0 <= dim < len(shape):
-        raise NoDimensionError(f"parameter '{fqn}' of shape {tuple(shape)} has no dimension {placement.dim}")
+        raise NoDimensionError(
+            f"parameter '{fqn}' of shape {tuple(shape)} has no dimension {placement.dim}: let "
+            f"shard_placement_fn choose one from {-len(shape)} to {len(shape) - 1}"
+        )
     shard = over.ranks.shard
     ranks = 1 if shard is None else shard.size
     if dim and shape[dim] % ranks:
@@ -262,8 +263,8 @@ def _kept_within(
         return None
     if shard is None:
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} needs ranks over which is sharded, and "
-            "dp_mesh_dims names none: pass True or False"
+            f"reshard_after_forward={reshard_after_forward} shards over that many ranks, and dp_mesh_dims "
+            "names no dimension to shard over: pass True or False"
         )
     if shard.size == reshard_after_forward:
         return None

@@ -37,6 +37,7 @@ from fsdp_wrap._core import (
     StateDictType,
     check_flag,
     clean_fqn,
+    not_picklable,
 )
 from fsdp_wrap._params import HandleState
 from fsdp_wrap._runtime import (
@@ -50,6 +51,7 @@ from fsdp_wrap._runtime import (
     converted,
     plan_wrapping,
     require_idle,
+    require_root,
     run_forward,
     schedule_of,
     set_stay_bytes,
@@ -332,8 +334,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             NotIdleError: With `reduce_within_copy`, when entered inside a backward.
             TypeError: If `reduce_within_copy` is not a bool.
         """
-        if self._unit.nested:
-            raise RuntimeError(f"no_sync() must be called on the root, and this is {self._unit.name}")
+        require_root(self._unit, "no_sync()")
         check_flag("reduce_within_copy", reduce_within_copy)
         return schedule_of(self._unit).no_sync(reduce_within_copy)
 
@@ -503,10 +504,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         return deepcopy_wrapper(self, self._unit, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a wrapped module cannot be pickled, being tied to its process group; save state_dict() instead "
-            "(copy.deepcopy makes a second one)"
-        )
+        raise not_picklable(f"a wrapped module ({self._unit.name})")
 
 
 def _check_wrappable(module: Any) -> None:
@@ -514,7 +512,8 @@ def _check_wrappable(module: Any) -> None:
         raise TypeError(f"FullyShardedDataParallel wraps a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError(
-            f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel"
+            f"this {type(module.module).__name__} is already wrapped in FullyShardedDataParallel: wrap a "
+            "module once"
         )
     REGISTRY.refuse_taken(module)
     warn_of_container(module)
@@ -578,5 +577,6 @@ def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) ->
         if is_summoned(unit) or segment.gradients.accumulated:
             state = "shown in full" if is_summoned(unit) else "waiting for gradients left by no_sync"
             raise RuntimeError(
-                f"the parameters of {unit.name} cannot go from {before} to {after} while they are {state}"
+                f"the parameters of {unit.name} cannot go from {before} to {after} while they are {state}: "
+                "convert between steps"
             )

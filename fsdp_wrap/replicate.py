@@ -19,6 +19,7 @@ from fsdp_wrap._composable import (
     checked_offload,
     compose,
     outermost,
+    without_dimensions,
 )
 from fsdp_wrap._core import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ParamSlot
 from fsdp_wrap._fsdp_module import FSDPModule
@@ -121,8 +122,6 @@ def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
 def _location_of(slot: ParamSlot, data: DataMesh) -> Location:
     """Checks one parameter."""
     if not held_by_this_rank(slot.param).shape:
-        raise ValueError(
-            f"parameter '{slot.fqn}' has no dimension; give it the shape (1,), or pass it in ignored_params"
-        )
+        raise without_dimensions(slot)
     data.check(slot.fqn, slot.param)
     return Location(data, 0)

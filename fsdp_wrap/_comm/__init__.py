@@ -44,6 +44,6 @@ from fsdp_wrap._comm.lanes import (
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh
 from fsdp_wrap._comm.objects import all_gather_object, as_transport, reduce_scatter_single
 from fsdp_wrap._comm.positions import Collective, Note, Tree, UnitCollective, UnitPositions, positions_of
-from fsdp_wrap._comm.process_group import Communicator
+from fsdp_wrap._comm.process_group import Communicator, destroyed
 from fsdp_wrap._comm.select import SAME_SETTINGS, make_communicator
 from fsdp_wrap._comm.watching.watch import Watch, deaths_told

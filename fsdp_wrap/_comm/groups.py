@@ -190,7 +190,8 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
     """
     if not 1 < size < ranks.size or ranks.size % size:
         raise ValueError(
-            f"reshard_after_forward={size} must divide the {ranks.size} ranks over which is sharded"
+            f"reshard_after_forward={size} must divide the number of ranks to shard over, {ranks.size}: "
+            "choose a divisor of it, True or False"
         )
 
     def make() -> Any:

@@ -105,7 +105,10 @@ def ranks_of(mesh: DeviceMesh) -> ShardMesh:
     """
     groups = _mesh_groups(mesh)
     if len(groups) > 2:
-        raise ValueError(f"a mesh has one dimension (shard) or two (replicate, shard), not {mesh.ndim}")
+        raise ValueError(
+            f"the mesh to shard over has one dimension (shard) or two (replicate, shard), and {mesh} has "
+            f"{mesh.ndim}: pass a part of it, such as mesh['dp']"
+        )
     return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None, mesh)
 
 

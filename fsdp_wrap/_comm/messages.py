@@ -158,7 +158,7 @@ class Messages:
             elif self._is_awaited_in_vain():
                 self._ended, self._failure = True, _IN_VAIN
             elif limit is not None:
-                raise RuntimeError("the bytes are on their way still")
+                raise RuntimeError("the time for these bytes is over, and they are still on their way")
         if self._failure is not None:
             raise RuntimeError(self._failure)
 

@@ -375,10 +375,14 @@ class GroupPositions:
         time.sleep(0.001)  # a word may have been read just before its entry was overwritten
         mixed_up = self._mixed_up(number, all_came)
         if mixed_up:
-            raise RuntimeError(
-                f"ranks communicate for different units: {' while '.join(mixed_up)}. All ranks of a group "
-                f"must run the same units in the same order.\n{self.table()}"
-            )
+            raise self.mixed_up(" while ".join(mixed_up))
+
+    def mixed_up(self, told: str) -> RuntimeError:
+        """Returns the error of ranks that have issued different collectives, with where all ranks stand."""
+        return RuntimeError(
+            f"ranks communicate for different units: {told}. All ranks of a group must run the same units in "
+            f"the same order.\n{self.table()}"
+        )
 
     def _mixed_up(self, number: int, all_came: bool) -> list[str]:
         """Tells what each rank has issued as this collective of the group, if that differs."""

@@ -41,7 +41,10 @@ SUM = dist.ReduceOp.SUM
 Start = Callable[[dist.ProcessGroup, bool], list[Any]]
 """Issues collectives of a group, asynchronously or not; returns the works if so."""
 
-_DESTROYED = "the process group of this wrapped module was destroyed; wrap it anew"
+
+def destroyed() -> RuntimeError:
+    """Returns the error of a module whose process group is gone."""
+    return RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
 
 
 class Communicator(ABC):
@@ -285,7 +288,7 @@ class GroupCommunicator(Communicator):
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
-            raise RuntimeError(_DESTROYED)
+            raise destroyed()
         return group
 
     @property
@@ -307,12 +310,12 @@ class GroupCommunicator(Communicator):
         """Returns the group for what runs on a lane of an accelerator."""
         group = (self._reducing if lane is self._reduce_lane else self._reference)()
         if group is None:
-            raise RuntimeError(_DESTROYED)
+            raise destroyed()
         return group
 
     def require_group(self) -> None:
         if is_destroyed(self._reference()):
-            raise RuntimeError(_DESTROYED)
+            raise destroyed()
 
     @property
     def members(self) -> frozenset[int]:
@@ -331,7 +334,7 @@ class GroupCommunicator(Communicator):
         """
         group = self._reference()
         if group is None:
-            raise RuntimeError(_DESTROYED)
+            raise destroyed()
         if self._compare_first is not None:
             self._compare()
         if not self._on_host and self._watch.positions.verdict is not None:  # as the monitor found

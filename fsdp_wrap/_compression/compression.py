@@ -15,7 +15,7 @@ from fsdp_wrap._comm import Buffer, Communicator, Pending, Then
 from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
 from fsdp_wrap._core import is_castable
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import require_idle, units_in
+from fsdp_wrap._runtime import refuse_unsharded, require_idle, units_in
 from fsdp_wrap._state import compression, handles_of
 
 _FEWEST = 1024
@@ -44,7 +44,7 @@ def _codec(argument: str, name: str | None) -> Codec | None:
 def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
     units = units_in(module).values()
     if not units:
-        raise ValueError(f"compress() needs a sharded module, and {type(module).__name__} contains none")
+        refuse_unsharded(module, "compress()")
     require_idle(units, "compress()")
     for unit in units if reductions is not None else ():
         if unit.handle is not None and unit.handle.has_own_reduction:

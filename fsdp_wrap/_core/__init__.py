@@ -37,7 +37,7 @@ from fsdp_wrap._core.errors import (
     ChangedBetweenError,
     NoDimensionError,
     NotIdleError,
-    NotPicklableError,
+    NotRootError,
     NoValuesError,
     OtherCommsError,
     ReplacedError,
@@ -45,6 +45,7 @@ from fsdp_wrap._core.errors import (
     UnfitBackendError,
     WrongConfigError,
     WrongKindError,
+    not_picklable,
 )
 from fsdp_wrap._core.events import Event, EventKind, Phase, emit, observe_events, observers, record_events
 from fsdp_wrap._core.gradient_hooks import (

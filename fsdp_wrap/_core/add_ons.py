@@ -44,5 +44,8 @@ class Seam(Generic[T]):
             MissingAddOn: If it is not there.
         """
         if self.filled is None:
-            raise MissingAddOn(f"{asked} needs the add-on for {self._add_on}, which was left out here")
+            raise MissingAddOn(
+                f"{asked} needs the add-on for {self._add_on}, and its folder is not in this installation: "
+                "install fsdp_wrap as a whole"
+            )
         return self.filled

@@ -33,6 +33,10 @@ class NoValuesError(ValueError, RuntimeError):
     """Parameters on the meta device were to compute."""
 
 
+class NotRootError(RuntimeError, AssertionError):
+    """What concerns a whole model was called on a unit that another one encloses."""
+
+
 class OtherCommsError(RuntimeError, AssertionError):
     """Something else decides how a unit communicates."""
 
@@ -47,6 +51,14 @@ class WrongConfigError(TypeError, RuntimeError):
 
 class NotPicklableError(TypeError, pickle.PicklingError):
     """A sharded module was to be pickled."""
+
+
+def not_picklable(what: str) -> NotPicklableError:
+    """Returns the error of a sharded module that is to be pickled."""
+    return NotPicklableError(
+        f"{what} cannot be pickled, being tied to its process group: save its state_dict() by "
+        "fsdp_wrap.checkpoint or torch.distributed.checkpoint (copy.deepcopy makes a second module)"
+    )
 
 
 class WrongKindError(TypeError, ValueError):

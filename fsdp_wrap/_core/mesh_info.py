@@ -9,6 +9,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_wrap._core.api import DataParallelMeshDims
 
+_CURE = "the number of the dimension of the mesh"
+
 
 @dataclass
 class DataParallelMeshInfo:
@@ -34,7 +36,8 @@ class DataParallelMeshInfo:
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
-            raise ValueError(f"{type(self).__name__} needs shard_mesh_dim, replicate_mesh_dim, or both")
+            names = "shard_mesh_dim, replicate_mesh_dim, or both"
+            raise ValueError(f"{type(self).__name__} needs {names}: {_CURE}")
 
 
 @dataclass
@@ -43,7 +46,7 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None:
-            raise ValueError(f"{type(self).__name__} needs shard_mesh_dim")
+            raise ValueError(f"{type(self).__name__} needs shard_mesh_dim: {_CURE}")
         super().__post_init__()
 
 
@@ -53,7 +56,7 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
     def __post_init__(self) -> None:
         if self.replicate_mesh_dim is None:
-            raise ValueError(f"{type(self).__name__} needs replicate_mesh_dim")
+            raise ValueError(f"{type(self).__name__} needs replicate_mesh_dim: {_CURE}")
         super().__post_init__()
 
 

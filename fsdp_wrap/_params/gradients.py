@@ -127,7 +127,8 @@ class Gradients:
         elif self.used[index]:
             raise RuntimeError(
                 f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
-                "when the first had taken its place; its unit must not use set_gradients_in_place"
+                "when the first had taken its place: call "
+                "set_gradients_in_place(model, False)"
             )
         grad = self._leaves[index].grad
         if self._over_meshes is not None:

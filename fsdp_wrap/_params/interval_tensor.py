@@ -230,7 +230,10 @@ class IntervalTensor(torch.Tensor):
         """
         if self.spread is None or self.part is not None:
             what = "that was made by hand" if self.spread is None else "of a part of a tensor"
-            raise RuntimeError(f"a piece {what} does not know what all other ranks hold")
+            raise RuntimeError(
+                f"a piece {what} does not know what other ranks hold: take the value of a state_dict() under "
+                "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)"
+            )
         return ShardedTensorMetadata(
             shards_metadata=[
                 ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{_device_of(rank, self.device)}")

@@ -16,6 +16,8 @@ from fsdp_wrap._runtime.refusals import (
     refuse_pieces,
     refuse_replaced,
     refuse_steps_between_sums,
+    refuse_unsharded,
+    require_root,
 )
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.schedule import Schedule, require_idle, schedule_of, set_stay_bytes

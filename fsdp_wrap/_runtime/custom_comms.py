@@ -73,7 +73,8 @@ def allocate_by_group(unit: Unit, enable: bool) -> None:
     communicator = handle.communicator
     if isinstance(communicator.memory, SymmetricMemory):
         raise OtherCommsError(
-            f"{method} has no say in {unit.name}, which set_symm_mem_for_comm() has settled"
+            f"{method} has no effect on {unit.name}, which set_symm_mem_for_comm() was called on: call "
+            "one of the two"
         )
     _require_unused(unit, handle, method)
     group = communicator.group if enable else None
@@ -97,7 +98,7 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
     communicator = handle.communicator
     if communicator.memory is not None and not isinstance(communicator.memory, SymmetricMemory):
         raise OtherCommsError(
-            f"{method} has no say in {unit.name}, whose memory its process group allocates; call "
+            f"{method} has no effect on {unit.name}, whose memory its process group allocates: call "
             "set_allocate_memory_from_process_group_for_comm(False) first"
         )
     group = communicator.group
@@ -109,16 +110,16 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
 def _refuse_other_memory(unit: Unit, handle: ParamHandle, method: str) -> None:
     if isinstance(handle.transport, CustomTransport):
         raise OtherCommsError(
-            f"{method} has no say in {unit.name}, whose memory is allocated by what set_custom_all_gather or "
-            "set_custom_reduce_scatter was given"
+            f"{method} has no effect on {unit.name}, whose memory is allocated by what "
+            "set_custom_all_gather() or set_custom_reduce_scatter() was given: call one of them"
         )
 
 
 def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
     if handle.accumulates or not handle.become_sharded():
         raise RuntimeError(
-            f"{method} must be called between steps: the parameters of {unit.name} are in use, or its "
-            "gradients wait for a reduction"
+            f"{method} must be called between steps: the parameters of {unit.name} are in use, or gradients "
+            "that no_sync left wait for a reduction"
         )
 
 

@@ -53,8 +53,8 @@ class BackwardEnd:
         changes = manual != self._manual and graph_task() != -1
         if changes or (began is not None and manual != began):
             raise RuntimeError(
-                "set_manual_backward_finalization() must not change how backwards end after one has begun; "
-                "call finalize_backward() or reset_iter_state() before"
+                "set_manual_backward_finalization() was called when a backward had begun and had not ended: "
+                "call finalize_backward() or reset_iter_state() first"
             )
         self._manual = manual
 

@@ -86,7 +86,7 @@ def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]
     for group in groups:
         seen = next((each for each in all_gather_object(seen, group) if each is not None), None)
     if error is None and seen is not None:
-        raise ValueError(f"nothing was wrapped here, since {seen}")
+        raise ValueError(f"nothing was wrapped on this rank, since another one refused its module: {seen}")
 
 
 def materialize(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from fsdp_wrap._core import (
     NOT_ELEMENTWISE,
     ChangedBetweenError,
     Contents,
+    NotRootError,
     ParamSlot,
     ReplacedError,
     refuse_in_steps,
@@ -305,6 +306,23 @@ def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]
         (slot.param, _why(_LEFT, unit, slot.fqn))
         for slot, source in zip(slots, sources)
         if slot.param is not source
+    )
+
+
+def require_root(unit: Unit, doing: str) -> None:
+    """Refuses what concerns a whole model on a unit that another one encloses.
+
+    Raises:
+        NotRootError: If one does.
+    """
+    if unit.nested:
+        raise NotRootError(f"{doing} must be called on the root, and this is {unit.name}")
+
+
+def refuse_unsharded(module: nn.Module, doing: str) -> NoReturn:
+    """Refuses a model in which nothing is wrapped or sharded."""
+    raise ValueError(
+        f"{type(module).__name__} has no wrapped or sharded module: call {doing} with the model that has"
     )
 
 

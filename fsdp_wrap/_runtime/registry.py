@@ -65,13 +65,16 @@ class Registry:
         """
         if param not in self._owners:
             raise ValueError(
-                f"parameter '{fqn}' is the sharded parameter of another unit; tie parameters before sharding "
-                "them"
+                f"parameter '{fqn}' is the sharded parameter of another unit: tie parameters before "
+                "sharding them"
             )
         reference, number, index = self._owners[param]
         unit: Unit | None = reference()
         if unit is None or unit.handle is None:
-            raise ValueError(f"parameter '{fqn}' belonged to a wrapped module that no longer exists")
+            raise ValueError(
+                f"parameter '{fqn}' was sharded in a wrapped module that no longer exists, and its values "
+                "are gone with it: build the module anew, or keep the wrapped one"
+            )
         return unit, unit.handle.segments[number].layout, index
 
     def borrow(self, contents: Contents) -> list[Unit]:

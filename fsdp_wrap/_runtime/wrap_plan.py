@@ -264,8 +264,8 @@ def warn_of_container(module: nn.Module) -> None:
     """Warns if a module that the user wraps is a container without a forward."""
     if is_container(module):
         warnings.warn(
-            f"a {type(module).__name__} has no forward, in which its parameters would be gathered when it is "
-            "wrapped; wrap the modules in it, or the one above",
+            f"a {type(module).__name__} was wrapped, and has no forward: its parameters are gathered for a "
+            "forward, so wrap the modules in it, or the one above",
             stacklevel=4,
         )
 

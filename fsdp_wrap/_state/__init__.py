@@ -11,6 +11,7 @@ from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handle
 from fsdp_wrap._state.full_values import (
     FirstRank,
     FullParams,
+    check_dtype,
     is_first_rank,
     is_sharded,
     iter_full_params,
@@ -45,7 +46,7 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Original, Originals, handles_of, owned_places
+from fsdp_wrap._state.originals import Original, Originals, foreign_to_model, handles_of, owned_places
 from fsdp_wrap._state.small_dtensors import put_in_dtensor, taken_from_dtensor
 from fsdp_wrap._state.small_states import is_scale, small_states_of
 from fsdp_wrap._state.state_dict import (

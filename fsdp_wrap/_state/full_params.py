@@ -105,7 +105,10 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
         _agree(units, False)
         raise
     if not _agree(units, True):
-        raise RuntimeError("another rank left summon_full_params by an exception: no edit is written back")
+        raise RuntimeError(
+            "another rank left summon_full_params by an exception, so no edit is written back on any: "
+            "see that rank's error"
+        )
 
 
 def _agree(units: Sequence[Unit], fine: bool) -> bool:

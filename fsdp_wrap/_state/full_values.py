@@ -86,6 +86,19 @@ def full_values(handle: ParamHandle) -> list[FullValue]:
     ]
 
 
+def check_dtype(dtype: Any) -> None:
+    """Refuses what values cannot be cast to.
+
+    Raises:
+        TypeError: If it is neither a dtype nor None.
+        ValueError: If it is not floating-point.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point type, not {dtype}")
+
+
 def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
     """Returns a tensor that this rank has whole.
 
@@ -93,7 +106,10 @@ def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
         RuntimeError: If it is on the meta device.
     """
     if tensor.is_meta:
-        raise RuntimeError(f"'{key}' is on the meta device and has no values")
+        raise RuntimeError(
+            f"'{key}' is on the meta device and has no values: call to_empty(device=...) on the model and "
+            "initialise or load it first"
+        )
     alone = make_communicator(None, tensor.device)
     return FullValue(key, tensor.shape, tensor.dtype, alone, [tensor.numel()], copier(tensor))
 
@@ -324,10 +340,7 @@ class FullParams:
     def __init__(
         self, module: nn.Module, doing: str, *, dtype: torch.dtype | None = None, buffers: bool = False
     ) -> None:
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point type, not {dtype}")
+        check_dtype(dtype)
         units = settled_units(module, doing)
         self._module, names = module, Originals(module)
         self._values = [_cast(value, dtype) for value in _params(names)]

@@ -130,7 +130,10 @@ def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[
     """Returns states by name, and the groups if there are any; refuses what is no state dict of the model."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         found = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise TypeError(f"an optimizer state dict has the entries 'state' and 'param_groups'; found {found}")
+        raise TypeError(
+            f"an optimizer state dict has the entries 'state' and 'param_groups', and this has {found}: pass "
+            "what optim_state_dict() or the optimizer's state_dict() returned"
+        )
     states: dict[str, Any] = state_dict["state"]
     groups: list[dict[str, Any]] | None = state_dict.get("param_groups")
     if any(isinstance(name, int) for name in (*_declared(groups), *states)):
@@ -140,7 +143,10 @@ def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[
         )
     unknown = [str(name) for name in _declared(groups) if name not in names.by_name]
     if unknown:
-        raise ValueError(f"the state dict has parameters that the model does not have: {', '.join(unknown)}")
+        raise ValueError(
+            f"the optimizer state dict has parameters that the model does not have: {', '.join(unknown)}; "
+            "pass the model that it was saved of"
+        )
     return states, groups
 
 

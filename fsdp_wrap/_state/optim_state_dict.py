@@ -298,7 +298,10 @@ def rekey_optim_state_dict(
         renamed = {name: position for position, name in renamed.items()}
     missing = [str(key) for key in declared if key not in renamed]
     if missing:
-        raise ValueError(f"the optimizer of {len(ordered)} parameters does not have {', '.join(missing)}")
+        raise ValueError(
+            f"the optimizer has {len(ordered)} parameters, and not what the state dict names: "
+            f"{', '.join(missing)}; pass the optimizer that the state dict is of"
+        )
     state = {renamed.get(key, key): value for key, value in state_dict["state"].items()}
     saved = state_dict["param_groups"]
     if by_name or len(grouped) == 1 < len(saved):  # the latter: which groups there are was not said

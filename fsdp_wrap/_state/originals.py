@@ -195,10 +195,7 @@ class Originals:
         """
         found = self._by_source.get(id(param)) or self._of_piece(param)
         if not found:
-            raise ValueError(
-                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the "
-                "model's: pass the model whose parameters() it was made from, after wrapping"
-            )
+            raise foreign_to_model(param)
         return found
 
     def _of_piece(self, param: torch.Tensor) -> list[Original]:
@@ -275,3 +272,11 @@ def owned_names(
     for fqn, place, _ in named(module, params, all_names=True, into=into):
         if place in owned:
             yield fqn, owned[place]
+
+
+def foreign_to_model(param: torch.Tensor) -> ValueError:
+    """Returns the error of an optimizer that holds a parameter of something else."""
+    return ValueError(
+        f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the model's: make "
+        "it of the model's parameters() after wrapping or sharding, and pass that model"
+    )

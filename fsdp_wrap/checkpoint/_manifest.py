@@ -249,7 +249,9 @@ def metadata_in(data: bytes, folder: Path) -> Metadata:
     for place in (found.storage_data or {}).values():
         name = place.relative_path
         if not isinstance(name, str) or Path(name).name != name:
-            raise RuntimeError(f"{folder / METADATA} names a file outside of the folder: {name!r}")
+            raise RuntimeError(
+                f"{folder / METADATA} names a file outside of the folder: {name!r}; do not trust this folder"
+            )
     return found
 
 

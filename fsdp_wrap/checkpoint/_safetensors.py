@@ -310,7 +310,7 @@ def _open(path: Path) -> dict[str, ReadsOnAccess]:
             'reading safetensors files needs the safetensors package: pip install "fsdp-wrap[safetensors]"'
         ) from error
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing")
+        raise FileNotFoundError(f"{path} is missing, which {INDEX} names: copy all files of the index")
     try:
         file = safe_open(path, framework="pt")
         return {name: _Stored(file, name) for name in file.keys()}  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, original_class
 from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
+    foreign_to_model,
     handles_of,
     is_scale,
     load_optim_state_dict,
@@ -61,7 +62,7 @@ class Subject:
         self.optimizers = _optimizers_of(optim)
         refuse_shared(self.model, self.optimizers)
         if not isinstance(extra or {}, Mapping) or not all(isinstance(name, str) for name in extra or {}):
-            raise TypeError("extra must be a mapping of names to values")
+            raise TypeError(f"extra must map names to values, and is {extra!r:.200}")
         self.extra: dict[str, Any] = dict(extra or {})
 
     def taken(self, team: Team) -> dict[str, Any]:
@@ -277,10 +278,7 @@ def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator
     for group in optim.param_groups:
         for param in group["params"]:
             if id(param) not in names:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not one of the "
-                    "model's: make it from the model's parameters() after sharding"
-                )
+                raise foreign_to_model(param)
         yield [names[id(param)] for param in group["params"]]
 
 

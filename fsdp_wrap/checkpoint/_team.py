@@ -52,7 +52,10 @@ class Team:
         group = group or dist.group.WORLD
         rank = dist.get_rank(group)
         if group is None or rank < 0:
-            raise ValueError("process_group: this rank is none of its ranks")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not part of process_group: call {doing} only on its ranks, or "
+                "pass a group that has all"
+            )
         if find_spec("numpy") is None:
             raise ImportError(
                 "torch.distributed.checkpoint needs the numpy package to send metadata between ranks: pip "

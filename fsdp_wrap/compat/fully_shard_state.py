@@ -68,7 +68,9 @@ class _Told:
     def __getattr__(self, name: str) -> Any:
         if name in _names_of(self.torchs):
             self._refuse(name)
-        raise AttributeError(f"neither torch's {self.torchs.__name__} nor what stands for it has '{name}'")
+        raise AttributeError(
+            f"torch's {self.torchs.__name__} has no '{name}', nor has what stands for it here"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)

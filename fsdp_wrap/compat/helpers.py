@@ -16,7 +16,7 @@ from fsdp_wrap._core.torch_private import (
     torch_traversal_utils,
     torch_unshard_utils,
 )
-from fsdp_wrap._runtime import prepared_inputs, schedule_of, units_in
+from fsdp_wrap._runtime import prepared_inputs, require_root, schedule_of, units_in
 from fsdp_wrap.compat.internals import FlatHandle
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 
@@ -87,10 +87,7 @@ def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
             one encloses.
     """
     schedule = schedule_of(state._unit)
-    if schedule.root is not state._unit:
-        raise RuntimeError(
-            f"_post_backward_final_callback() must be called on the root, and this is {state._unit.name}"
-        )
+    require_root(state._unit, "_post_backward_final_callback()")
     schedule.require_idle("_post_backward_final_callback()")
     schedule.end_failed_backward()
     for unit in units_in(state).values():

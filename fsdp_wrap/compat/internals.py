@@ -111,7 +111,9 @@ def _copy_of_full(layout: FlatLayout) -> torch.Tensor:
 def _sharded_layout_of(param: FlatParameter, name: str) -> FlatLayout:
     layout = _layout_of(param)
     if not layout.sharded:
-        raise AttributeError(f"a FlatParameter has a '{name}' where it is sharded only")
+        raise AttributeError(
+            f"a FlatParameter has '{name}' only where it is sharded, and this one (NO_SHARD) is whole"
+        )
     return layout
 
 
@@ -176,7 +178,9 @@ class _FlatParameter(FlatParameter):
         layout = _layout_of(self)
         leaf = layout.leaves[0]
         if leaf.dtype == layout.dtype:
-            raise AttributeError("a FlatParameter has an '_mp_shard' in mixed precision of parameters only")
+            raise AttributeError(
+                "a FlatParameter has '_mp_shard' only under MixedPrecision(param_dtype=...) of another dtype"
+            )
         return torch.empty(0, dtype=leaf.dtype, device=leaf.device)
 
     _full_param_padded = property(lambda self: _copy_of_full(_sharded_layout_of(self, "_full_param_padded")))
@@ -502,7 +506,9 @@ class _Wrapper(FullyShardedDataParallel):
         """
         if is_root:
             if schedule_of(self._unit).root is not self._unit:
-                raise RuntimeError(f"{self._unit.name} is no root: another instance encloses it")
+                raise RuntimeError(
+                    f"{self._unit.name} is no root, since another instance encloses it: set _is_root there"
+                )
         elif self._is_root:
             _dissolve(schedule_of(self._unit))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import is_castable
-from fsdp_wrap._state import Original, Originals, settled_units
+from fsdp_wrap._state import Original, Originals, check_dtype, settled_units
 from fsdp_wrap.weights._gather import Found, first_holders, gathered_on_first_rank
 
 _DOING = "weight_changes()"
@@ -78,10 +78,7 @@ def weight_changes(model: nn.Module, dtype: torch.dtype | None = None) -> Weight
         TypeError: If `dtype` is no dtype.
         ValueError: If it is not floating-point, or a parameter is of a tensor subclass.
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point type, not {dtype}")
+    check_dtype(dtype)
     return WeightChanges(model, dtype)
 
 

@@ -255,7 +255,7 @@ def test_choices_that_do_not_go_together():
             model = sharded()
             first(model)
             for error in (AssertionError, RuntimeError):
-                with pytest.raises(error, match="has no say in unit '0'|has no say in the root"):
+                with pytest.raises(error, match="has no effect on unit '0'|has no effect on the root"):
                     second(model)
             first(model)
         model = sharded()

@@ -349,7 +349,7 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
     moment = timedelta(milliseconds=10)
     for alive in (True, False, True, False):  # a single look may come between a message and its arrival
         lives[1] = alive
-        with pytest.raises(RuntimeError, match="on their way still"):
+        with pytest.raises(RuntimeError, match="still on their way"):
             messages.wait(moment)
         assert not messages.is_completed()
     with pytest.raises(RuntimeError, match="a rank died"):

@@ -366,7 +366,7 @@ def test_summoning_a_part_first(rank, world_size):
         assert not module._is_root
     train(model, rank, torch.optim.SGD(model.parameters(), lr=0.1))
     assert [each._is_root for each in FSDP.fsdp_modules(model)] == [True, False, False]
-    with pytest.raises(RuntimeError, match="unit '1' is no root: another instance encloses it"):
+    with pytest.raises(RuntimeError, match="unit '1' is no root, since another instance encloses it"):
         model[1]._is_root = True
     before = full(model)
     for module in FSDP.fsdp_modules(model):
@@ -675,7 +675,7 @@ def test_what_is_not_there_says_what_to_use(rank, world_size):
     with pytest.raises(AttributeError, match="'_cpu_grad' of a FlatParameter.*`.grad`"):
         model._flat_param._cpu_grad  # noqa: B018
     whole = wrapped(fsdp_wrap, net(), False, sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(AttributeError, match="where it is sharded only"):
+    with pytest.raises(AttributeError, match="only where it is sharded"):
         whole._handle._get_padded_unsharded_flat_param()
     with FSDP.summon_full_params(model):
         with pytest.raises(RuntimeError, match="must not run inside summon_full_params"):

@@ -90,7 +90,11 @@ CHOSEN = {
 }
 """What of the other tests runs, by file; all of them are imported."""
 
-OF_THE_WHOLE = [f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")]
+OF_THE_WHOLE = [
+    *(f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")),
+    "core/test_message_page.py",
+    "whole/test_gallery.py",
+]
 """What looks at all files and names of the package, those of add-ons too."""
 
 

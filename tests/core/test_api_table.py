@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
 from enum import Enum
 from typing import Any
 
 import pytest
 import torch
 
-from bed.paths import ROOT
+from bed.scripts import script
 
-SCRIPT = ROOT / "docs" / "api_table.py"
-
-
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("api_table", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["api_table"] = module  # its dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-api_table = load_script()
+api_table = script("api_table")
 
 
 def test_page_is_up_to_date():

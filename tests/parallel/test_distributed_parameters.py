@@ -203,7 +203,7 @@ def test_what_cannot_be_sharded_further_is_refused(rank, world_size):
     model.weight = nn.Parameter(part)
     with pytest.raises(ValueError, match="only sharded and replicated ones"):
         fully_shard(model, mesh=data)
-    with pytest.raises(ValueError, match="only Shard and Replicate"):
+    with pytest.raises(ValueError, match="only sharded and replicated ones"):
         FSDP(model, device_mesh=data)
     other = parallelize_module(nn.Linear(4, 4), tensor, ColwiseParallel())
     with pytest.raises(ValueError, match="they must share no rank but this one"):

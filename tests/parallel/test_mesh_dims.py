@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
         (
             distribute(net(), mesh),
             {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(None, "dp"), "reshard_after_forward": 2},
-            "needs ranks over which is sharded",
+            "shards over that many ranks",
         ),
         (distribute(net(), mesh), {"mesh": mesh["dp"]}, "both must be slices of one mesh"),
         (distribute(net(), mesh), {}, "both must be slices of one mesh"),

@@ -663,7 +663,7 @@ def test_a_module_is_taken_once(rank, world_size):
         replicate(replicate(nn.Sequential(nn.Linear(2, 2)))[0])
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         torchs.replicate(replicate(nn.Linear(2, 2)), mesh=named_mesh(2))
-    with pytest.raises(ValueError, match="replicate or fully_shard was applied"):
+    with pytest.raises(ValueError, match="is not sharded yet"):
         replicate(nn.Linear(2, 2)).set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(RuntimeError, match="on the root"):
         model = replicate(nn.Sequential(replicate(nn.Linear(2, 2))))

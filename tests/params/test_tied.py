@@ -153,7 +153,7 @@ def test_what_is_tied_to_a_dtensor_is_refused(rank, world_size):
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     shard("composable", model[0])
     model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"'1\.weight' is the sharded parameter of another unit; tie"):
+    with pytest.raises(ValueError, match=r"'1\.weight' is the sharded parameter of another unit: tie"):
         shard("composable", model)
 
 

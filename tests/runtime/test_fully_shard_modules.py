@@ -50,7 +50,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size):
     refused(TypeError, "offload_policy must be", nn.Linear(2, 2), offload_policy=True)
     refused(TypeError, "DeviceMesh", nn.Linear(2, 2), mesh=dist.group.WORLD)
     for number in (0, -2, 3, 4):
-        refused(ValueError, "divide the 2 ranks", nn.Linear(2, 2), reshard_after_forward=number)
+        refused(ValueError, "divide the number of ranks", nn.Linear(2, 2), reshard_after_forward=number)
     refused(TypeError, "bool, an int or None", nn.Linear(2, 2), reshard_after_forward="no")
     odd = nn.Linear(3, 4)
     refused(ValueError, r"'weight' of shape \(4, 3\)", odd, shard_placement_fn=lambda _: Shard(1))
@@ -68,7 +68,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size):
     with pytest.raises(ValueError, match="must be a bool"):
         sharded.set_reshard_after_forward(2)
     outer = fully_shard(nn.Sequential(sharded))
-    with pytest.raises(RuntimeError, match="on the root, not on unit '0'"):
+    with pytest.raises(RuntimeError, match="on the root, and this is unit '0'"):
         outer[0].reset_iter_state() if outer(torch.ones(1, 2)) is not None else None
 
 

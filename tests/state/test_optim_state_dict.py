@@ -435,7 +435,7 @@ def test_rekeying(rank, world_size, use_orig_params):
         FSDP.rekey_optim_state_dict(state, "names", model)
     with pytest.raises(ValueError, match="exclude each other"):
         FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, [], ours)
-    with pytest.raises(ValueError, match=r"of 2 parameters does not have shift"):
+    with pytest.raises(ValueError, match=r"has 2 parameters, and not what the state dict names: shift"):
         FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, plain.stem.parameters())
 
 
@@ -501,8 +501,8 @@ def test_state_dicts_that_do_not_fit(rank, world_size, use_orig_params):
             FSDP.scatter_full_optim_state_dict(given if rank == 0 else None, model, optim=fresh)
         assert fresh.state == {}
 
-    refused(TypeError, "has the entries 'state' and 'param_groups'; found NoneType", None)
-    refused(TypeError, "found \\['model'\\]", {"model": 1})
+    refused(TypeError, "has the entries 'state' and 'param_groups', and this has NoneType", None)
+    refused(TypeError, "this has \\['model'\\]", {"model": 1})
     refused(ValueError, "goes by parameter ids", adamw(plain).state_dict())
     unknown = copy.deepcopy(state)
     unknown["param_groups"][0]["params"].append("nowhere.weight")

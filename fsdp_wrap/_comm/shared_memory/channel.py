@@ -334,8 +334,9 @@ class Channel:
         other, length, begin = self.peers[rank].board.record(number)
         if other != kind or (length != nbytes and nbytes is not None):
             raise RuntimeError(
-                f"ranks communicate differently: this one takes part in {kind.name} of {nbytes} bytes while "
-                f"rank {self._members[rank]} takes part in {Kind(other).name} of {length}"
+                f"ranks communicate differently: rank {self._members[self.rank]} takes part in {kind.name} "
+                f"of {nbytes} bytes while rank {self._members[rank]} takes part in {Kind(other).name} of "
+                f"{length}. All ranks of a group must run the same units, of the same shapes and dtypes"
             )
         return length, begin
 

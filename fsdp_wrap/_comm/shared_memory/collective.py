@@ -27,7 +27,10 @@ class Collective(InFlight):
 
     def _wait_for(self, seconds: float) -> bool:
         if not self._posted:
-            raise RuntimeError("an earlier wait was interrupted while this rank took what the others posted")
+            raise RuntimeError(
+                "an earlier wait was interrupted while this rank took what the others posted, so what it has "
+                "is incomplete: run the step anew"
+            )
         if not self._channel.arrived(self._posted, seconds):
             return False
         try:

@@ -116,7 +116,10 @@ class Lending:
 
 def _check_same(posted: int, announced: int) -> None:
     if posted != announced:
-        raise RuntimeError("the first rank of the group began a gather, failed, and began it anew")
+        raise RuntimeError(
+            "the first rank of the group began a gather, failed, and began it anew, which the others cannot "
+            "follow: see the error of that rank"
+        )
 
 
 class Lent(NamedTuple):

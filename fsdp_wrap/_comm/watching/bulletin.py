@@ -73,10 +73,9 @@ class Bulletin:
             history = told["history"]
             for number, digest, text in history:
                 if own.get(number, (digest,))[0] != digest:
-                    raise RuntimeError(
-                        f"ranks communicate for different units: rank {positions.member} {own[number][1]} "
-                        f"while rank {rank} {text}, as collective number {number} of the group. All ranks "
-                        f"of a group must run the same units in the same order.\n{positions.table()}"
+                    raise positions.mixed_up(
+                        f"rank {positions.member} {own[number][1]} while rank {rank} {text}, as collective "
+                        f"number {number} of the group"
                     )
             last = (
                 f"; last collective, number {history[-1][0]} of the group: {history[-1][2]}"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fsdp_wrap._comm import ShardMesh, ranks_of
 from fsdp_wrap._core import DataParallelMeshDims, WrongKindError
 from fsdp_wrap._core.torch_private import StridedShard, concatenated_mesh, flattened_mesh
-from fsdp_wrap._params.parallel.local_part import LocalPart
+from fsdp_wrap._params.parallel.local_part import LocalPart, not_divisible
 
 Placed = tuple[DeviceMesh, tuple[Placement, ...]]
 """A mesh, and how a tensor lies over it."""
@@ -146,10 +146,7 @@ class DataMesh:
         if part is None:
             return
         if not all(isinstance(each, (Shard, StridedShard, Replicate)) for each in part.placements):
-            raise ValueError(
-                f"parameter '{fqn}' is a DTensor with placements {part.placements}; only sharded and "
-                "replicated ones have values that could be sharded further: redistribute it"
-            )
+            raise not_divisible(fqn, part)
         try:
             self.placed(part, 0)
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:

