@@ -41,6 +41,7 @@ class Save:
         step: Its number; None for one after the newest.
         keep_last: How many complete steps stay, this one included; None for all.
         progress: Whether the first rank shows a bar.
+        patience: Seconds of writing until it does.
     """
 
     parent: Path
@@ -49,6 +50,7 @@ class Save:
     step: int | None = None
     keep_last: int | None = None
     progress: bool = False
+    patience: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("step", 0), ("keep_last", 1)):
@@ -71,7 +73,7 @@ class Save:
                 places = self._agreed_places(written)
                 bar = self.progress and self.team.is_first
                 with self.team.in_dcp(doing):
-                    writer = CheckedWriter(written, step, self.team.size, bar)
+                    writer = CheckedWriter(written, step, self.team.size, bar, self.patience)
                     save_state_dict(self.state, writer, self.team.group, no_dist=self.team.group is None)
                 self.team.on_first(lambda: self._publish(written, step, places, doing, held))
         except BaseException:
