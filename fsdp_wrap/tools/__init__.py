@@ -1,3 +1,5 @@
 """What shows a training step before it runs and after."""
 
-__all__: list[str] = []
+from fsdp_wrap.tools.planning import HostMemory, Machine, Moment, Place, Plan, UnitPlan
+
+__all__ = ["HostMemory", "Machine", "Moment", "Place", "Plan", "UnitPlan"]
