@@ -1,29 +1,46 @@
-"""`python -m fsdp_wrap.checkpoint inspect|convert|export`: checkpoints looked at without training.
+"""Checkpoints looked at and converted without training: `inspect`, `convert` and `export`.
 
-Ends with 0, with 1 where a checkpoint is damaged or cannot be read or written, and with 2 on wrong input.
+Each ends with 0, with 1 where a checkpoint is damaged or cannot be read or written, with 2 on wrong input.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, entries_of, read_metadata, told, verify
+from fsdp_wrap.checkpoint._sources import (
+    Source,
+    is_foreign,
+    is_safetensors,
+    lacks_of_foreign,
+    model_of,
+    open_source,
+    verifying,
+)
 
-__all__ = ["main"]
+_KINDS = ("step", "torch", "safetensors")
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    **{name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")},
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except (ValueError, TypeError) as error:
@@ -34,56 +51,125 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fsdp_wrap.checkpoint", description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of `python -m fsdp_wrap.checkpoint`."""
+    made = argparse.ArgumentParser(prog="python -m fsdp_wrap.checkpoint", description=__doc__)
+    add_commands(made)
+    return made
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Adds the commands to a parser; what it finds has the function that runs it as `run`."""
     commands = parser.add_subparsers(required=True, metavar="inspect|convert|export")
-    inspect = commands.add_parser("inspect", help="list steps and what the newest complete one holds")
+    inspect = commands.add_parser("inspect", help="list steps, and what the newest complete one holds")
     inspect.add_argument("--verify", action="store_true", help="read every byte of every step")
+    inspect.add_argument("--json", action="store_true", help="print one step's content as JSON")
     inspect.set_defaults(run=_run_inspect)
-    convert = commands.add_parser("convert", help="to one torch.save file, or back")
+    convert = commands.add_parser("convert", help="a checkpoint of one kind into another")
+    convert.add_argument(
+        "--to",
+        choices=_KINDS,
+        help="a step in a folder of steps, a file for torch.load, or safetensors; if left out, a file "
+        "becomes a step, and a folder a file",
+    )
     convert.set_defaults(run=_run_convert)
     export = commands.add_parser("export", help="the model as safetensors files")
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 5GB or 500MiB")
+    export.add_argument("--dtype", choices=_DTYPES, help="cast floating-point tensors to this")
     export.set_defaults(run=_run_export)
-    for command, source in ((inspect, "DIR"), (convert, "DIR|FILE"), (export, "DIR")):
-        command.add_argument("source", type=Path, metavar=source, help="folder of steps, or one step's")
+    for command in (inspect, convert, export):
+        source = "folder of steps, one step's, one of torch.distributed.checkpoint, safetensors, or a file"
+        command.add_argument("source", type=Path, metavar="PATH", help=source)
         command.add_argument("--step", type=int, metavar="N", help="which step, instead of the newest")
-    for command, default in ((convert, "DIR.pt"), (export, "DIR_safetensors")):
+    for command, default in ((convert, "beside PATH"), (export, "PATH_safetensors")):
         command.add_argument("out", type=Path, nargs="?", metavar="OUT", help=f"{default} if left out")
-    return parser
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    if not options.source.is_dir():
-        raise ValueError(f"there is no folder {options.source}")
-    folders = [*reversed(steps_in(options.source).values())] or [options.source]
+    path: Path = options.source
+    if path.is_file() or is_safetensors(path):
+        return _tell_source(open_source(path, options.step), options.json)
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}")
+    if options.json:
+        print(json.dumps(_as_json(path, options.step), indent=1))
+        return 0
+    folders = [*reversed(steps_in(path).values())] or [path]
     lines, fine = zip(*(_condition(folder, options.verify) for folder in folders))
     print(*lines, sep="\n")
-    print(*_described(options.source, options.step), sep="\n")
+    print(*_described(path, options.step), sep="\n")
     return int(options.verify and not all(fine))
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    if options.source.is_file():
-        out = options.out or options.source.with_suffix("")
-        print(f"wrote {_convert.from_torch_file(options.source, out, options.step)}")
+    source: Path = options.source
+    if not source.exists():
+        raise ValueError(f"there is no file or folder {source}")
+    if options.to == "safetensors":
+        return _run_export(options)
+    is_file, tensors_only = source.is_file(), is_safetensors(source)
+    to = options.to or ("step" if is_file or tensors_only else "torch")
+    if to == "step":
+        out = options.out or (source.with_suffix("") if is_file else _beside(source, "_steps"))
+        made = _convert.to_step if tensors_only or not is_file else _convert.from_torch_file
+        print(f"wrote {made(source, out, options.step)}, and read it back")
+        return 0
+    out = options.out or _beside(source, ".pt")
+    if tensors_only:
+        folder, held = _convert.to_torch_file_from(source, out), "the model"
+    elif is_file:
+        raise ValueError(f"{source} is a file for torch.load already: --to step or safetensors")
     else:
-        out = options.out or _beside(options.source, ".pt")
-        folder = _convert.to_torch_file(options.source, out, options.step)
-        print(f"wrote model and optimizer of {folder} (extras and random states left out) to {out}")
+        folder = _convert.to_torch_file(source, out, options.step)
+        held = "model and optimizer (extras and random states left out)"
+    print(f"wrote {held} of {folder} to {out}, and read it back")
     return 0
 
 
 def _run_export(options: argparse.Namespace) -> int:
     out = options.out or _beside(options.source, "_safetensors")
-    files = _convert.export(options.source, out, options.step, options.max_shard_size)
-    print(f"wrote {', '.join(files)} in {out}")
+    given = vars(options)
+    most, dtype = given.get("max_shard_size", "5GB"), _DTYPES.get(given.get("dtype") or "")
+    files = _convert.export(options.source, out, options.step, most, dtype)
+    print(f"wrote {', '.join(files)} in {out}, and read them back")
     return 0
 
 
-def _beside(folder: Path, ending: str) -> Path:
-    folder = folder.resolve()
-    return folder.with_name(folder.name + ending)
+def _beside(path: Path, ending: str) -> Path:
+    path = path.resolve()
+    return path.with_name((path.stem if path.is_file() else path.name) + ending)
+
+
+def _tell_source(source: Source, as_json: bool) -> int:
+    if as_json:
+        print(
+            json.dumps({"kind": source.kind, "path": str(source.place), "model": _entries(source)}, indent=1)
+        )
+        return 0
+    print(f"{source.place}: {source.kind}")
+    print(*_tensors(source), sep="\n")
+    return 0
+
+
+def _entries(source: Source) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"shape": [*shape], "dtype": _dtype(dtype), "bytes": source.size_of(name)}
+        for name, (shape, dtype) in source.described.items()
+    }
+
+
+def _tensors(source: Source) -> Iterator[str]:
+    count = len(source.described) + len(source.left_out)
+    yield f"model: {count} entries, {_size(sum(map(source.size_of, source.described)))}"
+    width = max(map(len, [*source.described, *source.left_out]), default=0)
+    for name, (shape, dtype) in source.described.items():
+        yield f"  {name.ljust(width)}  {_dtype(dtype)} {list(shape)}  {_size(source.size_of(name))}"
+    for name in source.left_out:
+        yield f"  {name.ljust(width)}  no tensor"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # what `inspect` tells
@@ -96,10 +182,14 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
         folder: The step's.
         every_byte: Read all of it; otherwise names and sizes count.
     """
+    if is_foreign(folder):
+        lacks = "; ".join(lacks_of_foreign(folder, read_metadata(folder)))
+        fine = "all its files are there; it has no checksums" if not lacks else f"incomplete: {lacks}"
+        return f"{folder.name}  by torch.distributed.checkpoint, {fine}", not lacks
     lack = lack_of(folder)
     if lack is None:
         manifest = Manifest.read(folder)
-        lack = "\n  ".join(told(folder, manifest.faults(folder))) if every_byte else None
+        lack = "\n  ".join(told(folder, manifest.faults(folder, shown=verifying))) if every_byte else None
     if lack:
         return f"{folder.name}  incomplete: {lack}", False
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
@@ -118,12 +208,11 @@ def _described(dir: Path, step: int | None) -> Iterator[str]:
         DamagedCheckpoint: If its list of content is missing or damaged.
         ValueError: If there is no such step.
     """
-    folder = find(dir, step)
-    manifest = Manifest.read(folder)
-    pieces = (piece for piece in manifest.pieces() if piece.file == METADATA)
-    if faults := [*verify(folder, pieces)]:
-        refuse(folder, told(folder, faults))
-    metadata = read_metadata(folder)
+    folder, manifest, metadata = _looked_at(dir, step)
+    if manifest is None:
+        yield f"{folder} (by torch.distributed.checkpoint)"
+        yield from _model(metadata)
+        return
     yield f"{folder} (written by torch {manifest.versions.get('torch')})"
     yield from _model(metadata)
     yield from _optimizer(metadata)
@@ -131,17 +220,42 @@ def _described(dir: Path, step: int | None) -> Iterator[str]:
     yield f"total: {_size(manifest.size)} in {len(manifest.files)} files"
 
 
-def _model(metadata: Metadata) -> Iterator[str]:
-    entries = {
-        key.removeprefix("model."): metadata.state_dict_metadata[key] for key in entries_of(metadata, "model")
+def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Metadata]:
+    """Returns one step's folder, its manifest (None for one of DCP's) and what DCP knows of it."""
+    folder = find(dir, step)
+    if is_foreign(folder):
+        return folder, None, read_metadata(folder)
+    manifest = Manifest.read(folder)
+    pieces = (piece for piece in manifest.pieces() if piece.file == METADATA)
+    if faults := [*verify(folder, pieces)]:
+        refuse(folder, told(folder, faults))
+    return folder, manifest, read_metadata(folder)
+
+
+def _as_json(dir: Path, step: int | None) -> dict[str, Any]:
+    folder, manifest, metadata = _looked_at(dir, step)
+    names = model_of(metadata)
+    entries = {name: metadata.state_dict_metadata[key] for key, name in names.items()}
+    model = {
+        name: {"shape": [*entry.size], "dtype": _dtype(entry.properties.dtype), "bytes": _bytes(entry)}
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
+    found: dict[str, Any] = {"path": str(folder), "model": model}
+    if manifest is None:
+        return {"kind": "torch.distributed.checkpoint", **found}
+    written = {"step": manifest.step, "world_size": manifest.world_size, "versions": manifest.versions}
+    return {"kind": "step", **written, "bytes": manifest.size, "complete": lack_of(folder) is None, **found}
+
+
+def _model(metadata: Metadata) -> Iterator[str]:
+    entries = {name: metadata.state_dict_metadata[key] for key, name in model_of(metadata).items()}
     yield f"model: {len(entries)} entries, {_size(sum(map(_bytes, entries.values())))}"
     width = max(map(len, entries), default=0)
     for name, entry in entries.items():
         name = name.ljust(width)
         if isinstance(entry, TensorStorageMetadata):
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            yield f"  {name}  {dtype} {list(entry.size)}  {_size(_bytes(entry))}"
+            yield f"  {name}  {_dtype(entry.properties.dtype)} {list(entry.size)}  {_size(_bytes(entry))}"
         else:
             yield f"  {name}  pickled"
 
@@ -189,7 +303,3 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -169,7 +169,9 @@ def _save_step(state: dict[str, Any], source: Source, dir: Path, step: int | Non
     folder = Save(dir, ALONE, state, step, progress=True, patience=PATIENCE).write()
     verified(ALONE, folder, verifying)
     saved = open_source(folder)
-    _require_same(source.tensors("verifying"), {name: _reader(saved, name) for name in saved.described}, folder)
+    _require_same(
+        source.tensors("verifying"), {name: _reader(saved, name) for name in saved.described}, folder
+    )
     return folder
 
 
@@ -180,7 +182,9 @@ def _reader(source: Source, name: str) -> Any:
 def _refuse_step(path: Path) -> None:
     folder = find(path, None)
     if not is_foreign(folder):
-        raise ValueError(f"{folder} is a step folder already: --to torch or safetensors makes another thing of it")
+        raise ValueError(
+            f"{folder} is a step folder already: --to torch or safetensors makes another thing of it"
+        )
 
 
 def _require_new(out: Path) -> None:
