@@ -26,6 +26,7 @@ from fsdp_wrap.checkpoint._sources import (
     lacks_of_foreign,
     model_of,
     open_source,
+    refuse_parent,
     verifying,
 )
 
@@ -91,6 +92,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
         return _tell_source(open_source(path, options.step), options.json)
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
+    refuse_parent(path)
     if options.json:
         print(json.dumps(_as_json(path, options.step), indent=1))
         return 0

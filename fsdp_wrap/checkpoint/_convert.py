@@ -18,11 +18,13 @@ from fsdp_wrap.checkpoint._saving import Save
 from fsdp_wrap.checkpoint._sources import (
     Source,
     is_foreign,
+    is_safetensors,
     load_file,
     model_of,
     of_state,
     open_source,
     opened,
+    refuse_parent,
     verifying,
 )
 from fsdp_wrap.checkpoint._storage import allocated, read, write_file
@@ -95,7 +97,7 @@ def to_step(path: Path, dir: Path, step: int | None = None) -> Path:
         RuntimeError: If the files are damaged, or the step does not hold what was written.
         ValueError: If the path has nothing of the kind.
     """
-    if path.is_dir() and not is_foreign(path):
+    if path.is_dir() and not is_safetensors(path):
         _refuse_step(path)
     source = open_source(path)
     return _save_step({"model": dict(source.tensors("reading"))}, source, dir, step)
@@ -180,6 +182,7 @@ def _reader(source: Source, name: str) -> Any:
 
 
 def _refuse_step(path: Path) -> None:
+    refuse_parent(path)
     folder = find(path, None)
     if not is_foreign(folder):
         raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_wrap.checkpoint._folders import find, is_step
+from fsdp_wrap.checkpoint._folders import find, is_step, steps_in
 from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import (
     MANIFEST,
@@ -158,6 +158,7 @@ def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
         DamagedCheckpoint: If it is not as it was written.
         ValueError: If there is no such step.
     """
+    refuse_parent(dir)
     folder = find(dir, step)
     if is_foreign(folder):
         metadata = read_metadata(folder)
@@ -176,6 +177,13 @@ def verifying(pieces: list[Piece]) -> Iterator[Piece]:
 def is_foreign(folder: Path) -> bool:
     """Whether a folder was written by DCP without this library; such a one has no manifest, nor our name."""
     return (folder / METADATA).exists() and not (folder / MANIFEST).exists() and not is_step(folder)
+
+
+def refuse_parent(dir: Path) -> None:
+    """Raises a ValueError if a folder holds some of DCP's and no step of ours, with the names of those."""
+    if dir.is_dir() and not (dir / METADATA).exists() and not steps_in(dir):
+        if inner := sorted(path.name for path in dir.iterdir() if (path / METADATA).is_file()):
+            raise ValueError(f"{dir} holds no step folder: name one of the folders in it: {listed(inner)}")
 
 
 def lacks_of_foreign(folder: Path, metadata: Metadata) -> list[str]:

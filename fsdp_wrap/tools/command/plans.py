@@ -26,7 +26,9 @@ def add_command(commands: Any) -> None:
     add = command.add_argument
     add("setup", metavar="FILE.py:setup", help="the function, and the file in which it is")
     add("--ranks", type=_counts, default=[8], metavar="N,...", help="how many ranks train; 8 if left out")
-    add("--device-memory", metavar="SIZE", help="what a rank may use, such as 80GB; the machine's if left out")
+    add(
+        "--device-memory", metavar="SIZE", help="what a rank may use, such as 80GB; the machine's if left out"
+    )
     add("--device", default=None, metavar="TYPE", help="cpu or cuda; need not be there")
     machine = "for which times are predicted: the name of a preset, 'measure' for this one, or a file of JSON"
     add("--machine", metavar="NAME", help=machine)

@@ -39,7 +39,9 @@ def _run_merge(options: argparse.Namespace) -> int:
         merged = _read(options.paths)
         merged.save(options.out)
     count = len(merged.ranks)
-    print(f"wrote {count} rank{'s' if count > 1 else ''} to {options.out}: open it at https://ui.perfetto.dev")
+    print(
+        f"wrote {count} rank{'s' if count > 1 else ''} to {options.out}: open it at https://ui.perfetto.dev"
+    )
     return 0
 
 
@@ -73,6 +75,8 @@ def _read(paths: list[Path]) -> Any:
             raise ValueError(f"there is no file or folder {path}")
         found = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
         if not found:
-            raise ValueError(f"no rank has left a trace (rank-*.json) in {path}: name the folder given to timeline()")
+            raise ValueError(
+                f"no rank has left a trace (rank-*.json) in {path}: name the folder given to timeline()"
+            )
         files += found
     return Timeline(record for file in files for record in load(file).ranks)
