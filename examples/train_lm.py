@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm
     torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm --resume --steps 2400
+    python examples/train_lm.py --plan 64
+    torchrun --nproc-per-node 2 examples/train_lm.py --steps 10 --timeline runs/seen
 
 The corpus is the source text of Python's standard library unless `--data` names another folder. Progress and
 a sampled text go to standard error; standard output ends with one line of JSON.
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +27,7 @@ from lm.data import Batch, Corpus
 from lm.launch import RunError, World
 from lm.model import GPT
 from lm.options import Options, parse
+from lm.seeing import Recording, Unread, print_plan
 from tqdm import tqdm
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -39,7 +43,7 @@ class Run:
     """A model in training, with what it learns from. Each method is called by every rank."""
 
     options: Options
-    corpus: Corpus
+    corpus: Corpus | Unread
     world: World
     model: FSDP = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -51,9 +55,9 @@ class Run:
         self.model = FSDP(module, auto_wrap_policy=NameWrapPolicy(self.options.wrap), device_id=device_id)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
 
-    def train_step(self, step: int) -> float:
-        """Update the parameters once; the data, as the learning rate, depend on the step alone."""
-        accumulation, total = self.options.accumulation, 0.0
+    def train_step(self, step: int) -> torch.Tensor:
+        """Update the parameters once and return the loss; data and learning rate depend on the step alone."""
+        accumulation, total = self.options.accumulation, torch.zeros((), device=self.world.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.options)
         for part in range(accumulation):
@@ -61,7 +65,7 @@ class Run:
             with nullcontext() if is_last else self.model.no_sync():
                 loss = self._loss(*self._batch(step, part)).mean() / accumulation
                 loss.backward()
-            total += loss.item()
+            total += loss.detach()
         self.model.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -70,6 +74,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the held-out windows, in nats per byte, the same on every rank."""
+        assert isinstance(self.corpus, Corpus)
         count, context = self.options.eval_windows, self.options.context
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for start in range(0, count, EVAL_BATCH * self.world.size):
@@ -119,13 +124,15 @@ def learning_rate(step: int, options: Options) -> float:
 def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
     """Steps from `first_step` on, with evaluations and checkpoints between; returns tokens per second."""
     options, world = run.options, run.world
+    recording = Recording(options.timeline, world)
     tokens = options.batch * options.context * options.accumulation * world.size
     todo = range(first_step, options.steps + 1)
     bar = tqdm(todo, initial=first_step - 1, total=options.steps, unit="step", disable=not world.is_first)
     seconds, shown = 0.0, {}
     for done, step in enumerate(bar, 1):
         started = time.perf_counter()
-        loss = run.train_step(step)
+        with recording.step(run.model, is_last=step == options.steps):
+            loss = run.train_step(step).item()
         seconds += time.perf_counter() - started
         if step % options.eval_every == 0 and step < options.steps:
             shown["val"] = f"{run.evaluate():.3f}"
@@ -160,8 +167,16 @@ def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
     }
 
 
+def planned(options: Options, world: World) -> tuple[FSDP, torch.optim.Optimizer, Callable[[], object]]:
+    """What `fsdp_wrap.plan` runs: this very run, on text without values."""
+    run = Run(options, Unread(), world)
+    return run.model, run.optimizer, lambda: run.train_step(1)
+
+
 def main() -> None:
     options, corpus = parse()
+    if options.plan is not None:
+        return print_plan(options.plan, lambda world: planned(options, world))
     world = launch.start()
     try:
         report = work(options, corpus, world)

@@ -38,6 +38,8 @@ class Options:
     checkpoint: Path | None
     checkpoint_every: int
     resume: bool
+    plan: int | None
+    timeline: Path | None
 
     @property
     def model(self) -> GPTConfig:
@@ -106,6 +108,17 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--checkpoint", type=Path, metavar="DIR", help="keeps the last two")
     group.add_argument("--checkpoint-every", type=_at_least(1), default=200, metavar="N", help="steps apart")
     group.add_argument("--resume", action="store_true", help="from the latest complete checkpoint")
+    group.add_argument(
+        "--plan",
+        type=_at_least(1),
+        nargs="?",
+        const=0,
+        metavar="RANKS",
+        help="print what a step of so many ranks will need, and end; torchrun's number if left out",
+    )
+    group.add_argument(
+        "--timeline", type=Path, metavar="DIR", help="record three steps: trace, report, picture"
+    )
 
 
 def _at_least(least: int) -> Callable[[str], int]:

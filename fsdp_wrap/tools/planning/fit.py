@@ -339,11 +339,9 @@ class _Search:
     def _choice(self, length: int | None, values: Values) -> Choice:
         if self._batches is None:
             return self._answer(self._plan(None, length), values, None, None)
-        slope = self._slope(length)
         batch = self._largest(length)
-        if batch is None:
-            return self._answer(self._plan(self._batches[0], length), values, 0, slope)
-        return self._answer(self._plan(batch, length), values, batch, slope)
+        planned = self._plan(batch or self._batches[0], length)
+        return self._answer(planned, values, batch or 0, self._slope(batch or self._batches[0], length))
 
     def _answer(self, plan: Plan, values: Values, batch: int | None, slope: float | None) -> Choice:
         seconds, need = plan.predicted_seconds, _need(plan)
@@ -379,21 +377,28 @@ class _Search:
         """Returns the largest batch that fits, which was planned; None if none does."""
         batches = self._batches
         assert batches is not None
+        self._guess(batches[0], length)  # so that the first plans are there
         fits, fails = -1, len(batches)  # indices of batches known to fit, and not to
-        for _ in range(_LOOKS):
-            index = self._estimate(batches, length, fits, fails)
-            guessed = self._guess(batches[index], length)
-            need = _need(self._plan(batches[index], length))
-            error = abs(need - guessed)
-            if need <= self._limit:
-                fits = index
-                beyond = index + 1
-                if beyond >= fails or self._guess(batches[beyond], length) - error > self._limit:
-                    return batches[index]
+        for batch, planned in [(b, plan) for (b, n), plan in self._known.items() if n == length and b]:
+            index = batches.index(batch)
+            if _need(planned) <= self._limit:
+                fits = max(fits, index)
             else:
+                fails = min(fails, index)
+        for look in range(_LOOKS):
+            if fails - fits == 1:
+                break
+            index = self._estimate(batches, length, fits, fails)
+            if look % 2 and fails < len(batches):
+                index = (fits + fails) // 2  # where guesses are bad, halves come to an end
+            guessed, need = self._guess(batches[index], length), _need(self._plan(batches[index], length))
+            if need > self._limit:
                 fails = index
-                if fails - fits == 1:
-                    break
+                continue
+            fits, beyond = index, index + 1
+            error = abs(need - guessed)
+            if beyond >= fails or self._guess(batches[beyond], length) - error > self._limit:
+                break
         return batches[fits] if fits >= 0 else None
 
     def _estimate(self, batches: Sequence[int], length: int | None, fits: int, fails: int) -> int:
@@ -440,23 +445,21 @@ class _Search:
         ordered = sorted(self._lengths)
         return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
-    def _slope(self, length: int | None) -> float | None:
+    def _slope(self, batch: int, length: int | None) -> float | None:
         """Returns the bytes that one sample more takes; None where there is but one batch.
 
         Raises:
-            ValueError: If it takes none, though any batch may be.
+            ValueError: If no number of samples takes any.
         """
         assert self._batches is not None
-        (first, *others), _ = self._basis(length)
-        if not others:
+        if len(self._batches) == 1:
             return None
-        slope = (self._guess(others[0], length) - self._guess(first, length)) / (others[0] - first)
-        if not slope and len(self._batches) == _MOST:
+        if batch == _MOST and _need(self._plan(batch, length)) == _need(self._plan(_FIRST, length)):
             raise ValueError(
-                f"setup(batch={first}) and setup(batch={others[0]}) need the same memory: let setup() use "
-                "its batch, or give it no such argument"
+                f"setup(batch={_FIRST}) and setup(batch={_MOST}) need the same memory: let setup() use its "
+                "batch, or give it no such argument"
             )
-        return slope
+        return self._guess(batch + 1, length) - self._guess(batch, length)
 
 
 def _weight(at: int, point: int, points: Sequence[int | None]) -> float:
