@@ -37,6 +37,7 @@ from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.replicate import ReplicateModule, replicate
+from fsdp_wrap.tools import HostMemory, Machine, Moment, Place, Plan, PlanningError, UnitPlan, plan
 
 __all__ = [
     "BackwardPrefetch",
@@ -51,15 +52,21 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
+    "HostMemory",
     "IntervalTensor",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "Machine",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "Moment",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Phase",
+    "Place",
+    "Plan",
+    "PlanningError",
     "ReplicateModule",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -67,6 +74,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnitPlan",
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
@@ -75,6 +83,7 @@ __all__ = [
     "iter_full_params",
     "observe_events",
     "param_aliases",
+    "plan",
     "record_events",
     "register_fsdp_forward_method",
     "replicate",

@@ -2,5 +2,6 @@
 
 from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.plan import KINDS, HostMemory, Moment, Place, Plan, UnitPlan
+from fsdp_wrap.tools.planning.planner import PlanningError, plan
 
-__all__ = ["KINDS", "HostMemory", "Machine", "Moment", "Place", "Plan", "UnitPlan"]
+__all__ = ["KINDS", "HostMemory", "Machine", "Moment", "Place", "Plan", "PlanningError", "UnitPlan", "plan"]
