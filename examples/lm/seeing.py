@@ -34,8 +34,7 @@ def print_plan(ranks: int, setup: Callable[[World], tuple[Any, Any, Any]]) -> No
         return  # one page is enough
     ranks = ranks or int(os.environ.get("WORLD_SIZE", 1))
     world = World(0, ranks, torch.device("cpu"))
-    machine = fsdp_wrap.measure_machine("cpu")
-    print(fsdp_wrap.plan(lambda: setup(world), ranks, machine=machine, ranks_per_host=ranks))
+    print(fsdp_wrap.plan(lambda: setup(world), ranks, machine=fsdp_wrap.measure_machine("cpu")))
 
 
 @dataclass

@@ -7,17 +7,19 @@ Must never know: parameters, units, and why something travels.
 """
 
 from fsdp_wrap._comm.agreement import Agreement
-from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer
+from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer, resize_watchers, tell_resized, watching_buffers
 from fsdp_wrap._comm.device import (
     Accelerator,
     accelerator_of,
     check_present,
     device_of,
     device_type_for,
+    planning_for,
     resolve_device,
 )
 from fsdp_wrap._comm.group_memory import GroupMemory, SymmetricMemory, registered_memory, symmetric_memory
 from fsdp_wrap._comm.groups import (
+    PLANNED,
     Ranks,
     default_group,
     default_mesh,

@@ -97,6 +97,7 @@ from fsdp_wrap._core.precision import (
     segment_dtypes,
 )
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
+from fsdp_wrap._core.spans import Computing, Span, SpanKind, step_watchers, watching_steps
 from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__
 from fsdp_wrap._core.walks import (
     WRAPPED_ATTR,

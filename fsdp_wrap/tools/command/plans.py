@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ def add_command(commands: Any) -> None:
     machine = "for which times are predicted: the name of a preset, 'measure' for this one, or a file of JSON"
     add("--machine", metavar="NAME", help=machine)
     add("--attained", type=float, default=1.0, metavar="PART", help="of a preset's peak, such as 0.6")
-    add("--ranks-per-host", type=int, metavar="N", help="the machine's, or 8, if left out")
+    add("--ranks-per-host", type=int, metavar="N", help="the machine's if left out")
     add("--fit", action="store_true", help="vary the setup's arguments: what fits, the fastest first")
     vary = "values for an argument of the setup, with --fit; may be repeated"
     add("--vary", action="append", default=[], metavar="NAME=A,B,...", help=vary)
@@ -60,11 +61,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.fit and options.plot:
         raise ValueError("--plot draws one plan, and --fit makes many: pass one of them")
     machine = _machine(options)
+    if options.ranks_per_host is not None:
+        if machine is None:
+            raise ValueError("--ranks-per-host is for predictions of time: name a --machine")
+        machine = dataclasses.replace(machine, ranks_per_host=options.ranks_per_host)
     memory = options.device_memory or (machine.device_memory if machine else None)
     limit = None if memory is None else parse_bytes(memory, "--device-memory")
     setup = load_function(options.setup)
     given = {"device": options.device or _device_of(options), "machine": machine}
-    given["ranks_per_host"] = options.ranks_per_host
     if options.fit:
         if limit is None:
             raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine that tells it")

@@ -191,7 +191,6 @@ def fit(
     vary: Mapping[str, Sequence[Any]] | None = None,
     device: str = "cpu",
     machine: Machine | None = None,
-    ranks_per_host: int | None = None,
     progress: bool = False,
 ) -> Fit:
     """Answers which configurations of a step fit, the fastest first, and the largest batch of each.
@@ -216,7 +215,6 @@ def fit(
             takes them by the names that `shard_as` has.
         device: As of `plan`.
         machine: As of `plan`; None for no prediction of time: then the largest batch comes first.
-        ranks_per_host: As of `plan`.
         progress: Show how far it has come, once that takes longer than two seconds.
 
     Returns:
@@ -238,7 +236,7 @@ def fit(
     batches = _batches(varied, taken)
     lengths = [*varied.pop(_LENGTH, [])]
     groups = [dict(zip(varied, values)) for values in itertools.product(*varied.values())]
-    planned = partial(plan, device=device, machine=machine, ranks_per_host=ranks_per_host)
+    planned = partial(plan, device=device, machine=machine)
     choices: list[Choice] = []
     with shown(len(counts) * len(groups), disable=not progress) as bar:
         searches = [

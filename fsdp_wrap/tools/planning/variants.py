@@ -64,7 +64,8 @@ def shard_as(
 ) -> nn.Module:
     """Shards a model as words say: what a `setup` may call that takes them from `fit`.
 
-    Parameters on the meta device get memory, and values by `reset_parameters` where modules have it.
+    Parameters on the meta device get memory. The wrapper gives them values by `reset_parameters`, as it always
+    does; with `fully_shard` initialise or load them afterwards. A plan needs no values.
 
     Args:
         model: The model.
@@ -190,10 +191,6 @@ def _composed(
     fully_shard(model, reshard_after_forward=after, **kwargs)
     if any(param.is_meta for param in model.parameters()):
         model.to_empty(device="cpu" if chosen["offload"] == "all" else mesh.device_type)
-        with torch.no_grad():
-            for module in model.modules():
-                if callable(reset := getattr(module, "reset_parameters", None)):
-                    reset()
     return model
 
 
