@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import pytest
 
-import fsdp_wrap.tools.planning.fit as fitting
 from fsdp_wrap.tools.planning import Machine, Moment, Place, Plan
 from fsdp_wrap.tools.planning.fit import Fit, fit, parse_bytes
 from fsdp_wrap.tools.planning.presets import PRESETS, preset
+
+fitting = import_module("fsdp_wrap.tools.planning.fit")
 
 GB = 10**9
 MACHINE = Machine(
@@ -105,7 +107,7 @@ def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
         choice = found.choices[0]
         assert choice.fits and choice.peak_bytes <= limit
         assert fitting._need(bent(batch=choice.batch)) == choice.peak_bytes
-        assert choice.batch >= 0.9 * largest(bent, limit)
+        assert largest(bent, limit) - 64 < choice.batch, "a tile less at most"
         assert len(plans.asked) <= 8
 
 

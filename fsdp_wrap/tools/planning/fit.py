@@ -377,7 +377,7 @@ class _Search:
         assert batches is not None
         self._guess(batches[0], length)  # so that the first plans are there
         fits, fails = -1, len(batches)  # indices of batches known to fit, and not to
-        for batch, planned in [(b, plan) for (b, n), plan in self._known.items() if n == length and b]:
+        for batch, planned in [(b, made) for (b, n), made in self._known.items() if n == length and b]:
             index = batches.index(batch)
             if _need(planned) <= self._limit:
                 fits = max(fits, index)
@@ -387,7 +387,7 @@ class _Search:
             if fails - fits == 1:
                 break
             index = self._estimate(batches, length, fits, fails)
-            if look % 2 and fails < len(batches):
+            if look > 2 and look % 2 and fails < len(batches):
                 index = (fits + fails) // 2  # where guesses are bad, halves come to an end
             guessed, need = self._guess(batches[index], length), _need(self._plan(batches[index], length))
             if need > self._limit:
