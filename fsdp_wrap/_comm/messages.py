@@ -246,7 +246,20 @@ def all_reduce_at_once(
 def _exchange(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Any:
     """Starts an all-to-all of even parts, of which those who listen were told as what it stands for."""
     backend: Any = group._get_backend(_CPU)
-    return backend.alltoall_base(received, sent, [], [])
+    return Exchange(backend.alltoall_base(received, sent, [], []), sent)
+
+
+class Exchange:
+    """An all-to-all in flight, with what it sends: it goes when this does, and not in a thread of gloo's.
+
+    Args:
+        work: The process group's.
+        sent: The tensor.
+    """
+
+    def __init__(self, work: Any, sent: torch.Tensor) -> None:
+        self.is_completed, self.wait = work.is_completed, work.wait
+        self._sent = sent
 
 
 class Summed:

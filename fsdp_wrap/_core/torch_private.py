@@ -17,7 +17,6 @@ from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable import replicate_with_fsdp as torch_replicate
@@ -128,7 +127,7 @@ PURPOSES = {
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one dimension of several over which is sharded",
     "torch.distributed.tensor.placement_types._StridedShard": "how shards of distributed parameters lie",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "ends what a plan's meshes have left",
-    "torch._subclasses.fake_tensor.FakeTensor": "tensors by which `DTensor`s ask for shapes, in a plan",
+    "torch._C._get_dispatch_mode": "whether a `DTensor` asks for shapes, by fake tensors, in a plan",
     "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
     "torch._C._autograd._push_saved_tensors_default_hooks": "hooks of saved tensors, in a plan",
     "torch._C._has_storage": "which tensors have memory",
@@ -231,6 +230,11 @@ def clear_sharding_caches() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+
+
+def shapes_are_asked() -> bool:
+    """Whether operators run on fake tensors, by which `DTensor`s ask for shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
