@@ -142,7 +142,7 @@ def main() -> None:
         plan = fsdp_wrap.plan(partial(setup, hosts), options.ranks, device="cuda", machine=H100)
         seconds = time.monotonic() - begin
         print(plan)
-        print(f"\nplanned in {seconds:.0f} s; the process has taken {_most_resident() / 1e9:.1f} GB at most\n")
+        print(f"\nplanned in {seconds:.0f} s; the process took {_most_resident() / 1e9:.1f} GB at most\n")
 
 
 def _most_resident() -> int:

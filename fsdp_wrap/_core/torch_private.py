@@ -229,7 +229,7 @@ def clear_sharding_caches() -> None:
     """Lets `DTensor`s forget what operators gave, and the meshes of it. Late, since the import is slow."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def shapes_are_asked() -> bool:
@@ -244,11 +244,11 @@ push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 def replaced_saved_tensor_hooks(push: Callable[..., None]) -> Iterator[None]:
     """Lets `saved_tensors_hooks` call something else to begin while the context is open."""
     before = torch._C._autograd._push_saved_tensors_default_hooks
-    torch._C._autograd._push_saved_tensors_default_hooks = push  # type: ignore[assignment]
+    torch._C._autograd._push_saved_tensors_default_hooks = push
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks = before  # type: ignore[assignment]
+        torch._C._autograd._push_saved_tensors_default_hooks = before
 
 
 def pipeline_stage() -> Any:

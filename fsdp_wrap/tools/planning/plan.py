@@ -176,6 +176,32 @@ class Plan:
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
 
+    def __str__(self) -> str:
+        """The page that a person reads: at most 80 columns."""
+        return page_of(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the step's memory by kind, and writes it to a file.
+
+        Args:
+            path: Of the file; its ending tells the format, such as ".svg".
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        draw(self, path)
+
+    def compare(self, timeline: Any) -> Comparison:
+        """Sets what was planned beside what a timeline has measured, by unit.
+
+        Args:
+            timeline: What `fsdp_wrap.timeline` gave for steps like the one planned.
+
+        Raises:
+            ValueError: If the timeline is of another number of ranks, or knows none of the units.
+        """
+        return compared(self, timeline)
+
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the plan as JSON, and writes it to a file if one is named."""
         text = json.dumps(dataclasses.asdict(self), indent=1)

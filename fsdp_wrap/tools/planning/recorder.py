@@ -186,7 +186,7 @@ class Recorder:
         self._ledger.kind = kind
 
     def _name(self, owner: Any) -> str:
-        return self.names.get(id(owner), owner.fqn)
+        return self.names.get(id(owner), str(owner.fqn))
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
         self._computing.append((owner, what))

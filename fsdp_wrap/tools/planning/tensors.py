@@ -37,8 +37,8 @@ class PlanningError(ValueError):
 def depends_on_data(what: str) -> PlanningError:
     return PlanningError(
         f"{what} asks for numbers, and a plan has none: what the step does must not depend on them. Leave "
-        "out of step() what reads values, such as loss.item(), print(loss), bool(mask.any()), tensor.tolist(), "
-        "tensor.numpy(), tensor.nonzero(), x[mask], or a gradient scaler"
+        "out of setup() and step() what reads values, such as loss.item(), print(loss), bool(mask.any()), "
+        "tensor.tolist(), tensor.numpy(), tensor.nonzero(), x[mask], or a gradient scaler"
     )
 
 
@@ -76,6 +76,11 @@ class Operators(TorchDispatchMode):
         device = self._device(func, tensors, kwargs)
         if device is None:
             return func(*args, **kwargs)
+        if torch.is_autocast_enabled(device.type):
+            raise PlanningError(
+                f"torch.{name} was called under torch.autocast, which a plan cannot follow: let the model compute "
+                "in another dtype by mixed_precision= or mp_policy=, or leave autocast out of what is planned"
+            )
         planned = [each for each in tensors if each.is_meta]
         if len(planned) < len(tensors):
             self._refuse_foreign(tensors)
@@ -105,8 +110,8 @@ class Operators(TorchDispatchMode):
         for each in tensors:
             if isinstance(each, nn.Parameter) and not each.is_meta and self._ledger.record_of(each) is None:
                 raise PlanningError(
-                    f"setup() uses a parameter of shape {tuple(each.shape)} that was made before plan(), which "
-                    "would spoil it: let setup() build the model itself"
+                    f"setup() uses a parameter of shape {tuple(each.shape)} that was made before plan(), "
+                    "which would spoil it: let setup() build the model itself"
                 )
 
     def _call(self, func: Operator, name: str, args: Any, kwargs: Any) -> Any:
@@ -114,7 +119,7 @@ class Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         except NotImplementedError as error:
             raise PlanningError(
-                f"torch.{name} has no rule for the shape of its result ({error}); leave it out of what is planned"
+                f"torch.{name} has no rule for the shape of its result ({error}); leave it out of the plan"
             ) from error
 
     def _device(
