@@ -225,6 +225,4 @@ def _kept_within(
         )
     if shard.size == reshard_after_forward:
         return None
-    return make_communicator(
-        neighbours(shard, reshard_after_forward), device_of(data.mesh), shared_memory
-    )
+    return make_communicator(neighbours(shard, reshard_after_forward), device_of(data.mesh), shared_memory)

@@ -34,6 +34,12 @@ class Accelerator:
         """Returns the stream on which the caller computes."""
         return torch.accelerator.current_stream(self._device)
 
+    def record_time(self) -> Any:
+        """Returns an event on the current stream that knows when it has happened: see `elapsed`."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
     def new_stream(self, purpose: str) -> torch.Stream:
         """Returns a stream of our own; `purpose` is for messages."""
         return torch.Stream(self._device)

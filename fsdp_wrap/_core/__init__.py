@@ -97,6 +97,7 @@ from fsdp_wrap._core.precision import (
     segment_dtypes,
 )
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
+from fsdp_wrap._core.spans import Computing, Span, SpanKind, step_watchers
 from fsdp_wrap._core.version import __version__
 from fsdp_wrap._core.walks import (
     WRAPPED_ATTR,

@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
+    Computing,
     EventKind,
     NotIdleError,
     Phase,
@@ -32,6 +33,7 @@ from fsdp_wrap._core import (
     map_tensors,
     observers,
     step_in_backward,
+    step_watchers,
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
@@ -150,6 +152,8 @@ class Schedule:
             unit.show_buffers()
         if handle is not None:
             handle.shown.show_leaves()
+        if step_watchers:
+            unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
         return Use(unit, part)
 
     def watch_inputs(self, use: Use, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -212,6 +216,8 @@ class Schedule:
         self.depth -= 1
         unit, handle = use.unit, use.unit.handle
         unit.running -= 1
+        if step_watchers:
+            unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
         if graph_task() != -1:
             return
         if handle is not None and unit.running == 0 and handle.shown.state is Showing.LEAVES:
@@ -336,6 +342,8 @@ class Schedule:
         task = graph_task()
         if use.task != task:
             use.open(task, inputs)
+            if step_watchers:
+                unit.tell_entered(Computing.BACKWARD)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
             prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             if prefetches:
@@ -443,6 +451,8 @@ class Schedule:
             self._take_gradients(unit, Phase.BACKWARD)
             return
         unit.arrivals.end()
+        if step_watchers:
+            unit.tell_left(Computing.BACKWARD)
         if observers:
             emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
@@ -491,7 +501,10 @@ class Schedule:
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and unit.reached):
-            if unit.arrivals.end() and observers:
+            ended = unit.arrivals.end()
+            if ended and step_watchers:
+                unit.tell_left(Computing.BACKWARD)
+            if ended and observers:
                 emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
             unit.end_unsharded(Phase.FINAL_CALLBACK)
         else:

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Collective, UnitCollective
-from fsdp_wrap._core import UNIT_ATTR, EventKind, Phase, check_nbytes, emit, observers
+from fsdp_wrap._core import (
+    UNIT_ATTR,
+    EventKind,
+    Phase,
+    SpanKind,
+    check_nbytes,
+    emit,
+    observers,
+    step_watchers,
+)
 from fsdp_wrap._params import HandleState, JointGather, JointGradients, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.unit import Unit, UnitOptions
@@ -172,7 +181,12 @@ class JointReduction:
         note = plan.note if len(taken) == len(plan.segments) else _noted_reduction(taken)
         note.issue(phase, first.schedule.iteration)
         numbers = [plan.first[unit] + n for unit in taken for n in range(len(plan.segments[unit]))]
-        pending, shard, parts = plan.gradients.reduce(numbers)
+        if step_watchers:
+            nbytes = sum(_reduced_nbytes(_handle_of(unit)) for unit in taken)
+            with first.span(SpanKind.REDUCE, phase, nbytes, tuple(taken)):
+                pending, shard, parts = plan.gradients.reduce(numbers)
+        else:
+            pending, shard, parts = plan.gradients.reduce(numbers)
         self.partial = first.defers
         replicas = None if self.partial else handle.replicas
         self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
@@ -183,7 +197,11 @@ class JointReduction:
     def finish_reduction(self) -> None:
         """Waits for it, and hands on its result; as a unit's."""
         taken = self.taken
-        self.finish()
+        if step_watchers and taken and taken[0].handle is not None:
+            with taken[0].span(SpanKind.AWAIT_REDUCTION, None, units=tuple(taken)):
+                self.finish()
+        else:
+            self.finish()
         for unit in taken[:1]:
             if unit.positions.reductions:
                 unit.positions.reduced()
@@ -260,7 +278,13 @@ class Travel:
         assert unit.schedule is not None
         plan.note.issue(phase, unit.schedule.iteration)
         units = [member.unit for member in plan.members]
-        rides = plan.joint.issue([_handle_of(each).segments for each in units])
+        segments = [_handle_of(each).segments for each in units]
+        if step_watchers:
+            nbytes = sum(_handle_of(each).unsharded_nbytes for each in units)
+            with unit.span(SpanKind.GATHER, phase, nbytes, units):
+                rides = plan.joint.issue(segments)
+        else:
+            rides = plan.joint.issue(segments)
         for each, ride in zip(units, rides):
             each.ride(ride, phase, plan.names)
         return units[1:]
