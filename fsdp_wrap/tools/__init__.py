@@ -1,3 +1,6 @@
 """What shows a training step before it runs and after."""
 
-__all__: list[str] = []
+from fsdp_wrap.tools.memory import explain_memory_errors
+from fsdp_wrap.tools.timeline import Timeline, timeline
+
+__all__ = ["Timeline", "explain_memory_errors", "timeline"]
