@@ -1,9 +1,8 @@
 """What units held when memory ran out: told by the error itself.
 
-Errors in a forward of a unit, in the gathers and reductions of a backward and in what
-`explain_memory_errors` encloses say it. An operator that fails in a backward is the caller's of
-`backward()`: so only
-where that stands in such a context.
+Errors in a unit's forward, and in the gathers and reductions of a backward, say it by themselves, and so does
+whatever `explain_memory_errors` encloses. An operator that fails in a backward is in nobody's hands but those
+of who called `backward()`.
 """
 
 from __future__ import annotations

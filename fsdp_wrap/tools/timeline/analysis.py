@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from fsdp_wrap.tools.timeline.records import AT_MOST, GATHER, RankRecord, Transfer, Wait
 
+_COMPUTES = ("forward", "recompute", "backward")
+_NOTHING = "\0"
+"""Stands for a unit where nothing is computed."""
 LATE_NS = 100_000
 """A rank is late where the others began so much earlier; what is less is how ranks always differ."""
 
@@ -48,6 +52,7 @@ class SplitWait:
         rank: On which rank.
         kind: For which kind of transfer.
         phase: In which that was issued.
+        way: How that travels, as of `Transfer`.
         begin: When, in the clock of rank 0.
         late: Nanoseconds until the last rank had begun.
         transfer: Nanoseconds after that.
@@ -59,6 +64,7 @@ class SplitWait:
     rank: int
     kind: str
     phase: str
+    way: str
     begin: int
     late: int
     transfer: int
@@ -129,6 +135,8 @@ class Analysis:
         units: By name, in the order in which they were first gathered or reduced.
         passes: How many outermost forwards each rank has begun at least.
         pass_ns: Nanoseconds from one to the next, on average; of the whole record where there is one.
+        computed: Of each rank, the nanoseconds that it computed in each unit, without those within; see
+            `own_times`.
     """
 
     def __init__(self, ranks: Sequence[RankRecord]) -> None:
@@ -143,6 +151,7 @@ class Analysis:
             for name, peak in record.peaks.items():
                 unit = self._unit(name)
                 unit.peak = max(unit.peak, peak)
+        self.computed = {record.rank: own_times(record) for record in ranks}
 
     def _unit(self, name: str) -> UnitTimes:
         return self.units.setdefault(name, UnitTimes(name))
@@ -183,7 +192,7 @@ class Analysis:
         late = min(max(0, last - begin), end - begin)
         head = max(0, wait.begin - own.issued)
         return SplitWait(
-            wait.unit, rank, own.kind, own.phase, begin, late, end - begin - late, joint.last, head
+            wait.unit, rank, own.kind, own.phase, own.way, begin, late, end - begin - late, joint.last, head
         )
 
     @property
@@ -191,6 +200,40 @@ class Analysis:
         """All waits of all units."""
         for unit in self.units.values():
             yield from unit.waits
+
+    def slower_in(self, rank: int) -> tuple[str | None, float]:
+        """Returns the unit in which a rank computes most longer than the others; None for outside of all.
+
+        Returns:
+            It, and by how many nanoseconds of a pass, as against the one in the middle of the others.
+        """
+        others = [computed for other, computed in self.computed.items() if other != rank]
+
+        def excess(unit: str | None) -> float:
+            return self.computed[rank][unit] - median(computed[unit] for computed in others)
+
+        units = {*self.computed[rank]}.union(*others)
+        worst = max(units, key=lambda unit: (excess(unit), unit or ""))
+        return worst, excess(worst) / self.passes
+
+
+def own_times(record: RankRecord) -> Counter[str | None]:
+    """Returns how long a rank computed in each unit by itself, in nanoseconds.
+
+    That is without the units within, and without what it waited and issued. Under None stands the time
+    outside of all: the loss, the optimizer, what comes between steps.
+    """
+    times: Counter[str | None] = Counter({None: record.end - record.begin})
+    around: list[tuple[int, str | None]] = []  # when it ends, and who computes in it
+    for each in record.compute:
+        while around and around[-1][0] <= each.begin:
+            around.pop()
+        times[around[-1][1] if around else None] -= each.end - each.begin
+        inner = each.unit if each.what in _COMPUTES else None if each.what == "optimizer" else _NOTHING
+        times[inner] += each.end - each.begin
+        around.append((each.end, inner))
+    del times[_NOTHING]
+    return times
 
 
 def _pass_ns(record: RankRecord) -> float:

@@ -164,7 +164,7 @@ class Assembler:
         track = self.host if self._on_device and awaited is None else self.track
         at = entry.at if track is self.host else self._time(entry)
         opened = track.end(at) if kind or span.kind in _WAITS else None
-        if kind is not None:
+        if kind is not None and span in self._of_span:
             self._transfers[self._of_span[span]].issued = entry.at
             if kind == REDUCE:
                 self._levels.add_gradients(entry.at, span.owners, span.nbytes)

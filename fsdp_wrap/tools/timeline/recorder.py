@@ -93,6 +93,8 @@ class Recorder:
             self.base = perf_counter_ns(), event
 
     def _note(self, mark: Mark, subject: Any, detail: Any = None) -> None:
+        if self._accelerator is not None and self._accelerator.captures:
+            return  # into a graph: its replays tell nothing
         event = None if self._accelerator is None else self._accelerator.record_time()
         self.log.append(Entry(perf_counter_ns(), event, mark, subject, detail))
 

@@ -44,12 +44,35 @@ def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
         f"The computation waits {_ms(waited)} ms of a pass ({share:.0%}): {_ms(late)} ms for late ranks, "
         f"{_ms(waited - late)} ms for transfers."
     )
+    yield from _late_rank(found, waits, len(ranks))
     error = max(record.clock_error for record in ranks)
     if error:
         yield f"The clocks of the hosts are compared to {_ms(error)} ms."
     incomplete = not all(joint.complete for joint in found.joint)
     if incomplete:
         yield "Some ranks' records are missing: waits for those ranks count as transfers. Merge all files."
+
+
+def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:
+    """Names the rank for which the others wait most, if it is worth it, and where it is slower."""
+    held_up: Counter[int] = Counter()
+    for wait in waits:
+        held_up[wait.last] += wait.late
+    if ranks == 1 or not held_up:
+        return
+    rank, total = held_up.most_common(1)[0]
+    each = total / found.passes / (ranks - 1)
+    if each < _least(found):
+        return
+    unit, slower = found.slower_in(rank)
+    where = "outside of the units" if unit is None else f"in `{unit or ROOT}`"
+    because = f": it computes {_ms(slower)} ms longer than they do {where}" if slower > each / 4 else ""
+    yield f"Rank {rank} holds up the others, each by {_ms(each)} ms of a pass{because}."
+
+
+def _least(found: Analysis) -> float:
+    """Returns how many nanoseconds of a pass are worth a sentence."""
+    return max(WORTH_NS, WORTH * found.pass_ns)
 
 
 def _row(unit: UnitTimes, found: Analysis, ranks: int) -> tuple[str, ...]:
@@ -60,7 +83,7 @@ def _row(unit: UnitTimes, found: Analysis, ranks: int) -> tuple[str, ...]:
     nanoseconds = unit.gathers.nanoseconds + unit.reductions.nanoseconds
     nbytes = unit.gathers.nbytes + unit.reductions.nbytes
     bounded = unit.gathers.bounded or unit.reductions.bounded
-    rate = f"{'>=' if bounded else ''}{nbytes / nanoseconds:.2f}" if nanoseconds and nbytes else "-"
+    rate = f"{'>=' if bounded else ''}{nbytes / nanoseconds:.3g}" if nanoseconds and nbytes else "-"
     return (
         unit.unit or ROOT,
         _ms(unit.gathers.nanoseconds / passes),
@@ -97,7 +120,7 @@ def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 def _advice(found: Analysis, ranks: int) -> Iterator[str]:
     """Yields a sentence for each unit that is worth one, those that wait longest first."""
     passes = found.passes * ranks
-    least = max(WORTH_NS, WORTH * found.pass_ns)
+    least = _least(found)
     due = []
     for unit in found.units.values():
         of_kind: dict[tuple[str, str], list[SplitWait]] = defaultdict(list)
@@ -127,19 +150,20 @@ def _sentence(unit: UnitTimes, waits: Sequence[SplitWait], passes: int) -> str:
             f"{what}, {late / total:.0%} of it for rank {rank}, which comes last: give that rank less to do."
         )
     travelled = unit.gathers if gathers else unit.reductions
-    rate = f"{travelled.gigabytes_per_second:.2f} GB/s"
+    rate = f"{travelled.gigabytes_per_second:.3g} GB/s"
+    fewer = "a param dtype of 16 bits, SHARD_GRAD_OP" if gathers else "a reduce dtype of 16 bits, no_sync"
+    if wait.way.startswith("shared memory"):
+        copies = f"which it copies then, at {rate}, from what ranks share"
+        return f"{what}, {copies}: let fewer bytes travel ({fewer})."
     if gathers and sum(each.head for each in waits) < _SOON * total:
         call = "set_modules_to_forward_prefetch" if wait.phase == "forward" else "backward_prefetch"
         return f"{what}, which is asked for when it is needed: prefetch it ({_prefetch(wait.phase, call)})."
     if gathers:
         return (
             f"{what}, though that was prefetched: at {rate} it takes longer than what is computed meanwhile; "
-            "let fewer bytes travel (a param dtype of 16 bits, SHARD_GRAD_OP) or compute more in a pass."
+            f"let fewer bytes travel ({fewer}) or compute more in a pass."
         )
-    return (
-        f"{what} at {rate}: let fewer bytes travel (a reduce dtype of 16 bits) or accumulate gradients "
-        "(no_sync) over several passes."
-    )
+    return f"{what} at {rate}: let fewer bytes travel ({fewer})."
 
 
 def _prefetch(phase: str, call: str) -> str:
