@@ -518,7 +518,7 @@ class Schedule:
             self._make_room()
             self.ending.finish()
         if self._offloading is not None:
-            self._offloading.end_backward()
+            self._offloading.end_backward(self._units)
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
@@ -626,7 +626,7 @@ class Schedule:
         """Waits for the last reduction."""
         self._make_room()
         if self._offloading is not None:
-            self._offloading.end_backward()
+            self._offloading.end_backward(self._units)
         self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
