@@ -37,7 +37,19 @@ from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.replicate import ReplicateModule, replicate
-from fsdp_wrap.tools import HostMemory, Machine, Moment, Place, Plan, PlanningError, UnitPlan, plan
+from fsdp_wrap.tools import (
+    HostMemory,
+    Machine,
+    Moment,
+    Place,
+    Plan,
+    PlanningError,
+    Timeline,
+    UnitPlan,
+    explain_memory_errors,
+    plan,
+    timeline,
+)
 
 __all__ = [
     "BackwardPrefetch",
@@ -74,9 +86,11 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Timeline",
     "UnitPlan",
     "UnshardHandle",
     "clip_grad_norm_",
+    "explain_memory_errors",
     "fully_shard",
     "grad_norms",
     "iter_full_optim_state",
@@ -90,6 +104,7 @@ __all__ = [
     "set_gradients_in_place",
     "set_travel_together_bytes",
     "share_comm_ctx",
+    "timeline",
 ]
 
 # Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.

@@ -17,6 +17,7 @@ from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch.autograd import profiler as torch_profiler
 from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable import replicate_with_fsdp as torch_replicate
@@ -59,6 +60,7 @@ except ImportError:  # a build without NCCL
 
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
+    "torch.autograd.profiler._is_profiler_enabled": "whether ranges of units would be recorded",
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
     "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
