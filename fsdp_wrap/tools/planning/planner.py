@@ -245,6 +245,7 @@ class _Planner:
             gathered_bytes=0 if handle is None else handle.unsharded_nbytes,
             gathers=self._recorder.gathers[name],
             reductions=self._recorder.reductions[name],
+            payload_bytes=self._recorder.payload[name],
             wire_bytes=dict(wire),
             **prediction.of_unit(name),
         )

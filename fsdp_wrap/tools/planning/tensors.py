@@ -78,8 +78,8 @@ class Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.is_autocast_enabled(device.type):
             raise PlanningError(
-                f"torch.{name} was called under torch.autocast, which a plan cannot follow: let the model compute "
-                "in another dtype by mixed_precision= or mp_policy=, or leave autocast out of what is planned"
+                f"torch.{name} was called under torch.autocast, which a plan cannot follow: let the model "
+                "compute in another dtype by mixed_precision= or mp_policy=, or leave autocast out"
             )
         planned = [each for each in tensors if each.is_meta]
         if len(planned) < len(tensors):
