@@ -46,11 +46,14 @@ from fsdp_wrap.tools import (
     Place,
     Plan,
     PlanningError,
+    Timeline,
     UnitPlan,
+    explain_memory_errors,
     fit,
     measure_machine,
     plan,
     preset,
+    timeline,
 )
 
 __all__ = [
@@ -90,9 +93,11 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Timeline",
     "UnitPlan",
     "UnshardHandle",
     "clip_grad_norm_",
+    "explain_memory_errors",
     "fit",
     "fully_shard",
     "grad_norms",
@@ -109,6 +114,7 @@ __all__ = [
     "set_gradients_in_place",
     "set_travel_together_bytes",
     "share_comm_ctx",
+    "timeline",
 ]
 
 # Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.

@@ -41,6 +41,7 @@ from fsdp_wrap._comm.lanes import (
     lane_of,
 )
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh
+from fsdp_wrap._comm.messages import when_completed
 from fsdp_wrap._comm.objects import all_gather_object, as_transport, reduce_scatter_single
 from fsdp_wrap._comm.positions import Collective, Note, Tree, UnitCollective, UnitPositions, positions_of
 from fsdp_wrap._comm.process_group import Communicator

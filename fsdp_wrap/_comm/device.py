@@ -35,7 +35,7 @@ class Accelerator:
         return torch.accelerator.current_stream(self._device)
 
     def record_time(self) -> Any:
-        """Returns an event on the current stream that knows when it has happened: see `elapsed`."""
+        """Returns an event on the current stream that knows when it has happened."""
         event = torch.Event(self._device, enable_timing=True)
         event.record(self.current_stream())
         return event

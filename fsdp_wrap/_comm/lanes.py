@@ -106,7 +106,8 @@ class StreamLane(Lane):
         self._stream.wait_stream(current)
         try:
             with self._stream:
-                begin = self._accelerator.record_time() if step_watchers else None
+                watched = bool(step_watchers) and not self._accelerator.captures
+                begin = self._accelerator.record_time() if watched else None
                 start(False)
                 event = self._stream.record_event()
                 if begin is not None:

@@ -97,7 +97,15 @@ from fsdp_wrap._core.precision import (
     segment_dtypes,
 )
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
-from fsdp_wrap._core.spans import Computing, Span, SpanKind, step_watchers, watching_steps
+from fsdp_wrap._core.spans import (
+    Computing,
+    Span,
+    SpanKind,
+    encloses,
+    follow_profiler,
+    step_watchers,
+    watching_steps,
+)
 from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__
 from fsdp_wrap._core.walks import (
     WRAPPED_ATTR,

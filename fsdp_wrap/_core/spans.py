@@ -6,13 +6,17 @@ nothing is built or called: callers look at `step_watchers` first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from fsdp_wrap._core.events import Phase
+from fsdp_wrap._core.torch_private import torch_profiler
 
 
 class SpanKind(Enum):
@@ -133,3 +137,84 @@ def watching_steps(watcher: StepWatcher) -> Iterator[None]:
         yield
     finally:
         step_watchers.remove(watcher)
+
+
+class _Range(NamedTuple):
+    """A range of `torch.profiler` that is open in a thread.
+
+    Attributes:
+        what: The span, or the unit with what it computes.
+        unit: The unit's name.
+        range: It.
+    """
+
+    what: Any
+    unit: str
+    range: Any
+
+
+class ProfilerRanges:
+    """A `StepWatcher` that shows units as ranges of `torch.profiler`: "fsdp_wrap: backward blocks.3"."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[_Range]] = {}  # by thread
+
+    def _begin(self, what: Any, unit: str, name: str) -> None:
+        opened = torch.profiler.record_function(f"fsdp_wrap: {name} {unit or '(root)'}")
+        opened.__enter__()  # type: ignore[no-untyped-call]
+        self._open.setdefault(get_ident(), []).append(_Range(what, unit, opened))
+
+    def _end(self, what: Any) -> None:
+        """Ends a range, and those within it, if it is open in this thread."""
+        ranges = self._open.get(get_ident(), [])
+        if any(each.what == what for each in ranges):
+            self._end_while(lambda each: each.what != what)
+            ranges.pop().range.__exit__(None, None, None)
+
+    def _end_while(self, unwanted: Callable[[_Range], bool]) -> None:
+        ranges = self._open.get(get_ident(), [])
+        while ranges and unwanted(ranges[-1]):
+            ranges.pop().range.__exit__(None, None, None)
+
+    def begin(self, span: Span) -> None:
+        self._begin(span, span.unit, span.kind.value)
+
+    def end(self, span: Span) -> None:
+        self._end(span)
+
+    def enter(self, owner: Any, unit: str, what: Computing) -> None:
+        if what is Computing.BACKWARD:  # one begins while that before it may not have ended
+            self._end_while(lambda each: not encloses(each.unit, unit) and each.what[1] is what)
+        self._begin((owner, what), unit, what.value)
+
+    def leave(self, owner: Any, unit: str, what: Computing) -> None:
+        self._end((owner, what))
+
+    def hold(self, owner: Any, unit: str, nbytes: int) -> None:
+        return None
+
+    def issued(self, works: Sequence[Any]) -> None:
+        return None
+
+    def on_lane(self, purpose: str, begin: Any, end: Any) -> None:
+        return None
+
+    def close(self) -> None:
+        """Ends what is open in this thread, which a failed backward may have left."""
+        self._end_while(lambda _: True)
+
+
+def encloses(outer: str, inner: str) -> bool:
+    """Whether a unit is around another one, by their names."""
+    return not outer or inner.startswith(f"{outer}.")
+
+
+_ranges = ProfilerRanges()
+
+
+def follow_profiler() -> None:
+    """Shows units as ranges of `torch.profiler` from now on if it is active, and no more if it is not."""
+    active = torch_profiler._is_profiler_enabled
+    if active != (_ranges in step_watchers):
+        _ranges.close()
+        (step_watchers.append if active else step_watchers.remove)(_ranges)

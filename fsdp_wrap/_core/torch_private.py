@@ -17,7 +17,7 @@ from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import profiler as torch_profiler
 from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable import replicate_with_fsdp as torch_replicate
@@ -60,6 +60,7 @@ except ImportError:  # a build without NCCL
 
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
+    "torch.autograd.profiler._is_profiler_enabled": "whether ranges of units would be recorded",
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
     "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
@@ -128,7 +129,7 @@ PURPOSES = {
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one dimension of several over which is sharded",
     "torch.distributed.tensor.placement_types._StridedShard": "how shards of distributed parameters lie",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "ends what a plan's meshes have left",
-    "torch._subclasses.fake_tensor.FakeTensor": "tensors by which `DTensor`s ask for shapes, in a plan",
+    "torch._C._get_dispatch_mode": "whether a `DTensor` asks for shapes, by fake tensors, in a plan",
     "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
     "torch._C._autograd._push_saved_tensors_default_hooks": "hooks of saved tensors, in a plan",
     "torch._C._has_storage": "which tensors have memory",
@@ -230,7 +231,12 @@ def clear_sharding_caches() -> None:
     """Lets `DTensor`s forget what operators gave, and the meshes of it. Late, since the import is slow."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def shapes_are_asked() -> bool:
+    """Whether operators run on fake tensors, by which `DTensor`s ask for shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -240,11 +246,11 @@ push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 def replaced_saved_tensor_hooks(push: Callable[..., None]) -> Iterator[None]:
     """Lets `saved_tensors_hooks` call something else to begin while the context is open."""
     before = torch._C._autograd._push_saved_tensors_default_hooks
-    torch._C._autograd._push_saved_tensors_default_hooks = push  # type: ignore[assignment]
+    torch._C._autograd._push_saved_tensors_default_hooks = push
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks = before  # type: ignore[assignment]
+        torch._C._autograd._push_saved_tensors_default_hooks = before
 
 
 def pipeline_stage() -> Any:

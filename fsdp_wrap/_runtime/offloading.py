@@ -67,11 +67,12 @@ class Offloading:
         self._recall()
         handles = [unit.handle for unit in units if unit.handle is not None]
         if any(each.lends for handle in handles for each in handle.from_host):
-            self._await_copies()
+            self._await_copies(units)
 
-    def _await_copies(self) -> None:
+    def _await_copies(self, units: Iterable[Unit]) -> None:
         if step_watchers:
-            with Span(SpanKind.AWAIT_COPIES, "", None):
+            owners = tuple(units)
+            with Span(SpanKind.AWAIT_COPIES, owners[0].fqn, None, owners):
                 await_copies(self._accelerator)
         else:
             await_copies(self._accelerator)
@@ -101,10 +102,10 @@ class Offloading:
             self._arriving = [each for each in self._arriving if each is not handle]
             self._add(handle)
 
-    def end_backward(self) -> None:
+    def end_backward(self, units: Iterable[Unit]) -> None:
         """Waits, once, for all copies, and adds the gradients to those of the sharded parameters."""
         self._recall()
-        self._await_copies()
+        self._await_copies(units)
         arrived, self._arriving = self._arriving, []
         for handle in arrived:
             self._add(handle)

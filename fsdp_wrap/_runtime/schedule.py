@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -28,8 +28,10 @@ from fsdp_wrap._core import (
     EventKind,
     NotIdleError,
     Phase,
+    Seam,
     check_nbytes,
     emit,
+    follow_profiler,
     map_tensors,
     observers,
     step_in_backward,
@@ -55,6 +57,9 @@ from fsdp_wrap._runtime.travel import JointReduction, Travel, default_bytes
 from fsdp_wrap._runtime.unit import Unit, Use, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools")
+"""Adds to an error, if memory ran out, what the units held."""
 
 
 class Schedule:
@@ -111,6 +116,18 @@ class Schedule:
     def units(self) -> list[Unit]:
         """Those that run in it. The root may have gone before a part that a user keeps."""
         return [unit for unit in self._units if unit.schedule is self and not unit.gone]
+
+    @property
+    def phase(self) -> Phase:
+        """Where in an iteration it is."""
+        if self.depth:
+            return Phase.FORWARD
+        return Phase.BACKWARD if self._backward_open else Phase.IDLE
+
+    def explain(self, error: BaseException) -> None:
+        """Lets an error that is about to leave the runtime tell what the units held, if memory ran out."""
+        if out_of_memory.filled is not None:
+            out_of_memory.filled(error, self.units)
 
     # forward
 
@@ -261,6 +278,7 @@ class Schedule:
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
         self.ending.require_waited("a forward")
+        follow_profiler()
         self._trains = torch.is_grad_enabled()
         for communicator in self._communicators:
             communicator.require_group()  # which a mesh may keep alive when it was destroyed
@@ -338,7 +356,11 @@ class Schedule:
         assert handle is not None
         if handle.bulky and (self._reducing or self._prefetching_later):
             self._make_room(options.most_reducing - 1)
-        self._unshard_again(use)
+        try:
+            self._unshard_again(use)
+        except (RuntimeError, MemoryError) as error:
+            self.explain(error)
+            raise
         task = graph_task()
         if use.task != task:
             use.open(task, inputs)
@@ -496,7 +518,7 @@ class Schedule:
             self._make_room()
             self.ending.finish()
         if self._offloading is not None:
-            self._offloading.end_backward()
+            self._offloading.end_backward(self._units)
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
@@ -604,7 +626,7 @@ class Schedule:
         """Waits for the last reduction."""
         self._make_room()
         if self._offloading is not None:
-            self._offloading.end_backward()
+            self._offloading.end_backward(self._units)
         self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
@@ -667,9 +689,13 @@ class Schedule:
             handle.accumulate_gradients()
             return
         alone = handle.travelling_nbytes > self._travel.most or phase is Phase.IDLE
-        if alone or not self._travel.take(unit):
-            unit.reduce(phase)
-            self._reducing.append(unit)
+        try:
+            if alone or not self._travel.take(unit):
+                unit.reduce(phase)
+                self._reducing.append(unit)
+        except (RuntimeError, MemoryError) as error:
+            self.explain(error)
+            raise
         waiting = self._travel.waiting
         if waiting is not None and not waiting.missing:
             self._send_waiting(phase, in_flight)

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
+from fsdp_wrap.tools.fitting.fit import Fit, fit, parse_bytes
+from fsdp_wrap.tools.machines.presets import PRESETS, preset
 from fsdp_wrap.tools.planning import Machine, Moment, Place, Plan
-from fsdp_wrap.tools.planning.fit import Fit, fit, parse_bytes
-from fsdp_wrap.tools.planning.presets import PRESETS, preset
 
-fitting = import_module("fsdp_wrap.tools.planning.fit")
+fitting = import_module("fsdp_wrap.tools.fitting.fit")
 
 GB = 10**9
 MACHINE = Machine(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Watch, make_communicator, positions_of, ranks_in
-from fsdp_wrap.tools.planning.machines import measure_link
+from fsdp_wrap.tools.machines import measure_link
 
 _LIMIT = 60.0  # seconds for all of it
 _NOTICED = 5.0  # seconds in which the end of a rank must be seen

@@ -54,7 +54,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from fsdp_wrap.tools.planning import parse_bytes
+    from fsdp_wrap.tools.fitting import parse_bytes
 
     if options.vary and not options.fit:
         raise ValueError("--vary is for --fit: pass both")
@@ -126,7 +126,7 @@ def _verdict(ranks: int, need: int, limit: int) -> str:
 
 
 def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any]) -> int:
-    from fsdp_wrap.tools.planning import fit
+    from fsdp_wrap.tools.fitting import fit
 
     vary = dict(_varied(text) for text in options.vary) or None
     with errors_of(_file_of(options), "fitting"):
@@ -151,7 +151,8 @@ def _value(text: str) -> Any:
 
 
 def _machine(options: argparse.Namespace) -> Any:
-    from fsdp_wrap.tools.planning import Machine, measure_machine, preset
+    from fsdp_wrap.tools.machines import measure_machine, preset
+    from fsdp_wrap.tools.planning import Machine
 
     name = options.machine
     if name is None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_wrap._core.torch_private import push_saved_tensor_hooks, replaced_saved_tensor_hooks
+from fsdp_wrap.tools.planning.kernels import KERNELS
 from fsdp_wrap.tools.planning.ledger import Ledger, Record
 from fsdp_wrap.tools.planning.tensors import CPU, META, Operators, complete, depends_on_data
 
@@ -29,15 +30,15 @@ class Answers(TorchFunctionMode):
     """
 
     def __init__(self, ledger: Ledger, operators: Operators) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ledger, self._operators = ledger, operators
         self._twins: dict[FunctionType, FunctionType] = {}
         self._running: set[FunctionType] = set()
         self._answers: dict[Any, Callable[..., Any]] = {
-            torch.Tensor.device.__get__: lambda record, tensor: record.device,
-            torch.Tensor.is_meta.__get__: lambda record, tensor: False,
-            torch.Tensor.is_cpu.__get__: lambda record, tensor: record.device.type == "cpu",
-            torch.Tensor.is_cuda.__get__: lambda record, tensor: record.device.type == "cuda",
+            _getter("device"): lambda record, tensor: record.device,
+            _getter("is_meta"): lambda record, tensor: False,
+            _getter("is_cpu"): lambda record, tensor: record.device.type == "cpu",
+            _getter("is_cuda"): lambda record, tensor: record.device.type == "cuda",
             torch.Tensor.get_device: lambda record, tensor: -1 if record.device.type == "cpu" else 0,
             torch.Tensor.data_ptr: _begin,
             torch.Tensor.is_pinned: lambda record, tensor, *_: record.pinned,
@@ -58,6 +59,10 @@ class Answers(TorchFunctionMode):
             return func(*args, **kwargs) if record is None else answer(record, *args, **kwargs)
         if func in self._moves:
             return self._move(func, args, kwargs)
+        if func in KERNELS:
+            record = self._record_of(args[0] if args else kwargs["query"])
+            done = None if record is None else KERNELS[func](record.device.type, *args, **kwargs)
+            return func(*args, **kwargs) if done is None else done
         if isinstance(func, FunctionType):
             return self._call(func, args, kwargs)
         if isinstance(getattr(func, "__self__", None), FunctionMeta):
@@ -130,9 +135,7 @@ class Answers(TorchFunctionMode):
             return tensor.to(*args, **({} if wanted is None else {"device": wanted}), **kwargs)
         record, device = self._record_of(tensor), complete(torch.device(wanted))
         if tensor.is_meta and record is None:
-            raise NotImplementedError(
-                "Cannot copy out of meta tensor; no data! Use to_empty() instead"
-            )
+            raise NotImplementedError("Cannot copy out of meta tensor; no data! Use to_empty() instead")
         if not tensor.is_meta and device.type == "cpu":
             return tensor.to(*args, **kwargs)
         apart = record is not None and record.device != device
@@ -150,6 +153,11 @@ class Answers(TorchFunctionMode):
         return twin
 
 
+def _getter(name: str) -> Any:
+    """Returns what torch tells us was called where an attribute of a tensor is read."""
+    return getattr(torch.Tensor, name).__get__
+
+
 def _nobody(*_: Any) -> bool:
     return False
 
@@ -158,7 +166,7 @@ def _begin(record: Record, tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return record.address + local.storage_offset() * local.element_size()
+    return record.address + int(local.storage_offset()) * local.element_size()
 
 
 def _refuse(what: str) -> Callable[..., Any]:

@@ -7,9 +7,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fsdp_wrap.tools.planning.comparison import Comparison, compared
 from fsdp_wrap.tools.planning.machine import Machine
+from fsdp_wrap.tools.planning.page import page_of
+from fsdp_wrap.tools.planning.picture import draw
+
+if TYPE_CHECKING:
+    from fsdp_wrap.tools.timeline import Timeline
 
 KINDS = (
     "shards",
@@ -81,6 +87,7 @@ class UnitPlan:
         gathered_bytes: Bytes of its full parameters as it computes with them.
         gathers: How often they are gathered in a step.
         reductions: How often its gradients are reduced in a step.
+        payload_bytes: Bytes of the full buffers that are gathered and reduced for it in a step.
         wire_bytes: Bytes that this rank receives for it in a step, by kind of collective.
         compute_seconds: Predicted seconds in which it computes; None without a machine.
         communication_seconds: Predicted seconds in which its collectives run; None without a machine.
@@ -93,6 +100,7 @@ class UnitPlan:
     gathered_bytes: int
     gathers: int
     reductions: int
+    payload_bytes: int
     wire_bytes: Mapping[str, int]
     compute_seconds: float | None = None
     communication_seconds: float | None = None
@@ -175,6 +183,32 @@ class Plan:
     compute_seconds: float | None = None
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
+
+    def __str__(self) -> str:
+        """The page that a person reads: at most 80 columns."""
+        return page_of(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the step's memory by kind, and writes it to a file.
+
+        Args:
+            path: Of the file; its ending tells the format, such as ".svg".
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        draw(self, path)
+
+    def compare(self, timeline: Timeline) -> Comparison:
+        """Sets what was planned beside what a timeline has measured, by unit.
+
+        Args:
+            timeline: What `fsdp_wrap.timeline` gave for steps like the one planned.
+
+        Raises:
+            ValueError: If the timeline is of other units, of more ranks, or has no record of the plan's rank.
+        """
+        return compared(self, timeline)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the plan as JSON, and writes it to a file if one is named."""

@@ -49,14 +49,14 @@ def plan(
     two steps: by the second the optimizer has its state. Nothing is allocated, and neither the device nor
     other ranks need be there. What is planned is what the runtime does, since it is the runtime that runs.
 
-    The step must not depend on numbers: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention by
-    `scaled_dot_product_attention` is taken to be computed in parts wherever it can be. `torch.autocast` and
-    `torch.compile` are not followed.
+    The step must not depend on numbers: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention
+    by `scaled_dot_product_attention` is taken to be computed in parts wherever it can be. `torch.compile` is
+    not followed, and `torch.autocast` refused.
 
     Args:
-        setup: Builds the model (under `torch.device("meta")` or not), wraps it by `FullyShardedDataParallel`
-            or `fully_shard`, makes the optimizer, and returns (model, optimizer, step); `step()` makes a batch
-            and trains on it once. Several optimizers come in a list. It may make meshes and process groups.
+        setup: Builds the model (under `torch.device("meta")` or not), shards it by `fully_shard` or
+            `FullyShardedDataParallel`, makes the optimizer, and returns (model, optimizer, step); `step()`
+            makes a batch and trains on it once. Several optimizers come in a list. It may make meshes.
         ranks: How many ranks train, up to 16,384.
         device: Type of the device on which the model computes: "cpu" or "cuda". Setup names it as it would.
         machine: On what time is predicted; None for no prediction.
@@ -245,6 +245,7 @@ class _Planner:
             gathered_bytes=0 if handle is None else handle.unsharded_nbytes,
             gathers=self._recorder.gathers[name],
             reductions=self._recorder.reductions[name],
+            payload_bytes=self._recorder.payload[name],
             wire_bytes=dict(wire),
             **prediction.of_unit(name),
         )
@@ -279,7 +280,8 @@ def _taken_apart(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(
-                f"the optimizer that setup() returns must be a torch.optim.Optimizer, not {type(each).__name__}"
+                "the optimizer that setup() returns must be a torch.optim.Optimizer, not "
+                f"{type(each).__name__}"
             )
     if not callable(step):
         raise TypeError(f"the step that setup() returns must be a function, not {type(step).__name__}")

@@ -89,8 +89,9 @@ def predicted(entries: Iterable[Work | Wait], places: Sequence[Place], machine: 
             continue
         end = max(now, free[entry.lane], done.get(entry.ticket, 0.0)) + seconds
         free[entry.lane] = done[entry.ticket] = end
-        for unit in () if entry.collective is None else entry.collective.units:
-            runs[unit] += seconds / len(entry.collective.units)
+        units = () if entry.collective is None else entry.collective.units
+        for unit in units:
+            runs[unit] += seconds / len(units)
     end = max(now, *free.values())
     return Prediction(
         end,

@@ -145,6 +145,7 @@ class Recorder:
         collectives: Those that were issued.
         gathers: How often each unit was gathered.
         reductions: How often each unit's gradients were reduced.
+        payload: Bytes of the full buffers that were gathered and reduced for each unit.
         flops: Floating-point operations in all.
     """
 
@@ -164,6 +165,7 @@ class Recorder:
         self.collectives: list[Collective] = []
         self.gathers: Counter[str] = Counter()
         self.reductions: Counter[str] = Counter()
+        self.payload: Counter[str] = Counter()
         self.flops = 0
         self._messages: list[Collective] = []
 
@@ -186,7 +188,7 @@ class Recorder:
         self._ledger.kind = kind
 
     def _name(self, owner: Any) -> str:
-        return self.names.get(id(owner), owner.fqn)
+        return self.names.get(id(owner), str(owner.fqn))
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
         self._computing.append((owner, what))
@@ -220,6 +222,10 @@ class Recorder:
             messages, self._messages = self._messages, []
             size, received = len(messages[0].ranks), sum(each.received for each in messages)
             self._issue(replace(messages[0], received=received, nbytes=received * size // (size - 1)))
+        if span.kind in _MESSAGES:
+            sizes = {self._name(owner): owner.handle.unsharded_nbytes for owner in span.owners}
+            for name, nbytes in sizes.items():
+                self.payload[name] += span.nbytes * nbytes // (sum(sizes.values()) or 1)
         self._spans = [each for each in self._spans if each[0] is not span]
         self._follow()
 

@@ -18,15 +18,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_wrap._core.torch_private import FakeTensor, pytree
+from fsdp_wrap._core.torch_private import pytree, shapes_are_asked
 from fsdp_wrap.tools.planning.ledger import Ledger
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 _MOST_KNOWN = 1 << 20
 """Bytes of tensors whose numbers are kept."""
-
-_FLASH, _MATH = 1, 0  # as torch numbers ways to compute attention
 
 Operator = Any
 """An overload of torch's operators."""
@@ -39,8 +37,8 @@ class PlanningError(ValueError):
 def depends_on_data(what: str) -> PlanningError:
     return PlanningError(
         f"{what} asks for numbers, and a plan has none: what the step does must not depend on them. Leave "
-        "out of step() what reads values, such as loss.item(), print(loss), bool(mask.any()), tensor.tolist(), "
-        "tensor.numpy(), tensor.nonzero(), x[mask], or a gradient scaler"
+        "out of setup() and step() what reads values, such as loss.item(), print(loss), bool(mask.any()), "
+        "tensor.tolist(), tensor.numpy(), tensor.nonzero(), x[mask], or a gradient scaler"
     )
 
 
@@ -65,8 +63,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, FakeTensor) for each in types):
-            return func(*args, **(kwargs or {}))  # by which `DTensor`s ask for shapes
+        if shapes_are_asked():
+            return func(*args, **(kwargs or {}))
         if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
             return NotImplemented  # tensors made of others: they call operators for these
         with torch._C.DisableTorchFunction():
@@ -78,6 +76,11 @@ class Operators(TorchDispatchMode):
         device = self._device(func, tensors, kwargs)
         if device is None:
             return func(*args, **kwargs)
+        if torch.is_autocast_enabled(device.type):
+            raise PlanningError(
+                f"torch.{name} was called under torch.autocast, which a plan cannot follow: let the model "
+                "compute in another dtype by mixed_precision= or mp_policy=, or leave autocast out"
+            )
         planned = [each for each in tensors if each.is_meta]
         if len(planned) < len(tensors):
             self._refuse_foreign(tensors)
@@ -90,8 +93,6 @@ class Operators(TorchDispatchMode):
         written = _written(func, args, kwargs)
         if any(not each.is_meta for each in written):
             return self._spoil(written)
-        if name == "_fused_sdp_choice":
-            return _attention(args, kwargs)
         if len(planned) < len(tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
         if "device" in kwargs:
@@ -109,8 +110,8 @@ class Operators(TorchDispatchMode):
         for each in tensors:
             if isinstance(each, nn.Parameter) and not each.is_meta and self._ledger.record_of(each) is None:
                 raise PlanningError(
-                    f"setup() uses a parameter of shape {tuple(each.shape)} that was made before plan(), which "
-                    "would spoil it: let setup() build the model itself"
+                    f"setup() uses a parameter of shape {tuple(each.shape)} that was made before plan(), "
+                    "which would spoil it: let setup() build the model itself"
                 )
 
     def _call(self, func: Operator, name: str, args: Any, kwargs: Any) -> Any:
@@ -118,7 +119,7 @@ class Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         except NotImplementedError as error:
             raise PlanningError(
-                f"torch.{name} has no rule for the shape of its result ({error}); leave it out of what is planned"
+                f"torch.{name} has no rule for the shape of its result ({error}); leave it out of the plan"
             ) from error
 
     def _device(
@@ -230,14 +231,6 @@ def _written(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 def _keeps_numbers(tensor: torch.Tensor) -> bool:
     plain = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 1
     return plain and tensor.nbytes <= _MOST_KNOWN
-
-
-def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Chooses how attention is computed: in parts wherever that is possible."""
-    query = args[0]
-    fits = query.dim() == 4 and query.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    return _FLASH if fits and mask is None else _MATH
 
 
 def complete(device: torch.device) -> torch.device:

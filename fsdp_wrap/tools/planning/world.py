@@ -69,7 +69,7 @@ class PlannedAccelerator(Accelerator):
 
 
 def _make_group(common: Any, options: Any) -> Any:
-    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from fsdp_wrap.tools.planning.machine import Machine
+from fsdp_wrap.tools.planning import Machine
 
 _TERA, _GIGA = 10**12, 10**9
 _DTYPES = ("float64", "float32", "bfloat16", "float16")

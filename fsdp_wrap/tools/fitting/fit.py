@@ -18,10 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap.tools.planning.machine import Machine
-from fsdp_wrap.tools.planning.plan import Plan
-from fsdp_wrap.tools.planning.planner import plan
-from fsdp_wrap.tools.planning.variants import STANDARD
+from fsdp_wrap.tools.fitting.variants import STANDARD
+from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.progress import Bar, shown
 
 Values = Mapping[str, Any]

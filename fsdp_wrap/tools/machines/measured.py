@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Communicator, all_gather_object, make_communicator, neighbours, ranks_in
-from fsdp_wrap.tools.planning.machine import Machine
+from fsdp_wrap.tools.planning import Machine
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FIRST_WIDTH, _LAST_WIDTH = 128, 8192  # of matrices; the largest is the first that takes long enough
