@@ -139,10 +139,10 @@ def attention(*, batch, length, ranks=8, offload="none", accumulation=1):
 def test_of_many_lengths_three_are_planned_and_every_answer_is_right():
     lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
     found, plans = fitted(
-        attention, takes_all, device_memory=16 * GB, vary={"length": lengths}, machine=MACHINE
+        attention, takes_all, device_memory=3 * GB, vary={"length": lengths}, machine=MACHINE
     )
     assert {choice.values["length"]: choice.batch for choice in found.choices} == {
-        length: largest(attention, 16 * GB, length=length) for length in lengths
+        length: largest(attention, 3 * GB, length=length) for length in lengths
     }
     assert len(plans.asked) == 2 * 3 + len(lengths)
 

@@ -146,17 +146,17 @@ def _backends() -> Iterator[Finding]:
     backends = [name for name in ("gloo", "nccl", "xccl", "ucc", "mpi") if dist.is_backend_available(name)]
     yield Finding(part, "backends", ", ".join(backends) or "none")
     if "nccl" in backends and torch.cuda.is_available():
-        yield Finding(part, "nccl", ".".join(map(str, torch.cuda.nccl.version())))
+        nccl: Any = torch.cuda.nccl
+        yield Finding(part, "nccl", ".".join(map(str, nccl.version())))
 
 
 def _accelerators() -> Iterator[Finding]:
     part = "accelerators"
-    built = torch.version.cuda or torch.version.hip
     if not torch.accelerator.is_available():
-        told = (
-            f"none; this torch is built for {'CUDA ' + built if torch.version.cuda else built or 'the CPU'}"
-        )
-        yield Finding(part, "found", f"{told}. Models train on the CPU, over gloo")
+        versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        built = [f"{name} {version}" for name, version in versions.items() if version] or ["the CPU"]
+        told = f"none; this torch is built for {built[0]}. Models train on the CPU, over gloo"
+        yield Finding(part, "found", told)
         return
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
@@ -175,7 +175,8 @@ def _packages() -> Iterator[Finding]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding(part, name, f"not installed ({purpose})")
+            needed = "ranks cannot save: pip install 'fsdp-wrap[checkpoint]'" if name == "numpy" else ""
+            yield Finding(part, name, f"not installed ({purpose})", needed)
             continue
         asked = wanted.get(name)
         fits = asked is None or asked.specifier.contains(version, prereleases=True)

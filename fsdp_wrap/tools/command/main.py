@@ -56,7 +56,7 @@ def _status_of(error: Exception) -> int:
 
 
 def _told(error: Exception) -> str:
-    if isinstance(error, (ValueError, TypeError, RuntimeError, OSError, ImportError)):
+    if isinstance(error, (ValueError, TypeError, RuntimeError, OSError, ImportError, UsersError)):
         return str(error)
     return f"{type(error).__name__}: {error}; --traceback shows where"
 

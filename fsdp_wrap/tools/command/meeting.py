@@ -102,8 +102,10 @@ def _take_part(rank: int, port: int) -> Meeting:
     before = _open_descriptors()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=_LIMIT / 2))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        limit = timedelta(seconds=_LIMIT / 2)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=limit
+        )
         ranks = ranks_in(dist.group.WORLD)
         communicator = make_communicator(ranks, torch.device("cpu"))
         link = measure_link(communicator, seconds=0.1)

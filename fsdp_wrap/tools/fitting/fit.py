@@ -11,7 +11,7 @@ import inspect
 import itertools
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -323,7 +323,8 @@ class _Search:
     def choices(self, bar: Bar) -> Iterator[Choice]:
         """Yields the answer for each length."""
         self._bar = bar
-        for length in self._lengths or [None]:
+        lengths: list[int | None] = [*self._lengths] or [None]
+        for length in lengths:
             values = self._values if length is None else {**self._values, _LENGTH: length}
             try:
                 yield self._choice(length, values)
@@ -400,8 +401,8 @@ class _Search:
     def _estimate(self, batches: Sequence[int], length: int | None, fits: int, fails: int) -> int:
         """Returns the index of the batch to plan next, between one that fits and one that does not."""
         between = range(fits + 1, fails)
-        count = bisect_right(between, self._limit, key=lambda index: self._guess(batches[index], length))
-        return between[max(count - 1, 0)]
+        too_much = bisect_left(between, True, key=lambda i: self._guess(batches[i], length) > self._limit)
+        return between[max(too_much - 1, 0)]
 
     def _guess(self, batch: int, length: int | None) -> float:
         """Returns the bytes that a batch and a length need, as far as the plans that were made tell."""
@@ -416,7 +417,8 @@ class _Search:
         if len({places for places, _ in needs}) > 1:  # not the same step: only the peaks compare
             needs = [((), [float(_need(plan))]) for plan in plans.values()]
         columns = zip(*(numbers for _, numbers in needs))
-        return max(sum(w * n for w, n in zip(weights.values(), column)) for column in columns)
+        needed = [sum(weight * n for weight, n in zip(weights.values(), column)) for column in columns]
+        return float(max(needed))
 
     def _basis(self, length: int | None) -> tuple[list[int], list[int | None]]:
         """Returns the batches and lengths of the plans from which others are guessed.

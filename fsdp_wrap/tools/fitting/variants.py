@@ -64,8 +64,8 @@ def shard_as(
 ) -> nn.Module:
     """Shards a model as words say: what a `setup` may call that takes them from `fit`.
 
-    Parameters on the meta device get memory. The wrapper gives them values by `reset_parameters`, as it always
-    does; with `fully_shard` initialise or load them afterwards. A plan needs no values.
+    Parameters on the meta device get memory. The wrapper gives them values by `reset_parameters`, as it
+    always does; with `fully_shard` initialise or load them afterwards. A plan needs no values.
 
     Args:
         model: The model.
@@ -141,7 +141,8 @@ def step_of(
         for part in range(accumulation):
             is_last = part == accumulation - 1
             with _reducing(model, is_last or sync == "every"):
-                (loss() / accumulation).backward()
+                part_of_loss: Any = loss() / accumulation
+                part_of_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -130,7 +130,8 @@ def _agreed(communicator: Communicator, clock: _Clock, once: Callable[[], object
     once()
     first = max(communicator.all_gather_object(clock.timed(once)))
     times = max(3, min(50, int(clock.seconds / max(first, 1e-9))))
-    return max(communicator.all_gather_object(statistics.median(clock.timed(once) for _ in range(times))))
+    median = statistics.median(clock.timed(once) for _ in range(times))
+    return float(max(communicator.all_gather_object(median)))
 
 
 def _links(
