@@ -126,7 +126,7 @@ def test_fit_varies_what_the_setup_takes(file, capsys):
         ("plan {tmp}/text.txt:setup", "is no Python file: its name must end in .py"),
         ("plan {file}:other", "has no function 'other'; it has setup, reads, fails, returns_one, needs"),
         ("plan {file}:fails", "failed in line 26: KeyError: 'depth'"),
-        ("plan {file}:needs", "setup() needs a value for 'depth'"),
+        ("plan {file}:needs", "needs() needs a value for 'depth'"),
         ("plan {file}:returns_one", "setup"),
         ("plan {file}:reads", "failed in line 22: PlanningError: "),
         ("plan {tmp}/broken.py:setup", "failed in line 2: ZeroDivisionError: division by zero"),

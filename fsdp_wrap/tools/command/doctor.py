@@ -23,6 +23,7 @@ from packaging.version import Version
 
 from fsdp_wrap._core import NEWEST_TORCH, OLDEST_TORCH, __version__
 from fsdp_wrap.tools.command.meeting import Meeting, meet
+from fsdp_wrap.tools.progress import shown
 
 _FEW_DESCRIPTORS = 1024
 _SETTINGS = ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -66,7 +67,10 @@ def add_command(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     findings = [*_versions(), *_machine(), *_backends(), *_accelerators(), *_packages()]
     if not options.alone and dist.is_available() and dist.is_gloo_available():
-        findings += _ranks(meet())
+        with shown() as bar:
+            bar.begins("two ranks meet")
+            met = meet()
+        findings += _ranks(met)
     if options.json:
         print(json.dumps([asdict(each) for each in findings], indent=1))
     else:

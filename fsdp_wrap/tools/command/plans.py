@@ -92,7 +92,8 @@ def _plan(
         if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
     ]
     if needed:
-        raise ValueError(f"setup() needs a value for {needed[0]!r}: give it a default, or vary it with --fit")
+        name, missing = options.setup.rpartition(":")[2], repr(needed[0])
+        raise ValueError(f"{name}() needs a value for {missing}: give it a default, or vary it with --fit")
     plans = []
     with shown(len(options.ranks)) as bar:
         for ranks in options.ranks:
@@ -158,7 +159,9 @@ def _machine(options: argparse.Namespace) -> Any:
     if name is None:
         return None
     if name == _MEASURED:
-        return measure_machine(options.device)
+        with shown() as bar:
+            bar.begins("measuring this machine")
+            return measure_machine(options.device)
     path = Path(name)
     if path.suffix == ".json" or path.is_file():
         try:
