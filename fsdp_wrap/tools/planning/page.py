@@ -46,7 +46,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         held = size(host.offloaded), size(host.pinned), size(host.peak)
         yield "  on the host: {} held ({} pinned), {} at most".format(*held)
     if host.checkpoint:
-        yield f"  an asynchronous checkpoint holds {size(host.checkpoint)} of the host's memory meanwhile"
+        yield f"  an asynchronous checkpoint holds {size(host.checkpoint)} of the host's memory meanwhile,"
+        yield f"  a full state dict {size(host.loading)}"
 
 
 def _wire(plan: Plan) -> Iterator[str]:

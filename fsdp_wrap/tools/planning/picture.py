@@ -38,9 +38,11 @@ def draw(plan: Plan, path: str | Path) -> None:
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots()
     kinds = [kind for kind in _COLORS if any(kind in moment.bytes_by_kind for moment in plan.moments)]
-    held = [[moment.bytes_by_kind.get(kind, 0) / 1e9 for moment in plan.moments] for kind in kinds]
-    timed = plan.predicted_seconds is not None
-    at = [(moment.begin or 0.0) * 1e3 if timed else index for index, moment in enumerate(plan.moments)]
+    moments, end = [*plan.moments, *plan.moments[-1:]], plan.predicted_seconds  # the last until the end
+    held = [[moment.bytes_by_kind.get(kind, 0) / 1e9 for moment in moments] for kind in kinds]
+    at = [float(index) for index in range(len(moments))]
+    if end is not None:
+        at = [1e3 * (moment.begin or 0.0) for moment in plan.moments] + [1e3 * end]
     axes.stackplot(at, held, labels=kinds, colors=[_COLORS[kind] for kind in kinds], step="post")
     axes.axhline(plan.peak_bytes / 1e9, color="black", linewidth=0.6, linestyle=":")
     axes.annotate(
@@ -50,10 +52,12 @@ def draw(plan: Plan, path: str | Path) -> None:
         textcoords="offset points",
         fontsize=9,
     )
-    axes.set(ylabel="GB", xlabel="predicted milliseconds" if timed else "places in the step")
+    axes.set(ylabel="GB", xlabel="places in the step" if end is None else "predicted milliseconds")
     axes.set_ylim(0, plan.peak_bytes / 1e9 * 1.1)
     axes.set_title(f"Memory of rank {plan.rank} of {plan.ranks} on {plan.device}", fontsize=11)
-    axes.legend(*(each[::-1] for each in axes.get_legend_handles_labels()), loc="upper right", fontsize=8)
+    figure.legend(
+        *(each[::-1] for each in axes.get_legend_handles_labels()), loc="outside right upper", fontsize=8
+    )
     with matplotlib.rc_context({"svg.hashsalt": "fsdp_wrap", "svg.fonttype": "none"}):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)

@@ -115,7 +115,7 @@ class HostMemory:
         offloaded: Tensors that lie there from step to step: shards, gradients and optimizer state.
         pinned: Those of them that the device copies by itself.
         peak: The most that tensors take there in a step.
-        loading: The most that loading a sharded checkpoint takes beyond that.
+        loading: What the model's full values take where a full state dict is read before it is loaded.
         checkpoint: What an asynchronous save of model and optimizer holds meanwhile.
     """
 

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_wrap._comm import watching_buffers
 from fsdp_wrap._core import watching_steps
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
-from fsdp_wrap._params import held_by_this_rank
+from fsdp_wrap._params import Layout, held_by_this_rank
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap.tools.planning import ledger as kinds
 from fsdp_wrap.tools.planning.answers import Answers
@@ -22,6 +22,7 @@ from fsdp_wrap.tools.planning.ledger import History, Ledger
 from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.plan import HostMemory, Moment, Plan, UnitPlan
 from fsdp_wrap.tools.planning.prediction import Prediction, predicted
+from fsdp_wrap.tools.planning.recalled import gathered_bytes, remember
 from fsdp_wrap.tools.planning.recorder import OPTIMIZER, STEP, Recorder
 from fsdp_wrap.tools.planning.tensors import Operators, PlanningError
 from fsdp_wrap.tools.planning.world import world_of
@@ -95,7 +96,7 @@ def plan(
                 planner.build(setup)
                 first = planner.run()
                 second = planner.run()
-            return planner.tell(first, second, ranks, rank, machine)
+            return remember(planner.tell(first, second, ranks, rank, machine))
         finally:
             planner.forget()
             clear_sharding_caches()  # of meshes of this world
@@ -252,10 +253,12 @@ class _Planner:
 
     def _share(self, name: str, units: Sequence[str]) -> float:
         """Returns a unit's part of what travels for several."""
-        sizes = {each: _gathered_bytes(self._units[each]) for each in units if each in self._units}
+        sizes = {each: gathered_bytes(self._units[each]) for each in units if each in self._units}
         return sizes.get(name, 0) / (sum(sizes.values()) or 1)
 
     def _host(self, history: History) -> HostMemory:
+        handles = [unit.handle for unit in self._units.values() if unit.handle is not None]
+        layouts = [layout for handle in handles for layout in handle.layouts]
         live = [record for record in self._ledger.live if self._ledger.on_host(record)]
         state = [
             record for record in self._ledger.live if record.kind in (kinds.SHARDS, kinds.OPTIMIZER_STATE)
@@ -264,6 +267,7 @@ class _Planner:
             offloaded=sum(record.nbytes for record in live),
             pinned=sum(record.nbytes for record in live if record.pinned),
             peak=history.peak.nbytes,
+            loading=sum(_full_bytes(layout) for layout in layouts),
             checkpoint=sum(record.nbytes for record in state),
         )
 
@@ -298,8 +302,8 @@ def _parameters_of(unit: Unit) -> int:
     return sum(extent.shape.numel() for layout in layouts for extent in layout.extents)
 
 
-def _gathered_bytes(unit: Unit) -> int:
-    return 0 if unit.handle is None else unit.handle.unsharded_nbytes
+def _full_bytes(layout: Layout) -> int:
+    return layout.dtype.itemsize * sum(extent.shape.numel() for extent in layout.extents)
 
 
 def _told(held: dict[str, int]) -> dict[str, int]:

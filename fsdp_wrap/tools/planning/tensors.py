@@ -118,6 +118,8 @@ class Operators(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
+            if "nonzero" in str(error):  # x[mask]
+                raise depends_on_data(f"torch.{name}") from error
             raise PlanningError(
                 f"torch.{name} has no rule for the shape of its result ({error}); leave it out of the plan"
             ) from error
