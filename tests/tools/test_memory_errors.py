@@ -11,7 +11,7 @@ from torch import nn
 from bed import ranks
 from fronts import each_front, shard
 from fsdp_wrap import explain_memory_errors
-from fsdp_wrap._comm import Buffer, Communicator
+from fsdp_wrap._params import JointGather, JointGradients, ParamHandle
 from fsdp_wrap.tools.memory import is_for_memory, planned_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -44,10 +44,10 @@ class Layer(nn.Module):
         return y if self.then is None else self.then(y)
 
 
-def _model(front):
+def _model(front, **options):
     plain = [Layer() for _ in range(3)]
     layers = nn.Sequential(*plain)
-    return shard(front, layers, ModuleWrapPolicy({Layer})), plain
+    return shard(front, layers, ModuleWrapPolicy({Layer}), **options), plain
 
 
 def _lines(error):
@@ -81,20 +81,33 @@ def test_forwards_tell(rank, world_size, front):
 @each_front
 @ranks(2)
 def test_backwards_tell(rank, world_size, front):
-    (model, _), x = _model(front), torch.randn(2, WIDTH)
+    (model, _), x = _model(front, travel_together_bytes=0), torch.randn(2, WIDTH)
     model(x).sum().backward()
-    exhausted = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    for where, patched in (
-        ("in a backward", mock.patch.object(Communicator, "empty", side_effect=exhausted)),
-        ("in ", mock.patch.object(Buffer, "allocate", side_effect=exhausted)),
-    ):
+    for owner, verb in ((ParamHandle, "gather"), (ParamHandle, "start_reduction")):
+        exhausted = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         output = model(x).sum()
-        with patched, pytest.raises(torch.OutOfMemoryError) as error:
+        with mock.patch.object(owner, verb, side_effect=exhausted):
+            with pytest.raises(torch.OutOfMemoryError) as error:
+                output.backward()
+        assert error.value is exhausted
+        first, head, whole, *_ = _lines(error)
+        assert first == "CUDA out of memory. Tried to allocate 2 GiB"
+        assert head == f"The units of the model held then (rank {rank}, in a backward):"
+        assert "of shards" in whole
+    model(x).sum().backward()
+
+
+@each_front
+@ranks(2)
+def test_what_travels_together_tells(rank, world_size, front):
+    (model, _), x = _model(front), torch.randn(2, WIDTH)
+    for _ in range(2):
+        model(x).sum().backward()
+    for owner, verb in ((JointGather, "issue"), (JointGradients, "reduce")):
+        output = model(x).sum()
+        with mock.patch.object(owner, verb, side_effect=MemoryError), pytest.raises(MemoryError) as error:
             output.backward()
-        lines = _lines(error)
-        assert lines[0] == "CUDA out of memory. Tried to allocate 2 GiB"
-        assert lines[1].startswith(f"The units of the model held then (rank {rank}, {where}")
-        exhausted.args = lines[:1]
+        assert _lines(error)[1].startswith(f"The units of the model held then (rank {rank}, in ")
     model(x).sum().backward()
 
 
