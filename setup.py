@@ -33,6 +33,7 @@ setup(
         "dev": [*TEST, "ruff", "mypy"],
         "clients": CLIENTS,
         "benchmarks": ["matplotlib"],
+        "tools": ["matplotlib"],
         "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
     },

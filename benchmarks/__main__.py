@@ -30,6 +30,7 @@ SCRIPTS = (
     "accumulation",
     "counts",
     "compression",
+    "recording",
     "gpu",
 )
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -709,7 +709,11 @@ class Schedule:
         """
         if self._reducing:
             self._make_room(in_flight)
-        sent = self._travel.send(phase)
+        try:
+            sent = self._travel.send(phase)
+        except (RuntimeError, MemoryError) as error:
+            self.explain(error)
+            raise
         if sent is not None:
             self._reducing.append(sent)
 

@@ -160,9 +160,9 @@ def test_a_slow_rank_is_named(rank, world_size, memory):
     named = next(line for line in report.splitlines() if line.startswith("Rank "))
     assert named.startswith("Rank 1 holds up the others") and "in `blocks.1`" in named
     waited = float(named.split("each by ")[1].split(" ms")[0])
-    assert 40 < waited < 90
-    advice = [line for line in report.splitlines() if "for rank 1, which comes last" in line]
-    assert advice and not any("for rank 0" in line for line in report.splitlines())
+    assert waited > 40
+    longest = next(line for line in report.splitlines() if line.startswith(("`", "The root")))
+    assert "for rank 1, which comes last" in longest
 
 
 class _SlowMessages:
@@ -197,12 +197,12 @@ def test_a_slow_link_is_no_slow_rank(rank, world_size):
                 dist.barrier()
                 step()
     report = recorded.report()
-    lines = [line for line in report.splitlines() if line.startswith(("`", "The root"))]
-    assert lines and not any("comes last" in line for line in lines)
-    assert any("`blocks.0` waits" in line and "prefetch it" in line for line in lines)
+    gathers = [line for line in report.splitlines() if "for its gather" in line]
+    assert gathers and not any("comes last" in line for line in gathers)
+    assert any("`blocks.0` waits" in line and "prefetch it" in line for line in gathers)
     head = report.splitlines()[1]
     late, transfers = (float(head.split(before)[1].split(" ms")[0]) for before in (": ", "late ranks, "))
-    assert transfers > 50 > 5 * late
+    assert transfers > 60 and transfers > 2 * late
 
 
 @ranks(2)
