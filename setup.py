@@ -3,7 +3,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-VERSION = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_core" / "version.py"))["__version__"]
+VERSIONS = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_core" / "version.py"))
 
 SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
@@ -20,18 +20,20 @@ CLIENTS = [
 
 setup(
     name="fsdp-wrap",
-    version=VERSION,
+    version=VERSIONS["__version__"],
     description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
     license="BSD-3-Clause",
     packages=find_packages(include=["fsdp_wrap", "fsdp_wrap.*"]),
     package_data={"fsdp_wrap": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.11,<3", "tqdm", "packaging"],
+    install_requires=[f"torch>={VERSIONS['OLDEST_TORCH']},<3", "tqdm", "packaging"],
+    entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
     extras_require={
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
         "clients": CLIENTS,
         "benchmarks": ["matplotlib"],
+        "tools": ["matplotlib"],
         "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
         "elastic": ["torchft>=0.2"],

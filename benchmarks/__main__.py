@@ -35,6 +35,7 @@ SCRIPTS = (
     "compression",
     "weights",
     "small_states",
+    "recording",
     "gpu",
 )
 DOCS = Path(__file__).resolve().parents[1] / "docs"

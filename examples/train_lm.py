@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm
     torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm --resume --steps 2400
+    python examples/train_lm.py --plan 64
+    torchrun --nproc-per-node 2 examples/train_lm.py --steps 10 --timeline runs/seen
 
 Under torchrun's elastic agent it resumes by itself, at whatever number of ranks came back (docs/elastic.md):
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,7 @@ from lm.data import Corpus, Share
 from lm.launch import RunError, World
 from lm.model import GPT
 from lm.options import Options, parse
+from lm.seeing import Recording, Unread, print_plan
 from tqdm import tqdm
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -47,7 +50,7 @@ class Run:
     """A model in training, with what it learns from. Each method is called by every rank."""
 
     options: Options
-    corpus: Corpus
+    corpus: Corpus | Unread
     world: World
     share: Share
     model: FSDP = field(init=False)
@@ -60,13 +63,13 @@ class Run:
         self.model = FSDP(module, auto_wrap_policy=NameWrapPolicy(self.options.wrap), device_id=device_id)
         self.optimizer = make_optimizer(self.options, self.model, self.world)
 
-    def train_step(self, step: int) -> float:
+    def train_step(self, step: int) -> torch.Tensor:
         """Update the parameters once.
 
         The data depend on the step and the global batch, whatever the number of ranks; the learning rate on
         the step alone. Returns this rank's part of the loss.
         """
-        total = 0.0
+        total = torch.zeros((), device=self.world.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.options)
         key = f"seed {self.options.seed} step {step}"
@@ -75,7 +78,7 @@ class Run:
             with nullcontext() if part == self.share.forwards else self.model.no_sync():
                 loss = self._loss(*batch)[:count].sum() * self.share.scale
                 loss.backward()
-            total += loss.item()
+            total += loss.detach()
         self.model.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -84,6 +87,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the held-out windows, in nats per byte, the same on every rank."""
+        assert isinstance(self.corpus, Corpus)
         count, context = self.options.eval_windows, self.options.context
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for start in range(0, count, EVAL_BATCH * self.world.size):
@@ -147,13 +151,15 @@ def learning_rate(step: int, options: Options) -> float:
 def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
     """Steps from `first_step` on, with evaluations and checkpoints between; returns tokens per second."""
     options, world = run.options, run.world
+    recording = Recording(options.timeline, world)
     tokens = run.share.global_batch * options.context
     todo = range(first_step, options.steps + 1)
     bar = tqdm(todo, initial=first_step - 1, total=options.steps, unit="step", disable=not world.is_first)
     seconds, shown = 0.0, {}
     for done, step in enumerate(bar, 1):
         started = time.perf_counter()
-        loss = run.train_step(step)
+        with recording.step(run.model, is_last=step == options.steps):
+            loss = run.train_step(step).item()
         seconds += time.perf_counter() - started
         if step % options.eval_every == 0 and step < options.steps:
             shown["val"] = f"{run.evaluate():.3f}"
@@ -189,8 +195,16 @@ def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
     }
 
 
+def planned(options: Options, world: World) -> tuple[FSDP, torch.optim.Optimizer, Callable[[], object]]:
+    """What `fsdp_wrap.plan` runs: this very run, on text without values."""
+    run = Run(options, Unread(), world)
+    return run.model, run.optimizer, lambda: run.train_step(1)
+
+
 def main() -> None:
     options, corpus = parse()
+    if options.plan is not None:
+        return print_plan(options.plan, lambda world: planned(options, world))
     world = launch.start()
     try:
         report = work(options, corpus, world)

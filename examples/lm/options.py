@@ -41,6 +41,8 @@ class Options:
     resume: bool
     elastic: bool
     global_batch: int | None
+    plan: int | None
+    timeline: Path | None
 
     @property
     def model(self) -> GPTConfig:
@@ -129,6 +131,17 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--resume", action="store_true", help="from the latest complete checkpoint")
     group.add_argument(
         "--elastic", action="store_true", help="resume if there is a checkpoint, begin if not; any ranks"
+    )
+    group.add_argument(
+        "--plan",
+        type=_at_least(1),
+        nargs="?",
+        const=0,
+        metavar="RANKS",
+        help="print what a step of so many ranks will need, and end; torchrun's number if left out",
+    )
+    group.add_argument(
+        "--timeline", type=Path, metavar="DIR", help="record three steps: trace, report, picture"
     )
 
 

@@ -7,17 +7,19 @@ Must never know: parameters, units, and why something travels.
 """
 
 from fsdp_wrap._comm.agreement import Agreement
-from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer
+from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer, resize_watchers, tell_resized, watching_buffers
 from fsdp_wrap._comm.device import (
     Accelerator,
     accelerator_of,
     check_present,
     device_of,
     device_type_for,
+    planning_for,
     resolve_device,
 )
 from fsdp_wrap._comm.group_memory import GroupMemory, SymmetricMemory, registered_memory, symmetric_memory
 from fsdp_wrap._comm.groups import (
+    PLANNED,
     Ranks,
     default_group,
     default_mesh,
@@ -42,6 +44,7 @@ from fsdp_wrap._comm.lanes import (
     lane_of,
 )
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh
+from fsdp_wrap._comm.messages import when_completed
 from fsdp_wrap._comm.objects import all_gather_object, as_transport, reduce_scatter_single
 from fsdp_wrap._comm.positions import Collective, Note, Tree, UnitCollective, UnitPositions, positions_of
 from fsdp_wrap._comm.process_group import Communicator, destroyed

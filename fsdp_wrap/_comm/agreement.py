@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from fsdp_wrap._comm.groups import CARRY_NOTHING
 from fsdp_wrap._core.torch_private import default_store
 
 
@@ -24,8 +25,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Where there are no other ranks to agree with there may be no store either.
-        fake = dist.get_backend(group) == "fake"
-        self.store = None if fake else default_store()
+        self.store = None if dist.get_backend(group) in CARRY_NOTHING else default_store()
         self._rank = dist.get_rank()
         self._told: set[str] = set()
         self.name = ""

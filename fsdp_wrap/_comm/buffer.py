@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
+
+resize_watchers: list[Callable[[torch.UntypedStorage], None]] = []
+"""Who is told when memory of a buffer has come or gone; while it is empty, nothing is called."""
+
+
+def tell_resized(storage: torch.UntypedStorage) -> None:
+    """Tells who watches that memory has come or gone."""
+    for watcher in tuple(resize_watchers):
+        watcher(storage)
+
+
+@contextmanager
+def watching_buffers(watcher: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Calls `watcher` with every storage whose memory comes or goes while the context is open."""
+    resize_watchers.append(watcher)
+    try:
+        yield
+    finally:
+        resize_watchers.remove(watcher)
 
 
 class Buffer:
@@ -44,6 +66,8 @@ class Buffer:
         """Gets memory, with undefined content."""
         if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
+            if resize_watchers:
+                tell_resized(self._storage)
 
     def free(self) -> bool:
         """Gives the memory back; returns False where it cannot go, as `resizable` tells."""
@@ -51,6 +75,8 @@ class Buffer:
             return False
         if self._storage.nbytes():
             self._storage.resize_(0)
+            if resize_watchers:
+                tell_resized(self._storage)
         return True
 
     def keep_alone(self) -> None:

@@ -34,6 +34,12 @@ class Accelerator:
         """Returns the stream on which the caller computes."""
         return torch.accelerator.current_stream(self._device)
 
+    def record_time(self) -> Any:
+        """Returns an event on the current stream that knows when it has happened."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
     def new_stream(self, purpose: str) -> torch.Stream:
         """Returns a stream of our own; `purpose` is for messages."""
         return torch.Stream(self._device)
@@ -89,10 +95,13 @@ class Accelerator:
 
 _real = lru_cache(Accelerator)
 _simulated: Callable[[], Accelerator | None] | None = None
+_planned: tuple[str, Accelerator | None] | None = None
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Returns the accelerator that a device is; None for the CPU, save where one is simulated there."""
+    if _planned is not None:
+        return None if device.type == "cpu" else _planned[1]
     if device.type != "cpu":
         return _real(device)
     return None if _simulated is None else _simulated()
@@ -111,6 +120,22 @@ def simulating(simulated: Callable[[], Accelerator | None]) -> Iterator[None]:
         yield
     finally:
         _simulated = before
+
+
+@contextmanager
+def planning_for(device_type: str, accelerator: Accelerator | None) -> Iterator[None]:
+    """Lets one device be there, and no other accelerator, while the context is open.
+
+    Args:
+        device_type: Its type; "cpu" for none but the CPU.
+        accelerator: What stands for it; None for the CPU.
+    """
+    global _planned
+    before, _planned = _planned, (device_type, accelerator)
+    try:
+        yield
+    finally:
+        _planned = before
 
 
 def resolve_device(
@@ -186,7 +211,7 @@ def check_present(device: torch.device, argument: str) -> None:
         ValueError: If it is not there.
     """
     there = _accelerator_type()
-    count = torch.accelerator.device_count() if device.type == there != "cpu" else 0
+    count = _device_count() if device.type == there != "cpu" else 0
     if device.type == "cpu" or (count and (device.index is None or device.index < count)):
         return
     if there == "cpu":
@@ -215,10 +240,16 @@ def _complete(device: torch.device) -> torch.device:
         return torch.device("cpu")  # "cpu:0" compares unequal to what tensors report
     if device.index is not None:
         return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    return torch.device(device.type, 0 if _planned else torch.accelerator.current_device_index())
+
+
+def _device_count() -> int:
+    return 1 if _planned else torch.accelerator.device_count()
 
 
 def _accelerator_type() -> str:
+    if _planned is not None:
+        return _planned[0]
     # Without the check it is the one that torch was compiled for, also where there is none.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.buffer import Buffer
+from fsdp_wrap._comm.buffer import Buffer, resize_watchers, tell_resized
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 from fsdp_wrap._comm.groups import once_for
 from fsdp_wrap._core import UnfitBackendError
@@ -55,6 +55,8 @@ class PooledBuffer(Buffer):
         if self._storage.nbytes() != self.nbytes:
             with self._memory.allocating():
                 self._storage.resize_(self.nbytes)
+            if resize_watchers:
+                tell_resized(self._storage)
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | None:

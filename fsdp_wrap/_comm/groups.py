@@ -20,6 +20,12 @@ from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, all_group
 
 _Made = TypeVar("_Made")
 
+PLANNED = "planned"
+"""The backend of a group that carries nothing, and stands for the one that its device would have."""
+
+CARRY_NOTHING = ("fake", PLANNED)
+"""The backends of groups that carry nothing."""
+
 
 @dataclass(frozen=True)
 class Ranks:

@@ -19,6 +19,7 @@ import torch
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 from fsdp_wrap._comm.watching.monitor import monitor_of
 from fsdp_wrap._comm.watching.watch import Watch
+from fsdp_wrap._core import step_watchers
 
 
 class Pending(Protocol):
@@ -107,14 +108,24 @@ class StreamLane(Lane):
         self._stream.wait_stream(current)
         try:
             with self._stream:
+                watched = bool(step_watchers) and not self._accelerator.captures
+                begin = self._accelerator.record_time() if watched else None
                 start(False)
                 event = self._stream.record_event()
+                if begin is not None:
+                    self._tell(begin)
         except BaseException:
             current.wait_stream(self._stream)  # a part of it may run
             raise
         if watch is not None and not self._accelerator.captures:
             self._monitor.note(event, self._purpose, watch)
         return _EventPending(event, self._accelerator, start)
+
+    def _tell(self, begin: Any) -> None:
+        """Tells who watches what was issued since a timing event."""
+        end = self._accelerator.record_time()
+        for watcher in tuple(step_watchers):
+            watcher.on_lane(self._purpose, begin, end)
 
     def follow(self, other: StreamLane) -> None:
         """Lets what is issued here, and `finish`, come after what was issued in another lane."""
@@ -202,6 +213,7 @@ class FromHost:
 
     Attributes:
         lends: Whether copies read the tensor itself, which must not be written to before they are done.
+        nbytes: What travels each time.
     """
 
     def __init__(
@@ -209,6 +221,7 @@ class FromHost:
     ) -> None:
         self._accelerator, self._values, self._dtype, self._allocate = accelerator, values, dtype, allocate
         self.lends = values.dtype == dtype
+        self.nbytes = values.numel() * dtype.itemsize
         self._cast: torch.Tensor | None = None
         self._ahead: tuple[torch.Tensor, Pending] | None = None
         self._used: torch.Tensor | None = None

@@ -132,10 +132,22 @@ class Messages:
         self._ended = False
         self._failure: str | None = None
         self._thread: threading.Thread | None = None
+        self._note: Callable[[], object] = lambda: None
 
     def is_completed(self) -> bool:
         """Whether there is nothing left to wait for: all have come, or one has failed."""
         return self._ended
+
+    def when_completed(self, note: Callable[[], object]) -> bool:
+        """Lets the thread that waits begin now, and call `note` when all have come; returns True."""
+        self._note = note
+        self._begin_to_wait()
+        return True
+
+    def _begin_to_wait(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
+            self._thread.start()
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Waits until all have come.
@@ -146,9 +158,8 @@ class Messages:
         Raises:
             RuntimeError: If that takes longer, or one has failed, then also when called again.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
-            self._thread.start()
+        self._begin_to_wait()
+        assert self._thread is not None
         while not self._ended:
             self._thread.join(1.0 if limit is None else limit.total_seconds())
             if not self._thread.is_alive():
@@ -167,6 +178,7 @@ class Messages:
             for peer, work in self._works:
                 self._awaited = peer
                 work.wait()
+            self._note()
         except RuntimeError as error:
             self._failure = str(error)
 
@@ -246,7 +258,20 @@ def all_reduce_at_once(
 def _exchange(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Any:
     """Starts an all-to-all of even parts, of which those who listen were told as what it stands for."""
     backend: Any = group._get_backend(_CPU)
-    return backend.alltoall_base(received, sent, [], [])
+    return Exchange(backend.alltoall_base(received, sent, [], []), sent)
+
+
+class Exchange:
+    """An all-to-all in flight, with what it sends: it goes when this does, and not in a thread of gloo's.
+
+    Args:
+        work: The process group's.
+        sent: The tensor.
+    """
+
+    def __init__(self, work: Any, sent: torch.Tensor) -> None:
+        self.is_completed, self.wait = work.is_completed, work.wait
+        self._sent = sent
 
 
 class Summed:
@@ -270,6 +295,10 @@ class Summed:
         completed: bool = self._work.is_completed()
         return completed
 
+    def when_completed(self, note: Callable[[], object]) -> bool:
+        """As the function of this name, for what the process group does."""
+        return when_completed(self._work, note)
+
     def wait(self, limit: timedelta = _NO_LIMIT) -> None:
         """Waits until all have come, and combines them.
 
@@ -283,6 +312,25 @@ class Summed:
         if self._rows is not None:
             combine(self._rows.unbind(), self._target, self._operation)
             self._rows = None
+
+
+def when_completed(work: Any, note: Callable[[], object]) -> bool:
+    """Calls `note` once, in whatever thread, when what was issued is complete.
+
+    Args:
+        work: What a `GroupCommunicator` has got for it: a process group's, or one of the above.
+        note: Called with nothing.
+
+    Returns:
+        Whether it will be called: works of some collectives, gloo's reduce-scatter among them, do not tell.
+    """
+    if isinstance(work, (Messages, Summed)):
+        return work.when_completed(note)
+    try:
+        work.get_future().add_done_callback(lambda _: note())
+    except (RuntimeError, NotImplementedError, AttributeError):  # a stand-in for a work may lack the method
+        return False
+    return True
 
 
 class ExchangeCommunicator(GroupCommunicator):

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from fsdp_wrap._comm.agreement import Agreement
+from fsdp_wrap._comm.groups import CARRY_NOTHING
 from fsdp_wrap._core import Phase
 from fsdp_wrap._core.torch_private import default_store
 
@@ -207,7 +208,7 @@ class _Job:
         self._directory = _directory()
         self._word = secrets.token_hex(8)
         # There are no other ranks to show anything, or they are threads, which share what a process locks.
-        self._enabled = dist.get_backend() not in ("fake", "threaded")
+        self._enabled = dist.get_backend() not in (*CARRY_NOTHING, "threaded")
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPositions]
         self._groups = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()

@@ -31,6 +31,7 @@ from fsdp_wrap._comm.objects import (
 )
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 from fsdp_wrap._comm.watching.watch import InFlight, Watch, Works, WorksWithoutLimit
+from fsdp_wrap._core import step_watchers
 
 Tensors = list[torch.Tensor]
 Fill = Callable[[], object]
@@ -346,6 +347,8 @@ class GroupCommunicator(Communicator):
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
+        for watcher in tuple(step_watchers) if step_watchers else ():
+            watcher.issued(works)
         return in_flight(self._watch, works)
 
     def _compare(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.groups import PLANNED, Ranks
 from fsdp_wrap._comm.messages import ExchangeCommunicator
 from fsdp_wrap._comm.positions import positions_of
 from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, SoloCommunicator
@@ -58,10 +58,12 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
         return AbsentCommunicator(ranks, device)
     agreement = positions_of(ranks.group).agreement
     agreement.require("versions", _versions(), _SAME_VERSIONS)
-    if device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(ranks.group).split(","):
+    backends = dist.get_backend_config(ranks.group).split(",")
+    planned = f"cpu:{PLANNED}" in backends
+    if device.type != "cpu" or not (planned or "cpu:gloo" in backends):
         return GroupCommunicator(ranks, device)
     least = _least_exchanged(ranks.size)
-    shares = _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory
+    shares = _setting(_SHARED_MEMORY, "0", "1") != "0" and shared_memory and not planned
     agreement.require("environment variables", _settings(), _SAME_ENVIRONMENT)
     settings = [*_settings(), f"shared_memory={shared_memory}"]
     make = shared_memory_between.filled if shares else None

@@ -101,7 +101,16 @@ from fsdp_wrap._core.precision import (
 )
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
 from fsdp_wrap._core.sizes import nbytes_of
-from fsdp_wrap._core.version import __version__
+from fsdp_wrap._core.spans import (
+    Computing,
+    Span,
+    SpanKind,
+    encloses,
+    follow_profiler,
+    step_watchers,
+    watching_steps,
+)
+from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__
 from fsdp_wrap._core.walks import (
     WRAPPED_ATTR,
     Place,

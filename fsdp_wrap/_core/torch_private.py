@@ -7,6 +7,8 @@ looks for each by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch._C._distributed_c10d import (
 )
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch.autograd import profiler as torch_profiler
 from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable import replicate_with_fsdp as torch_replicate
@@ -64,6 +67,7 @@ except ImportError:  # a build without NCCL
 
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
+    "torch.autograd.profiler._is_profiler_enabled": "whether ranges of units would be recorded",
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
     "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
@@ -131,6 +135,11 @@ PURPOSES = {
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of shards of distributed parameters",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one dimension of several over which is sharded",
     "torch.distributed.tensor.placement_types._StridedShard": "how shards of distributed parameters lie",
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": "ends what a plan's meshes have left",
+    "torch._C._get_dispatch_mode": "whether a `DTensor` asks for shapes, by fake tensors, in a plan",
+    "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
+    "torch._C._autograd._push_saved_tensors_default_hooks": "hooks of saved tensors, in a plan",
+    "torch._C._has_storage": "which tensors have memory",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
     "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
     "torch.distributed._composable.replicate_with_fsdp": "the names of `replicate`, which `compat` rebinds",
@@ -223,6 +232,32 @@ def trace_rules() -> Any:
     from torch._dynamo import trace_rules as rules
 
     return rules
+
+
+def clear_sharding_caches() -> None:
+    """Lets `DTensor`s forget what operators gave, and the meshes of it. Late, since the import is slow."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def shapes_are_asked() -> bool:
+    """Whether operators run on fake tensors, by which `DTensor`s ask for shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+
+
+@contextmanager
+def replaced_saved_tensor_hooks(push: Callable[..., None]) -> Iterator[None]:
+    """Lets `saved_tensors_hooks` call something else to begin while the context is open."""
+    before = torch._C._autograd._push_saved_tensors_default_hooks
+    torch._C._autograd._push_saved_tensors_default_hooks = push
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks = before
 
 
 def pipeline_stage() -> Any:

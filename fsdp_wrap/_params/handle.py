@@ -576,6 +576,17 @@ class ParamHandle:
             if each.trainable or each.gradients.collected or each.gradients.partial is not None
         ]
 
+    def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
+        """Returns the names of the dtypes in which parameters travel, or gradients; for who watches."""
+        found = [each.gradients.travels_in if reduced else each.dtypes.param for each in self.segments]
+        return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in found))
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the gradients that a reduction takes."""
+        segments = self.reduced_segments()
+        return sum(each.layout.numel * each.gradients.travels_in.itemsize for each in segments)
+
     def reduces_just(self, expected: Sequence[Segment], dtype: torch.dtype) -> bool:
         """Whether just these segments take part in a reduction, to which all contribute in one dtype."""
         segments = self.reduced_segments()

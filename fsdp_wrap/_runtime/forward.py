@@ -71,6 +71,9 @@ def run_forward(
                 output, tensors = _without_parameters(handle, output)
                 schedule.post_forward(use, tensors, nodes)
         return output
+    except (RuntimeError, MemoryError) as error:
+        own.explain(error)
+        raise
     finally:
         for schedule, use, _ in uses:
             schedule.exit_forward(use)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_wrap._comm import Accelerator, await_arrivals, await_copies
+from fsdp_wrap._core import Span, SpanKind, step_watchers
 from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
@@ -37,7 +38,7 @@ class Offloading:
         which takes as much memory, and is the user's to choose.
         """
         handle = None if unit is None else unit.handle
-        if handle is None or handle is self._ahead or handle.communicator.size == 1:
+        if unit is None or handle is None or handle is self._ahead or handle.communicator.size == 1:
             return
         if handle.state is not HandleState.SHARDED or handle.kept is not None or handle.without_values:
             return
@@ -46,6 +47,13 @@ class Offloading:
         self._recall()
         handle.look()  # or the gather would find that the values have changed
         self._ahead = handle
+        if step_watchers:
+            with unit.span(SpanKind.SEND_AHEAD, None, sum(part.nbytes for part in handle.from_host)):
+                self._send(handle)
+        else:
+            self._send(handle)
+
+    def _send(self, handle: ParamHandle) -> None:
         for each in handle.from_host:
             each.send_ahead(handle.communicator.empty)
 
@@ -59,6 +67,14 @@ class Offloading:
         self._recall()
         handles = [unit.handle for unit in units if unit.handle is not None]
         if any(each.lends for handle in handles for each in handle.from_host):
+            self._await_copies(units)
+
+    def _await_copies(self, units: Iterable[Unit]) -> None:
+        if step_watchers:
+            owners = tuple(units)
+            with Span(SpanKind.AWAIT_COPIES, owners[0].fqn, None, owners):
+                await_copies(self._accelerator)
+        else:
             await_copies(self._accelerator)
 
     # gradients
@@ -98,10 +114,10 @@ class Offloading:
         for layout in () if unit.handle is None else unit.handle.layouts:
             layout.add_arrived()
 
-    def end_backward(self) -> None:
+    def end_backward(self, units: Iterable[Unit]) -> None:
         """Waits, once, for all copies, and adds the gradients to those of the sharded parameters."""
         self._recall()
-        await_copies(self._accelerator)
+        self._await_copies(units)
         arrived, self._arriving = self._arriving, []
         for unit in arrived:
             for layout in () if unit.handle is None else unit.handle.layouts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -24,14 +24,18 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
+    Computing,
     EventKind,
     NotIdleError,
     Phase,
+    Seam,
     check_nbytes,
     emit,
+    follow_profiler,
     map_tensors,
     observers,
     step_in_backward,
+    step_watchers,
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
@@ -53,6 +57,9 @@ from fsdp_wrap._runtime.travel import JointReduction, Travel, default_bytes
 from fsdp_wrap._runtime.unit import Unit, Use, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools")
+"""Adds to an error, if memory ran out, what the units held."""
 
 
 class Schedule:
@@ -111,6 +118,18 @@ class Schedule:
         """Those that run in it. The root may have gone before a part that a user keeps."""
         return [unit for unit in self._units if unit.schedule is self and not unit.gone]
 
+    @property
+    def phase(self) -> Phase:
+        """Where in an iteration it is."""
+        if self.depth:
+            return Phase.FORWARD
+        return Phase.BACKWARD if self._backward_open else Phase.IDLE
+
+    def explain(self, error: BaseException) -> None:
+        """Lets an error that is about to leave the runtime tell what the units held, if memory ran out."""
+        if out_of_memory.filled is not None:
+            out_of_memory.filled(error, self.units)
+
     # forward
 
     def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> Use:
@@ -154,6 +173,8 @@ class Schedule:
             unit.show_buffers()
         if handle is not None:
             handle.shown.show_leaves()
+        if step_watchers:
+            unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
         return Use(unit, part)
 
     def watch_inputs(self, use: Use, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -216,6 +237,8 @@ class Schedule:
         self.depth -= 1
         unit, handle = use.unit, use.unit.handle
         unit.running -= 1
+        if step_watchers:
+            unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
         if graph_task() != -1:
             return
         if handle is not None and unit.running == 0 and handle.shown.state is Showing.LEAVES:
@@ -259,6 +282,7 @@ class Schedule:
     def _begin_iteration(self) -> None:
         """Starts from a clean state, whatever the last forward or backward left."""
         self.ending.require_waited("a forward")
+        follow_profiler()
         self._trains = torch.is_grad_enabled()
         for communicator in self._communicators:
             communicator.require_group()  # which a mesh may keep alive when it was destroyed
@@ -338,10 +362,16 @@ class Schedule:
             # With gradients in place memory counts more than what may run beside the first of them.
             if handle.bulky or (options.gradients_in_place and handle.sizeable):
                 self._make_room(options.most_reducing - 1)
-        self._unshard_again(use)
+        try:
+            self._unshard_again(use)
+        except (RuntimeError, MemoryError) as error:
+            self.explain(error)
+            raise
         task = graph_task()
         if use.task != task:
             use.open(task, inputs)
+            if step_watchers:
+                unit.tell_entered(Computing.BACKWARD)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
             prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             if prefetches:
@@ -451,6 +481,8 @@ class Schedule:
             self._take_gradients(unit, Phase.BACKWARD)
             return
         unit.arrivals.end()
+        if step_watchers:
+            unit.tell_left(Computing.BACKWARD)
         if observers:
             emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
@@ -495,14 +527,17 @@ class Schedule:
             self._make_room()
             self.ending.finish()
         if self._offloading is not None:
-            self._offloading.end_backward()
+            self._offloading.end_backward(self._units)
         if self.ending.automatic:
             self._updates.finish(self._units)
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and unit.reached):
-            if unit.arrivals.end() and observers:
+            ended = unit.arrivals.end()
+            if ended and step_watchers:
+                unit.tell_left(Computing.BACKWARD)
+            if ended and observers:
                 emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
             unit.end_unsharded(Phase.FINAL_CALLBACK)
         else:
@@ -603,7 +638,7 @@ class Schedule:
         """Waits for the last reduction."""
         self._make_room()
         if self._offloading is not None:
-            self._offloading.end_backward()
+            self._offloading.end_backward(self._units)
         self._updates.finish(self._units)
         self.ending.finish()
 
@@ -667,11 +702,15 @@ class Schedule:
             handle.accumulate_gradients()
             return
         alone = handle.travelling_nbytes > self._travel.most or phase is Phase.IDLE
-        if alone or not self._travel.take(unit):
-            if self._updates.reduced:
-                self._updates.between_collectives()
-            unit.reduce(phase)
-            self._reducing.append(unit)
+        try:
+            if alone or not self._travel.take(unit):
+                if self._updates.reduced:
+                    self._updates.between_collectives()
+                unit.reduce(phase)
+                self._reducing.append(unit)
+        except (RuntimeError, MemoryError) as error:
+            self.explain(error)
+            raise
         waiting = self._travel.waiting
         if waiting is not None and not waiting.missing:
             self._send_waiting(phase, in_flight)
@@ -687,7 +726,11 @@ class Schedule:
             self._make_room(in_flight)
         if self._updates.reduced:
             self._updates.between_collectives()
-        sent = self._travel.send(phase)
+        try:
+            sent = self._travel.send(phase)
+        except (RuntimeError, MemoryError) as error:
+            self.explain(error)
+            raise
         if sent is not None:
             self._reducing.append(sent)
 

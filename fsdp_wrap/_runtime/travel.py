@@ -7,17 +7,28 @@ units consist of and from how they are set. Where it goes otherwise, each travel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fsdp_wrap._comm import Collective, UnitCollective
-from fsdp_wrap._core import UNIT_ATTR, EventKind, Phase, check_nbytes, emit, observers
+from fsdp_wrap._core import (
+    UNIT_ATTR,
+    EventKind,
+    Phase,
+    SpanKind,
+    check_nbytes,
+    emit,
+    observers,
+    step_watchers,
+)
 from fsdp_wrap._params import HandleState, JointGather, JointGradients, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.unit import Unit, UnitOptions
 
+_REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _ON_CPU, _ON_ACCELERATOR = 2 << 20, 16 << 20
 """Bytes that travelling together may take by default."""
 
@@ -172,18 +183,27 @@ class JointReduction:
         note = plan.note if len(taken) == len(plan.segments) else _noted_reduction(taken)
         note.issue(phase, first.schedule.iteration)
         numbers = [plan.first[unit] + n for unit in taken for n in range(len(plan.segments[unit]))]
-        pending, shard, parts = plan.gradients.reduce(numbers)
+        if step_watchers:
+            nbytes = sum(_handle_of(unit).reduced_nbytes for unit in taken)
+            with first.span(SpanKind.REDUCE, phase, nbytes, tuple(taken)):
+                pending, shard, parts = plan.gradients.reduce(numbers)
+        else:
+            pending, shard, parts = plan.gradients.reduce(numbers)
         self.partial = first.defers
         replicas = None if self.partial else handle.replicas
         self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
         for unit in taken if observers else ():
-            nbytes, way = _reduced_nbytes(_handle_of(unit)), handle.communicator.way
+            nbytes, way = _handle_of(unit).reduced_nbytes, handle.communicator.way
             emit(EventKind.REDUCE, unit.fqn, phase, nbytes, way, _names(taken))
 
     def finish_reduction(self) -> None:
         """Waits for it, and hands on its result; as a unit's."""
         taken = self.taken
-        self.finish()
+        if step_watchers and taken and taken[0].handle is not None:
+            with taken[0].span(SpanKind.AWAIT_REDUCTION, None, units=tuple(taken)):
+                self.finish()
+        else:
+            self.finish()
         for unit in taken[:1]:
             if unit.positions.reductions:
                 unit.positions.reduced()
@@ -260,7 +280,13 @@ class Travel:
         assert unit.schedule is not None
         plan.note.issue(phase, unit.schedule.iteration)
         units = [member.unit for member in plan.members]
-        rides = plan.joint.issue([_handle_of(each).segments for each in units])
+        segments = [_handle_of(each).segments for each in units]
+        if step_watchers:
+            nbytes = sum(_handle_of(each).unsharded_nbytes for each in units)
+            with unit.span(SpanKind.GATHER, phase, nbytes, units):
+                rides = plan.joint.issue(segments)
+        else:
+            rides = plan.joint.issue(segments)
         for each, ride in zip(units, rides):
             each.ride(ride, phase, plan.names)
         return units[1:]
@@ -358,7 +384,7 @@ class Travel:
             same = each.defers == defers and self._may_wait(each)
             return same and _dtypes_of(each) == dtypes
 
-        units = [unit, *self._companions(unit, coming, may, _reduced_nbytes)]
+        units = [unit, *self._companions(unit, coming, may, _REDUCED_NBYTES)]
         if len(units) == 1:
             return None
         numbers: dict[Unit, list[int]] = {}
@@ -378,7 +404,7 @@ class Travel:
         handle = unit.handle
         if handle is None or handle.reduction is not None or not handle.trainable or not unit.options.syncs:
             return False
-        if not self._is_small(unit, handle, _reduced_nbytes(handle)) or not handle.communicator.keeps_notes:
+        if not self._is_small(unit, handle, handle.reduced_nbytes) or not handle.communicator.keeps_notes:
             return False
         if handle.communicator.size == handle.replicas.size == 1:  # nothing travels
             return False
@@ -421,12 +447,6 @@ def _reduction_note(unit: Unit) -> UnitCollective:
 def _noted_reduction(units: Iterable[Unit]) -> Collective:
     first, *others = map(_reduction_note, units)
     return first.with_others(others)
-
-
-def _reduced_nbytes(handle: ParamHandle) -> int:
-    return sum(
-        segment.layout.numel * segment.gradients.travels_in.itemsize for segment in handle.reduced_segments()
-    )
 
 
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:

@@ -19,13 +19,17 @@ from fsdp_wrap._core import (
     WRAPPED_ATTR,
     BackwardPrefetch,
     BufferCasts,
+    Computing,
     EventKind,
     InputCasts,
     NoValuesError,
     Phase,
+    Span,
+    SpanKind,
     clean_fqn,
     emit,
     observers,
+    step_watchers,
     walk,
 )
 from fsdp_wrap._core.torch_private import will_execute
@@ -277,7 +281,11 @@ class Unit:
         if state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
-            handle.wait()
+            if step_watchers:
+                with self.span(SpanKind.AWAIT_GATHER, phase):
+                    handle.wait()
+            else:
+                handle.wait()
             if self.positions.gathers:
                 self.positions.gathered()
 
@@ -310,7 +318,11 @@ class Unit:
                 gather = positions.gather_kept
             gather.issue(phase, self.schedule.iteration)
         freed = self.options.reshards_after_backward and self.schedule.syncs and not self.stays
-        handle.gather(lasting=phase is Phase.IDLE or not freed)
+        lasting = phase is Phase.IDLE or not freed
+        if step_watchers:
+            self._gather_watched(phase, lasting, stayed)
+        else:
+            handle.gather(lasting)
         if observers:
             self._tell_of_gather(phase, stayed, travels)
         return True
@@ -327,9 +339,53 @@ class Unit:
         assert handle is not None and self.schedule is not None
         freed = self.options.reshards_after_backward and self.schedule.syncs and not self.stays
         handle.ride(ride, lasting=not freed)
+        self._tell_held(handle.unsharded_nbytes) if step_watchers else None
         if observers:
             way, nbytes = handle.communicator.way, handle.unsharded_nbytes
             emit(EventKind.UNSHARD, self.fqn, phase, nbytes, way, together)
+
+    def _gather_watched(self, phase: Phase, lasting: bool, stayed: int) -> None:
+        """Issues the all-gather, and tells who watches."""
+        handle = self.handle
+        assert handle is not None
+        nbytes = handle.unsharded_nbytes - stayed
+        with self.span(SpanKind.GATHER, phase, nbytes):
+            handle.gather(lasting)
+        self._tell_held(nbytes)
+
+    def span(self, kind: SpanKind, phase: Phase | None, nbytes: int = 0, units: Sequence[Unit] = ()) -> Span:
+        """Returns what tells who watches that the runtime does something for the unit.
+
+        Args:
+            kind: What it does.
+            phase: Where in the iteration this is.
+            nbytes: Bytes of the buffers concerned.
+            units: Those that travel in one collective, this one first; none where it travels alone.
+        """
+        handle = self.handle
+        assert handle is not None
+        together = tuple(unit.fqn for unit in units)
+        reduces = kind in (SpanKind.REDUCE, SpanKind.AWAIT_REDUCTION)
+        dtypes = handle.travelling_dtypes(reduced=reduces)
+        communicator = handle.communicator
+        ranks = communicator.size * handle.replicas.size if reduces else communicator.size
+        owners = units or (self,)
+        return Span(kind, self.fqn, phase, owners, together, nbytes, dtypes, communicator.way, ranks)
+
+    def _tell_held(self, nbytes: int) -> None:
+        """Tells who watches that so many bytes more of the full parameters are held."""
+        for watcher in tuple(step_watchers):
+            watcher.hold(self, self.fqn, nbytes)
+
+    def tell_entered(self, what: Computing) -> None:
+        """Tells who watches that the unit computes from now on."""
+        for watcher in tuple(step_watchers):
+            watcher.enter(self, self.fqn, what)
+
+    def tell_left(self, what: Computing) -> None:
+        """Tells who watches that this is over."""
+        for watcher in tuple(step_watchers):
+            watcher.leave(self, self.fqn, what)
 
     def _tell_of_gather(self, phase: Phase, stayed: int, travels: bool) -> None:
         """Tells observers which bytes had stayed, and that the others travel, if any do."""
@@ -345,6 +401,8 @@ class Unit:
         """Frees what has stayed of the full parameters and may have other values by now."""
         assert self.handle is not None
         freed = self.handle.drop_outdated()
+        if freed and step_watchers:
+            self._tell_held(-freed)
         if freed and observers:
             emit(EventKind.RESHARD, self.fqn, phase, freed)
 
@@ -363,6 +421,9 @@ class Unit:
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
         stayed = handle.staying_nbytes if handle.staying else 0
+        if step_watchers and handle.state is HandleState.UNSHARDING:
+            with self.span(SpanKind.AWAIT_GATHER, phase):
+                handle.wait()  # which `reshard` would do: a gather in flight still writes
         if handle.reshard(within, stays):
             self._held = False
             stayed = handle.unsharded_nbytes
@@ -370,6 +431,8 @@ class Unit:
                 emit(EventKind.STAY, self.fqn, phase, handle.staying_nbytes)
         elif not stayed:
             return
+        if step_watchers:
+            self._tell_held(handle.staying_nbytes - stayed)
         if observers and not (handle.staying and handle.staying_nbytes == stayed):
             emit(EventKind.RESHARD, self.fqn, phase, stayed - handle.staying_nbytes)
 
@@ -390,7 +453,11 @@ class Unit:
         defers = not (options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
         reduction = positions.reduction_in_copy if defers else positions.reduction
         reduction.issue(phase, self.schedule.iteration)
-        nbytes = handle.start_reduction(not defers, options.counts_unused)
+        if step_watchers:
+            with self.span(SpanKind.REDUCE, phase) as span:
+                nbytes = span.nbytes = handle.start_reduction(not defers, options.counts_unused)
+        else:
+            nbytes = handle.start_reduction(not defers, options.counts_unused)
         if observers:
             emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator.way)
 
@@ -398,7 +465,11 @@ class Unit:
         """Waits for the reduction in flight, if any, and hands on its result."""
         handle = self.handle
         if handle is not None and handle.reduction is not None:
-            handle.finish_reduction()
+            if step_watchers:
+                with self.span(SpanKind.AWAIT_REDUCTION, None):
+                    handle.finish_reduction()
+            else:
+                handle.finish_reduction()
             if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
                 self.positions.reduced()
 

@@ -1,21 +1,32 @@
-"""Step folders into single files and back, in one process and without a model."""
+"""Checkpoints of one kind into another, in one process and without a model; what was written is read back."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_wrap._core.torch_private import unflatten_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import verified
-from fsdp_wrap.checkpoint._manifest import entries_of, read_metadata
-from fsdp_wrap.checkpoint._safetensors import write_safetensors
+from fsdp_wrap.checkpoint._manifest import entries_of, listed
+from fsdp_wrap.checkpoint._progress import PATIENCE, watched
+from fsdp_wrap.checkpoint._safetensors import Described, Named, read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
+from fsdp_wrap.checkpoint._sources import (
+    Source,
+    is_foreign,
+    is_safetensors,
+    load_file,
+    model_of,
+    of_state,
+    open_source,
+    opened,
+    refuse_parent,
+    verifying,
+)
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_file
 from fsdp_wrap.checkpoint._team import ALONE
 
@@ -23,33 +34,35 @@ from fsdp_wrap.checkpoint._team import ALONE
 def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
     """Writes model and optimizer state, full, as one file that `torch.load(weights_only=True)` reads.
 
-    Extras and random states, which may be anything, are left out.
+    Extras and random states, which may be anything, are left out. All of it is in memory meanwhile.
 
     Args:
-        dir: Of steps, or a step folder.
+        dir: Of steps, a step folder, or one of DCP's.
         out: The file, which must not exist.
         step: Which one; None for the newest complete one.
 
     Returns:
-        The step folder.
+        The folder.
 
     Raises:
         DamagedCheckpoint: If the checkpoint is not as it was written.
-        RuntimeError: If an entry, such as a module's extra state, is no plain value.
+        RuntimeError: If an entry, such as a module's extra state, is no plain value; if the file does not
+            hold what was written.
         ValueError: If there is no such step, or `out` exists.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists already: name another file")
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent}")
-    folder, metadata = _opened(dir, step)
-    flat = {
-        key: allocated(metadata.state_dict_metadata[key])
-        for key, path in metadata.planner_data.items()
-        if path[0] in ("model", "optim")
-    }
-    read(KnownReader(folder, metadata), flat, ALONE)
-    write_file(unflatten_state_dict(flat, metadata.planner_data), out)
+    _require_new(out)
+    folder, metadata = opened(dir, step)
+    if entries_of(metadata, "model"):
+        paths = {key: path for key, path in metadata.planner_data.items() if path[0] in ("model", "optim")}
+    else:
+        paths = {key: ("model", name) for key, name in model_of(metadata).items()}
+    flat = {key: allocated(metadata.state_dict_metadata[key]) for key in paths}
+    sizes = {key: 0 if value is None else value.nbytes for key, value in flat.items()}
+    for key in watched(flat, f"reading {folder.name}", sizes.__getitem__, sum(sizes.values())):
+        one: dict[str, Any] = {key: flat[key]}
+        read(KnownReader(folder, metadata), one, ALONE)
+        flat[key] = one[key]
+    _write_torch_file(unflatten_state_dict(flat, paths), out)
     return folder
 
 
@@ -62,62 +75,168 @@ def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
         step: Its number; None for one after the newest.
 
     Raises:
+        RuntimeError: If the step does not hold what was written.
         ValueError: If the file is none of these.
     """
-    try:
-        state = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{file} is no file that torch.load(weights_only=True) reads: {error}") from error
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise ValueError(f"{file} holds no state dict")
-    if not (set(state) <= {"model", "optim"} and isinstance(state.get("model"), Mapping)):
-        if not any(isinstance(value, torch.Tensor) for value in state.values()):
-            raise ValueError(f"{file} holds neither 'model' (and 'optim') nor a model's state dict")
-        state = {"model": dict(state)}
+    state = load_file(file)
     for group in state.get("optim", {}).get("param_groups", ()):
         if any(isinstance(name, int) for name in group["params"]):
             raise ValueError(f"{file}: optimizer state goes by parameter ids; it must go by names")
-    return SharedSave(parent=dir, team=ALONE, state=dict(state), step=step).write()
+    return _save_step(state, of_state(file, state), dir, step)
 
 
-def export(dir: Path, out: Path, step: int | None = None, max_shard_bytes: int | str = "5GB") -> list[str]:
-    """Writes the model's tensors as safetensors files with Hugging Face's index; holds one at a time.
+def to_step(path: Path, dir: Path, step: int | None = None) -> Path:
+    """Saves the model of safetensors files, or of a folder of DCP's, as a step in `dir`; returns its folder.
 
     Args:
-        dir: Of steps, or a step folder.
+        path: Where the files lie.
+        dir: Of steps; made if it does not exist.
+        step: Its number; None for one after the newest.
+
+    Raises:
+        RuntimeError: If the files are damaged, or the step does not hold what was written.
+        ValueError: If the path has nothing of the kind.
+    """
+    if path.is_dir() and not is_safetensors(path):
+        _refuse_step(path)
+    source = open_source(path)
+    return _save_step({"model": dict(source.tensors("reading"))}, source, dir, step)
+
+
+def to_torch_file_from(path: Path, out: Path) -> Path:
+    """Writes the model of safetensors files as one file by `torch.save`; returns where they lie.
+
+    Raises:
+        RuntimeError: If the files are damaged, or the file does not hold what was written.
+        ValueError: If the path has nothing of the kind, or `out` exists.
+    """
+    _require_new(out)
+    _write_torch_file({"model": dict(open_source(path).tensors("reading"))}, out)
+    return path
+
+
+def export(
+    path: Path,
+    out: Path,
+    step: int | None = None,
+    max_shard_bytes: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Writes a model's tensors as safetensors files with Hugging Face's index; holds one at a time.
+
+    Args:
+        path: A checkpoint of any kind.
         out: A folder; made if it does not exist.
         step: Which one; None for the newest complete one.
         max_shard_bytes: The most bytes of tensors in one file.
+        dtype: Cast floating-point tensors to this; None to leave them as they are.
 
     Returns:
         The names of the files with tensors.
 
     Raises:
         DamagedCheckpoint: If the checkpoint is not as it was written.
+        RuntimeError: If the files do not hold what was written.
         ValueError: If there is no such step, or safetensors has no such dtype.
     """
-    folder, metadata = _opened(dir, step)
-    every = metadata.state_dict_metadata
-    entries = {
-        key: entry
-        for key in entries_of(metadata, "model")
-        if isinstance(entry := every[key], TensorStorageMetadata)
+    if out.resolve() == path.resolve() or out.is_file():
+        raise ValueError(f"{out} cannot be written to: name another folder")
+    source = open_source(path, step)
+
+    def values(doing: str) -> Iterator[Named]:
+        return ((name, _cast(value, dtype)) for name, value in source.tensors(doing))
+
+    files = write_safetensors(
+        out, _described_as(source, dtype), values("writing"), max_shard_bytes=max_shard_bytes
+    )
+    written = read_safetensors(out)
+    _require_same(values("verifying"), {name: value.whole for name, value in written.items()}, out)
+    return files
+
+
+def _described_as(source: Source, dtype: torch.dtype | None) -> Described:
+    return {
+        name: (shape, dtype if dtype is not None and own.is_floating_point else own)
+        for name, (shape, own) in source.described.items()
     }
 
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for key, entry in entries.items():
-            flat: dict[str, Any] = {key: allocated(entry)}
-            read(KnownReader(folder, metadata), flat, ALONE)
-            yield key.removeprefix("model."), flat[key]
 
-    described = {
-        key.removeprefix("model."): (entry.size, entry.properties.dtype) for key, entry in entries.items()
-    }
-    return write_safetensors(out, described, values(), max_shard_bytes=max_shard_bytes)
+def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
-def _opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
-    """Verifies a step folder, and returns it with what `torch.distributed.checkpoint` knows of it."""
-    folder = find(dir, step)
-    verified(ALONE, folder)
-    return folder, read_metadata(folder)
+def _save_step(state: dict[str, Any], source: Source, dir: Path, step: int | None) -> Path:
+    if dir.is_file():
+        raise ValueError(f"{dir} is a file; a step lies in a folder: name one")
+    folder = SharedSave(
+        parent=dir, team=ALONE, state=state, step=step, progress=True, patience=PATIENCE
+    ).write()
+    verified(ALONE, folder, verifying)
+    saved = open_source(folder)
+    _require_same(
+        source.tensors("verifying"), {name: _reader(saved, name) for name in saved.described}, folder
+    )
+    return folder
+
+
+def _reader(source: Source, name: str) -> Any:
+    return lambda: source.read(name)
+
+
+def _refuse_step(path: Path) -> None:
+    refuse_parent(path)
+    folder = find(path, None)
+    if not is_foreign(folder):
+        raise ValueError(
+            f"{folder} is a step folder already: --to torch or safetensors makes another thing of it"
+        )
+
+
+def _require_new(out: Path) -> None:
+    if out.exists():
+        raise ValueError(f"{out} exists already: name another file")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent}")
+
+
+def _write_torch_file(state: dict[str, Any], out: Path) -> None:
+    write_file(state, out)
+    written = torch.load(out, mmap=True, weights_only=True)
+    if other := [*_differing(state, written)]:
+        raise RuntimeError(f"{out} was written, and holds other values of {listed(other)}: do not use it")
+
+
+def _differing(value: Any, other: Any, name: str = "") -> Iterator[str]:
+    """Yields the names of what is not the same in two nested states."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping) and value.keys() == other.keys():
+        for key in value:
+            yield from _differing(value[key], other[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(value, torch.Tensor):
+        if not (isinstance(other, torch.Tensor) and _is_same(value, other)):
+            yield name
+    elif isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)) and len(value) == len(other):
+        for index, (each, its) in enumerate(zip(value, other)):
+            yield from _differing(each, its, f"{name}[{index}]")
+    elif type(value) is not type(other) or (value != other and value == value):
+        yield name
+
+
+def _require_same(values: Iterator[Named], written: Mapping[str, Any], place: Path) -> None:
+    """Compares tensors with what reads them back, one at a time.
+
+    Raises:
+        RuntimeError: If one is missing or another one; it names them.
+    """
+    other = [name for name, value in values if name not in written or not _is_same(value, written[name]())]
+    if other:
+        raise RuntimeError(f"{place} was written, and holds other values of {listed(other)}: do not use it")
+
+
+def _is_same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits: a NaN is the same as itself."""
+    if (value.shape, value.dtype) != (other.shape, other.dtype):
+        return False
+    if value.layout != torch.strided or other.layout != torch.strided:
+        return value.layout == other.layout
+    rows = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (value, other)]
+    return torch.equal(*rows)

@@ -50,6 +50,11 @@ def steps_in(parent: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
+def is_step(folder: Path) -> bool:
+    """Whether a folder has the name of a step's."""
+    return _STEP.fullmatch(folder.name) is not None
+
+
 def lack_of(folder: Path) -> str | None:
     """Returns what keeps a step folder from being complete, as far as names and sizes tell."""
     try:

@@ -23,6 +23,7 @@ from fsdp_wrap.checkpoint._manifest import (
     DamagedCheckpoint,
     Fault,
     Manifest,
+    Shown,
     entries_of,
     listed,
     read_metadata,
@@ -144,10 +145,16 @@ def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
     return folder
 
 
-def verified(team: Team, folder: Path) -> Manifest:
-    """Has every byte read by some rank; returns the manifest or raises the same on all ranks."""
+def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
+    """Has every byte read by some rank; returns the manifest or raises the same on all ranks.
+
+    Args:
+        team: The ranks.
+        folder: The step's.
+        shown: As for `Manifest.faults`.
+    """
     manifest = team.on_first(lambda: _read_manifest(folder))
-    mine = team.together(lambda: manifest.faults(folder, team.rank, team.size))
+    mine = team.together(lambda: manifest.faults(folder, team.rank, team.size, shown))
     faults = _of_all_ranks(team.gather((place_of(folder), mine)))
     if faults:
         team.on_first(lambda: refuse(folder, told(folder, faults)))

@@ -13,7 +13,7 @@ import os
 import pathlib
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +40,9 @@ class Piece(NamedTuple):
     offset: int
     length: int
     crc: int
+
+
+Shown = Callable[[list[Piece]], Iterator[Piece]]
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,19 @@ class Manifest:
                 yield piece
             done += piece.length
 
-    def faults(self, folder: Path, rank: int = 0, size: int = 1) -> list[Fault]:
-        """Looks for all files, and reads the bytes that one of several ranks verifies."""
+    def faults(self, folder: Path, rank: int = 0, size: int = 1, shown: Shown = iter) -> list[Fault]:
+        """Looks for all files, and reads the bytes that one of several ranks verifies.
+
+        Args:
+            folder: The step's.
+            rank: Which one.
+            size: How many verify.
+            shown: Passes the pieces on as they are read, and may show how far that has come.
+        """
         missing = self.missing(folder)
         gone = {fault.file for fault in missing}
-        return [*missing, *verify(folder, (each for each in self.share(rank, size) if each.file not in gone))]
+        pieces = [each for each in self.share(rank, size) if each.file not in gone]
+        return [*missing, *verify(folder, shown(pieces))]
 
 
 def verify(folder: Path, pieces: Iterable[Piece]) -> Iterator[Fault]:
@@ -272,7 +283,15 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 def entries_of(found: Metadata, *part: str) -> dict[str, tuple[Any, ...]]:
     """Returns the paths of a part of the state, such as the model, by the names of its entries."""
-    return {key: path for key, path in found.planner_data.items() if path[: len(part)] == part}
+    return {key: path for key, path in (found.planner_data or {}).items() if path[: len(part)] == part}
+
+
+def extents(found: Metadata) -> dict[str, int]:
+    """Returns for each file of data the bytes that it must have at least."""
+    ends: dict[str, int] = {}
+    for place in (found.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return ends
 
 
 class _Unpickler(pickle.Unpickler):

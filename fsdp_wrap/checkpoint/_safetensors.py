@@ -275,6 +275,9 @@ def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAcc
 def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:
     """Opens the files that `export_safetensors` or Hugging Face's libraries wrote.
 
+    Args:
+        directory: Where they lie; or one file alone.
+
     Returns:
         By name what reads a tensor, or a part of it, from its file when asked, and stands for it in any torch
         function.
@@ -284,6 +287,8 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
         RuntimeError: If a file is damaged, or does not hold what the index says.
     """
     folder = Path(directory)
+    if folder.is_file():
+        return _open(folder)
     if (folder / SINGLE).exists():
         return _open(folder / SINGLE)
     path = folder / INDEX

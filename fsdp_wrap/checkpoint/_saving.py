@@ -37,9 +37,11 @@ class SharedSave(Save):
 
     Attributes:
         parent: The folder of step folders.
+        patience: Seconds of writing until the bar is shown.
     """
 
     parent: Path
+    patience: float = 0.0
 
     def write(self) -> Path:
         """Writes the step folder, on every rank; it appears once all have succeeded, or not at all."""
@@ -54,7 +56,7 @@ class SharedSave(Save):
                 places = self._agreed_places(written)
                 bar = self.progress and self.team.is_first
                 with self.team.in_dcp(doing):
-                    writer = CheckedWriter(written, step, self.team.size, bar)
+                    writer = CheckedWriter(written, step, self.team.size, bar, self.patience)
                     save_state_dict(self.state, writer, self.team.group, no_dist=self.team.group is None)
                 self.team.on_first(lambda: self._publish(written, step, places, doing, held))
         except BaseException:

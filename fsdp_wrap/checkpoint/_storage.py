@@ -50,12 +50,13 @@ class CheckedWriter(FileSystemWriter):
         step: Its number.
         world_size: How many ranks write.
         progress: Whether to show a bar of this rank's bytes.
+        patience: Seconds until it is shown.
     """
 
-    def __init__(self, path: Path, step: int, world_size: int, progress: bool) -> None:
+    def __init__(self, path: Path, step: int, world_size: int, progress: bool, patience: float = 0.0) -> None:
         super().__init__(path)
         self._folder, self._step, self._world_size = path, step, world_size
-        self._progress = progress
+        self._bar = {"disable": not progress, "delay": patience}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes no folder: there is one, or none is wanted any more."""
@@ -64,8 +65,7 @@ class CheckedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; the results bring their checksums."""
         total = sum(map(_payload, plan.items))
-        hidden = not self._progress
-        with tqdm(total=total, desc="checkpoint", unit="B", unit_scale=True, disable=hidden) as bar:
+        with tqdm(total=total, desc="checkpoint", unit="B", unit_scale=True, **self._bar) as bar:
             # What is written beside the tensors does not count.
             self.transforms = sums = _Sums(self._folder, lambda size: bar.update(min(size, total - bar.n)))
             with _failures_of(sums.streams.values()):

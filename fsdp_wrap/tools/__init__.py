@@ -1,3 +1,29 @@
 """What shows a training step before it runs and after."""
 
-__all__: list[str] = []
+from fsdp_wrap.tools.fitting import Choice, Fit, fit, shard_as, step_of
+from fsdp_wrap.tools.machines import PRESETS, measure_machine, preset
+from fsdp_wrap.tools.memory import explain_memory_errors
+from fsdp_wrap.tools.planning import HostMemory, Machine, Moment, Place, Plan, PlanningError, UnitPlan, plan
+from fsdp_wrap.tools.timeline import Timeline, timeline
+
+__all__ = [
+    "PRESETS",
+    "Choice",
+    "Fit",
+    "HostMemory",
+    "Machine",
+    "Moment",
+    "Place",
+    "Plan",
+    "PlanningError",
+    "Timeline",
+    "UnitPlan",
+    "explain_memory_errors",
+    "fit",
+    "measure_machine",
+    "plan",
+    "preset",
+    "shard_as",
+    "step_of",
+    "timeline",
+]

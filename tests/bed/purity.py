@@ -15,8 +15,12 @@ import pytest
 
 import bed
 from bed.crew import Crew
+from fsdp_wrap.tools.command.meeting import meet
 
-_STARTERS: tuple[Any, ...] = (subprocess, multiprocessing, bed.run_ranks, bed.run_isolated, bed.shutdown)
+_STARTERS: tuple[Any, ...] = (
+    *(subprocess, multiprocessing, bed.run_ranks, bed.run_isolated, bed.shutdown),
+    meet,  # all that the package starts
+)
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from bed import ranks, run_isolated
 from fronts import each_front, full_state, shard
 from fsdp_wrap import ShardingStrategy, checkpoint
-from fsdp_wrap.checkpoint import __main__ as command
+from fsdp_wrap.checkpoint import _command as command
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._manifest import read_metadata
 from fsdp_wrap.checkpoint._state import may_refuse
@@ -448,7 +448,7 @@ def forged(folder: Path, metadata: object) -> None:
 
 def readers(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
     def run(name: str, *more: str) -> Callable[[], object]:
-        options = command._parser().parse_args([name, str(folder), *more])
+        options = command.parser().parse_args([name, str(folder), *more])
         return lambda: options.run(options)
 
     return {

@@ -145,6 +145,54 @@ def test_minimal_example_trains_and_saves(tmp_path):
     assert (tmp_path / "model.pt").stat().st_size > 0
 
 
+# --- before it runs, and while it runs ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_plan_is_printed_and_nothing_is_trained(tmp_path):
+    planned = subprocess.run(
+        [sys.executable, EXAMPLES / "train_lm.py", *TINY, "--plan", "64", "--checkpoint", tmp_path / "run"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert "rank 0 of 64" in planned.stdout and "blocks.1" in planned.stdout
+    assert "val_loss" not in planned.stdout and not (tmp_path / "run").exists()
+
+
+def test_a_plan_of_a_job_is_printed_by_its_first_rank_alone(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from lm.seeing import print_plan
+
+    def setup(world):
+        asked.append(world.size)
+        model = FSDP(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        return model, optimizer, lambda: model(torch.ones(1, 3)).sum().backward()
+
+    asked = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        print_plan(0, setup)
+    assert asked == [2] and capsys.readouterr().out.count("rank 0 of 2") == 1
+
+
+@pytest.mark.slow
+def test_a_timeline_of_some_steps_is_written_with_report_and_picture(data, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = train("--data", data, "--steps", 6, "--timeline", tmp_path / "seen")
+    assert result.report["step"] == 6
+    assert "wrote trace.json" in result.err
+    trace = json.loads((tmp_path / "seen" / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"] if event.get("ph") == "X"} == {0, 1}
+    report = (tmp_path / "seen" / "report.txt").read_text()
+    assert "2 ranks on one host, 3 passes" in report and "blocks.1" in report
+    assert "<svg" in (tmp_path / "seen" / "step.svg").read_text()
+
+
 # --- resume -------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Buffer
+from fsdp_wrap._comm import Buffer, resize_watchers, tell_resized
 from fsdp_wrap._params.extensions.methods import Whole
 
 
@@ -76,6 +76,8 @@ class Gathered:
         for storage, nbytes in self._besides:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
+                if resize_watchers:
+                    tell_resized(storage)
         self._whole.made_of(self._outputs, self._metadata, self._dtype, local, out=leaf)
 
     def free(self) -> None:
@@ -83,6 +85,8 @@ class Gathered:
         if all([buffer.free() for buffer in self.buffers]):
             for storage, _ in self._besides:
                 storage.resize_(0)
+                if resize_watchers:
+                    tell_resized(storage)
 
 
 class Several(Buffer):

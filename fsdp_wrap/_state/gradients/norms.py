@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Communicator, accelerator_of
-from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm
+from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm, number_of_dispatch_modes
 from fsdp_wrap._state.gradients.held import Share
 
 _AllReduce = Callable[[torch.Tensor, Any], object]
@@ -187,7 +187,8 @@ def reduced(values: torch.Tensor, p: float, all_reduce: _AllReduce) -> torch.Ten
 def scale(kinds: Iterable[list[torch.Tensor]], total: torch.Tensor, bound: float) -> None:
     """Scales gradients, from `by_kind`, of a total norm, which is 0-d, so that it is at most `bound`."""
     factor: float | torch.Tensor
-    if accelerator_of(total.device) is None:  # elsewhere, looking would wait for the device
+    # Elsewhere, looking would wait for the device; and in a mode, of a plan say, there may be no number.
+    if accelerator_of(total.device) is None and not number_of_dispatch_modes():
         factor = bound / (total.item() + 1e-6)
         if factor >= 1.0:
             return

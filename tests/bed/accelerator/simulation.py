@@ -162,6 +162,9 @@ class Simulation(Accelerator):
     def current_stream(self) -> Any:
         return self._current[-1]
 
+    def record_time(self) -> Any:
+        return self.current_stream().record_event()
+
     def new_stream(self, purpose: str) -> Any:
         return self.stream(purpose)
 

@@ -6,6 +6,7 @@ A clock tells of each queue how many of its actions come before. The queues are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Protocol
 
 Clock = dict[str, int]
@@ -75,6 +76,10 @@ class Event:
     def __init__(self, clock: Clock, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
         self.clock, self._current, self._host_waits = clock, current, host_waits
         self.behind: list[Arrivals] = []
+        self.at = perf_counter()  # operators run at once, so it has happened when it is recorded
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
 
     def query(self) -> bool:
         return all(each.done for each in self.behind)

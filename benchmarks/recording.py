@@ -1,0 +1,85 @@
+"""What it costs to record a timeline: steps with and without a recording take turns in the same processes.
+
+python -m benchmarks.recording
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks.harness import (
+    Figures,
+    Question,
+    Settings,
+    Table,
+    ask_alone,
+    compare,
+    interleave,
+    run_ranks,
+)
+from benchmarks.implementations import Trained, trained
+from benchmarks.models import CASES
+from fsdp_wrap._core import watching_steps
+from fsdp_wrap.tools.models import named_units
+from fsdp_wrap.tools.timeline.recorder import Recorder
+
+ROUNDS = {"gpt": 12, "small": 100, "mlp": 40, "lora": 12}
+WAYS = {"": "fsdp_wrap_shared", " over gloo": "fsdp_wrap"}
+OFF, AGAIN, ON = "not recorded", "not recorded, again", "recorded"
+
+
+def measure(implementation: str, case: str, rounds: int) -> Table:
+    """Called on every rank: a row for each way to take a step; the second one shows what is chance."""
+    torch.set_num_threads(1)
+    subject = trained(implementation, CASES[case])
+    recorder = Recorder(named_units(subject.model, "timeline"), [*subject.model.parameters()], None)
+    recorder.follow_optimizers()
+    turns: dict[str, Callable[[], object]] = {
+        OFF: subject.step,
+        AGAIN: subject.step,
+        ON: partial(_recorded, subject, recorder),
+    }
+    times = interleave(turns, rounds)
+    recorder.stop()
+    table = compare(times, {OFF: (OFF,)})
+    table[ON]["entries a step"] = len(recorder.log) / (rounds + 2)
+    return table
+
+
+def _recorded(subject: Trained, recorder: Recorder) -> None:
+    with watching_steps(recorder):
+        subject.step()
+
+
+def ask(settings: Settings) -> Figures:
+    """A table for each case and way to travel."""
+    return {
+        f"{case}{way}": run_ranks(
+            measure, settings.ranks, implementation, case, settings.rounds or ROUNDS[case]
+        )
+        for case in settings.cases_of([*ROUNDS])
+        for way, implementation in WAYS.items()
+    }
+
+
+QUESTION = Question(
+    "recording",
+    "Cost of recording a timeline",
+    f"""\
+The steps of "Time of a step", with `fsdp_wrap.timeline` recording and without, in turn, through shared memory
+and over gloo: milliseconds, and ratios to a step that is not recorded, of the same round and of the medians
+({", ".join(f"{rounds} rounds for {case}" for case, rounds in ROUNDS.items())}). Steps that are not
+recorded run twice a round, which shows what is chance. `entries a step`: what the recording writes down. Not
+counted is what happens once, when a recording begins and ends. While none runs, the runtime asks in some
+places whether a list is empty, and calls nothing more than before (`tests/core/test_host_costs.py`).""",
+    ask,
+    chart="/ not recorded",
+    cases=[*ROUNDS],
+)
+
+
+if __name__ == "__main__":
+    ask_alone(QUESTION)

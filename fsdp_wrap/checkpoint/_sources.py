@@ -1,0 +1,226 @@
+"""Checkpoints of all kinds as one: a model's tensors by name, of which each is read when it is asked for.
+
+Step folders, folders that `torch.distributed.checkpoint` (DCP) has written without this library, safetensors,
+and files by `torch.save`.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fsdp_wrap.checkpoint._folders import find, is_step, steps_in
+from fsdp_wrap.checkpoint._loading import refuse, verified
+from fsdp_wrap.checkpoint._manifest import (
+    MANIFEST,
+    METADATA,
+    Piece,
+    entries_of,
+    extents,
+    listed,
+    read_metadata,
+)
+from fsdp_wrap.checkpoint._progress import watched
+from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, read_safetensors
+from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read
+from fsdp_wrap.checkpoint._team import ALONE
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's tensors as a checkpoint holds them.
+
+    Attributes:
+        kind: What the checkpoint is, for messages.
+        place: Where it lies.
+        described: Shape and dtype by name.
+        read: Returns the tensor of a name; one that lies in a mapped file is read as it is used.
+        left_out: Names of what is no tensor.
+    """
+
+    kind: str
+    place: Path
+    described: Described
+    read: Callable[[str], torch.Tensor]
+    left_out: list[str] = field(default_factory=list)
+
+    def tensors(self, doing: str) -> Iterator[Named]:
+        """Yields names and tensors, of which it holds one at a time.
+
+        Args:
+            doing: What is done with them, for the bar.
+        """
+        total = sum(map(self.size_of, self.described))
+        for name in watched(self.described, f"{doing} {self.place.name}", self.size_of, total):
+            yield name, self.read(name)
+
+    def size_of(self, name: str) -> int:
+        """Returns the bytes of a tensor."""
+        shape, dtype = self.described[name]
+        return math.prod(shape) * dtype.itemsize
+
+
+def open_source(path: Path, step: int | None = None) -> Source:
+    """Opens a checkpoint of any kind, of which a step folder is verified first.
+
+    Args:
+        path: A folder of steps, one step's, DCP's or one with safetensors; or a file.
+        step: Of several the one to open; None for the newest complete one.
+
+    Raises:
+        DamagedCheckpoint: If a step folder is not as it was written.
+        RuntimeError: If another one is damaged.
+        ValueError: If there is nothing of the kind.
+    """
+    if not path.exists():
+        raise ValueError(f"there is no file or folder {path}")
+    if path.is_file() or is_safetensors(path):
+        if step is not None:
+            raise ValueError(f"--step {step} is for folders of steps, which {path} is not")
+        return _of_safetensors(path) if is_safetensors(path) else of_state(path, load_file(path))
+    folder, metadata = opened(path, step)
+    kind = "step folder" if (folder / MANIFEST).exists() else "folder of torch.distributed.checkpoint"
+    names = model_of(metadata)
+    entries = {name: metadata.state_dict_metadata[key] for key, name in names.items()}
+    keys = {name: key for key, name in names.items()}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def read_one(name: str) -> torch.Tensor:
+        flat: dict[str, Any] = {keys[name]: allocated(tensors[name])}
+        read(KnownReader(folder, metadata), flat, ALONE)
+        found: torch.Tensor = flat[keys[name]]
+        return found
+
+    described = {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
+    return Source(kind, folder, described, read_one, [name for name in entries if name not in tensors])
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a path is a safetensors file, or a folder of some with the names that Hugging Face gives."""
+    if path.is_dir():
+        return (path / SINGLE).exists() or (path / INDEX).exists()
+    return path.suffix == ".safetensors"
+
+
+def _of_safetensors(path: Path) -> Source:
+    found = read_safetensors(path)
+    described = {name: (value.shape, value.dtype) for name, value in found.items()}
+    return Source("safetensors", path, described, lambda name: found[name].whole())
+
+
+# files by torch.save
+
+
+def load_file(file: Path) -> dict[str, Any]:
+    """Returns what a file by `torch.save` holds, mapped: `model`, and `optim` if it is there.
+
+    Raises:
+        ValueError: If it is none, or holds no state dict.
+    """
+    try:
+        state = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{file} is no file that torch.load(weights_only=True) reads: {error}") from error
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{file} holds no state dict")
+    if set(state) <= {"model", "optim"} and isinstance(state.get("model"), Mapping):
+        return dict(state)
+    if not any(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"{file} holds neither 'model' (and 'optim') nor a model's state dict")
+    return {"model": dict(state)}
+
+
+def of_state(file: Path, state: Mapping[str, Any]) -> Source:
+    """Returns the model of what `load_file` has read."""
+    tensors = {name: value for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
+    described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+    left_out = [name for name in state["model"] if name not in tensors]
+    return Source("file by torch.save", file, described, tensors.__getitem__, left_out)
+
+
+# folders of DCP
+
+
+def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
+    """Verifies a folder of DCP, and returns it with what DCP knows of it.
+
+    Of a step folder every byte is compared with its checksum. Of others, which have none, the files' sizes
+    are compared with what DCP notes.
+
+    Raises:
+        DamagedCheckpoint: If it is not as it was written.
+        ValueError: If there is no such step.
+    """
+    refuse_parent(dir)
+    folder = find(dir, step)
+    if is_foreign(folder):
+        metadata = read_metadata(folder)
+        if lacks := lacks_of_foreign(folder, metadata):
+            refuse(folder, lacks)
+        return folder, metadata
+    verified(ALONE, folder, verifying)
+    return folder, read_metadata(folder)
+
+
+def verifying(pieces: list[Piece]) -> Iterator[Piece]:
+    """Yields pieces of files to be verified, with a bar."""
+    return watched(pieces, "verifying", lambda piece: piece.length, sum(piece.length for piece in pieces))
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder was written by DCP without this library; such a one has no manifest, nor our name."""
+    return (folder / METADATA).exists() and not (folder / MANIFEST).exists() and not is_step(folder)
+
+
+def refuse_parent(dir: Path) -> None:
+    """Raises a ValueError if a folder holds some of DCP's and no step of ours, with the names of those."""
+    if dir.is_dir() and not (dir / METADATA).exists() and not steps_in(dir):
+        if inner := sorted(path.name for path in dir.iterdir() if (path / METADATA).is_file()):
+            raise ValueError(f"{dir} holds no step folder: name one of the folders in it: {listed(inner)}")
+
+
+def lacks_of_foreign(folder: Path, metadata: Metadata) -> list[str]:
+    """Returns a line on each file that is missing or shorter than DCP has noted."""
+    lacks = []
+    for name, end in extents(metadata).items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or size < end:
+            lacks.append(f"{name} is missing" if size is None else f"{name} has {size} of {end} bytes")
+    return lacks
+
+
+def model_of(found: Metadata) -> dict[str, str]:
+    """Returns the names of a model's parameters and buffers by the names of their entries.
+
+    The model is what lies under `model`, at the top or one level below; else all tensors that no optimizer
+    owns.
+    """
+    if entries := entries_of(found, "model"):
+        return {key: key.removeprefix("model.") for key in entries}
+    paths = paths_in(found)
+    if below := {key: path for key, path in paths.items() if path[1:2] == ("model",)}:
+        return {key: key.removeprefix(f"{path[0]}.model.") for key, path in below.items()}
+    others = {"optim", "optimizer", "optimizer_state", "extra", "random"}
+    tensors = (key for key, entry in found.state_dict_metadata.items() if _is_tensor(entry))
+    names = {key: key for key in tensors if paths[key][0] not in others}
+    if not names:
+        top = listed(dict.fromkeys(path[0] for path in paths.values()))
+        raise ValueError(f"no tensors of a model are there, only {top or 'nothing'}")
+    return names
+
+
+def paths_in(found: Metadata) -> dict[str, tuple[Any, ...]]:
+    """Returns where in the nested state the entries lie; an entry of a flat one lies at the top."""
+    return found.planner_data or {key: (key,) for key in found.state_dict_metadata}
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, TensorStorageMetadata)

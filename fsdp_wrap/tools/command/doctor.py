@@ -1,0 +1,216 @@
+"""`fsdp-wrap doctor`: what this machine and torch offer, and what the library will therefore do.
+
+What can be tried is tried: two ranks meet, communicate as the package decides, and part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from fsdp_wrap._core import NEWEST_TORCH, OLDEST_TORCH, __version__
+from fsdp_wrap.tools.command.meeting import Meeting, meet
+from fsdp_wrap.tools.progress import shown
+
+_FEW_DESCRIPTORS = 1024
+_SETTINGS = ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_FOR = {
+    "numpy": "checkpoints of several ranks, random states",
+    "safetensors": "reading safetensors",
+    "matplotlib": "pictures of plans and timelines",
+}
+_CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchao", "torchtitan")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        part: Of the report.
+        name: What was looked at.
+        told: What was found.
+        advice: What to do about it; "" where all is well.
+        fatal: Whether ranks cannot train as long as it is so.
+    """
+
+    part: str
+    name: str
+    told: str
+    advice: str = ""
+    fatal: bool = False
+
+
+def add_command(commands: Any) -> None:
+    """Adds `doctor` to the command line."""
+    command = commands.add_parser(
+        "doctor", help="what this machine and torch offer, and what fsdp_wrap will do", description=__doc__
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--alone", action="store_true", help="start no ranks, which takes some seconds")
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    findings = [*_versions(), *_machine(), *_backends(), *_accelerators(), *_packages()]
+    if not options.alone and dist.is_available() and dist.is_gloo_available():
+        with shown() as bar:
+            bar.begins("two ranks meet")
+            met = meet()
+        findings += _ranks(met)
+    if options.json:
+        print(json.dumps([asdict(each) for each in findings], indent=1))
+    else:
+        _print(findings)
+    return int(any(each.fatal for each in findings))
+
+
+def _print(findings: list[Finding]) -> None:
+    width = max(len(each.name) for each in findings)
+    part = ""
+    for each in findings:
+        if each.part != part:
+            part = each.part
+            print(f"\n{part}" if each is not findings[0] else part)
+        mark = "!" if each.advice else " "
+        print(f"{mark} {each.name.ljust(width)}  {each.told}")
+        if each.advice:
+            print(f"  {' ' * width}  -> {each.advice}")
+    advised = sum(bool(each.advice) for each in findings)
+    print("\nall is well" if not advised else f"\n{advised} of these could be better: see the lines with '!'")
+
+
+def _versions() -> Iterator[Finding]:
+    part, found = "versions", Version(torch.__version__)
+    yield Finding(part, "fsdp_wrap", __version__)
+    yield Finding(part, "python", f"{platform.python_version()}, {sys.executable}")
+    told = f"{torch.__version__}; supported are {OLDEST_TORCH} to {NEWEST_TORCH}"
+    minor = Version(f"{found.major}.{found.minor}")
+    if minor < Version(OLDEST_TORCH):
+        advice = f"install torch {OLDEST_TORCH} or newer: this one lacks what fsdp_wrap needs"
+        yield Finding(part, "torch", told, advice, fatal=True)
+    elif minor > Version(NEWEST_TORCH):
+        yield Finding(part, "torch", told, "this one is newer than all that were tested: run the tests first")
+    else:
+        yield Finding(part, "torch", told)
+
+
+def _machine() -> Iterator[Finding]:
+    part = "machine"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding(
+        part, "system", f"{platform.system()} on {platform.machine()}, {cores} cores for this process"
+    )
+    if hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        yield Finding(part, "memory", f"{memory / 2**30:.1f} GiB")
+    for name, limit, advice in (
+        ("descriptors", resource.RLIMIT_NOFILE, "raise it (ulimit -n 65536): many ranks open many sockets"),
+        ("address space", resource.RLIMIT_AS, "lift it (ulimit -v unlimited), or ranks may not share memory"),
+    ):
+        soft, hard = (_limit(each) for each in resource.getrlimit(limit))
+        few = limit == resource.RLIMIT_NOFILE and 0 < resource.getrlimit(limit)[0] < _FEW_DESCRIPTORS
+        bound = limit == resource.RLIMIT_AS and resource.getrlimit(limit)[0] != resource.RLIM_INFINITY
+        yield Finding(part, name, f"{soft} at most (may be raised to {hard})", advice if few or bound else "")
+    readable = os.access("/proc/self/fd", os.R_OK)
+    yield Finding(
+        part,
+        "/proc",
+        "readable" if readable else "not readable",
+        "" if readable else "mount it: without, ranks share no memory and slow ranks are not named",
+    )
+    for name in _SETTINGS:
+        if name in os.environ:
+            yield Finding(part, name, os.environ[name])
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _backends() -> Iterator[Finding]:
+    part = "torch.distributed"
+    if not dist.is_available():
+        advice = "install a torch that was built with it: fsdp_wrap communicates by it"
+        yield Finding(part, "available", "no", advice, fatal=True)
+        return
+    backends = [name for name in ("gloo", "nccl", "xccl", "ucc", "mpi") if dist.is_backend_available(name)]
+    yield Finding(part, "backends", ", ".join(backends) or "none")
+    if "nccl" in backends and torch.cuda.is_available():
+        nccl: Any = torch.cuda.nccl
+        yield Finding(part, "nccl", ".".join(map(str, nccl.version())))
+
+
+def _accelerators() -> Iterator[Finding]:
+    part = "accelerators"
+    if not torch.accelerator.is_available():
+        versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        built = [f"{name} {version}" for name, version in versions.items() if version] or ["the CPU"]
+        told = f"none; this torch is built for {built[0]}. Models train on the CPU, over gloo"
+        yield Finding(part, "found", told)
+        return
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    yield Finding(part, "found", f"{count} of type {kind}; models train there, over the backend of that type")
+    for index in range(count if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        told = (
+            f"{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
+        )
+        yield Finding(part, f"device {index}", told)
+
+
+def _packages() -> Iterator[Finding]:
+    part, wanted = "packages", _wanted()
+    for name, purpose in {**_FOR, **dict.fromkeys(_CLIENTS, "a client")}.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            needed = "ranks cannot save: pip install 'fsdp-wrap[checkpoint]'" if name == "numpy" else ""
+            yield Finding(part, name, f"not installed ({purpose})", needed)
+            continue
+        asked = wanted.get(name)
+        fits = asked is None or asked.specifier.contains(version, prereleases=True)
+        advice = "" if fits else f"fsdp_wrap was tested with {name}{asked.specifier if asked else ''}"
+        yield Finding(part, name, f"{version} ({purpose})", advice)
+
+
+def _wanted() -> dict[str, Requirement]:
+    """Returns what this library's own metadata ask for by extras; nothing where it is not installed."""
+    try:
+        lines = metadata.requires("fsdp-wrap") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    return {each.name: each for each in map(Requirement, lines)}
+
+
+def _ranks(met: Meeting) -> Iterator[Finding]:
+    """Tells what two ranks of this host found."""
+    part = "two ranks of this host, on the CPU"
+    if met.error:
+        advice = "name the network device that ranks shall use, such as GLOO_SOCKET_IFNAME=lo on one host"
+        yield Finding(part, "meeting", met.error, advice, fatal=True)
+        return
+    yield Finding(part, "meeting", "they found each other over the loopback device")
+    speed = f"{met.bandwidth / 1e9:.2g} GB/s, {met.latency * 1e6:.0f} us at least"
+    way = met.way or "gloo's own collectives"
+    slow = "; ".join(met.warnings)
+    yield Finding(part, "communicate by", f"{way}: {speed}", slow)
+    if met.descriptors:
+        yield Finding(part, "descriptors", f"{met.descriptors} opened by each")
+    told = "the end of a rank is noticed, and named" if met.watched else "the end of a rank was not noticed"
+    advice = "" if met.watched else "ranks that are lost end the others by the group's time limit only"
+    yield Finding(part, "watch", told, advice)

@@ -1,0 +1,87 @@
+"""The parser of all commands, and what becomes of errors: one line, and an exit status.
+
+The status is 0, 1 where something that was looked at is damaged or does not work, and 2 on wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from fsdp_wrap._core import __version__
+from fsdp_wrap.tools.command import doctor, plans, timelines
+from fsdp_wrap.tools.command.users_code import UsersError
+
+_INTERRUPTED = 130  # as shells have it
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: Without the program's name; None for the process's own.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: On arguments that are none of a command's, with status 2.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            setattr(warnings, "formatwarning", _as_one_line)  # noqa: B010  # mypy admits no assignment
+            return int(options.run(options))
+    except BrokenPipeError:  # who read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+            return _status_of(error)
+        print(f"error: {_told(error)}", file=sys.stderr)
+        return _status_of(error)
+
+
+def _status_of(error: Exception) -> int:
+    return 2 if isinstance(error, (ValueError, TypeError, UsersError)) else 1
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, (ValueError, TypeError, RuntimeError, OSError, ImportError, UsersError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}; --traceback shows where"
+
+
+def _as_one_line(message: Any, category: type[Warning], *_: Any) -> str:
+    return f"warning: {message}\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fsdp-wrap", description="Look at a training step, a checkpoint or a machine without training."
+    )
+    parser.add_argument("--version", action="version", version=f"fsdp-wrap {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    commands = parser.add_subparsers(required=True, metavar="plan|timeline|checkpoint|doctor")
+    plans.add_command(commands)
+    timelines.add_commands(commands)
+    _add_checkpoint(commands)
+    doctor.add_command(commands)
+    return parser
+
+
+def _add_checkpoint(commands: Any) -> None:
+    """Adds the commands of the checkpoint folder, which is an add-on and may be left out."""
+    if find_spec("fsdp_wrap.checkpoint") is None:
+        return
+    command = commands.add_parser("checkpoint", help="look at a checkpoint, or make another kind of it")
+    import_module("fsdp_wrap.checkpoint._command").add_commands(command)

@@ -1,0 +1,181 @@
+"""`fsdp-wrap plan FILE.py:setup`: what a step will hold, send and take, found without running it.
+
+The function is as `fsdp_wrap.plan` takes it: it builds and shards the model, makes the optimizer, and returns
+(model, optimizer, step). The status is 1 where a step does not fit into --device-memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_wrap.tools.command.users_code import errors_of, load_function
+from fsdp_wrap.tools.progress import shown
+
+_MEASURED = "measure"
+
+
+def add_command(commands: Any) -> None:
+    """Adds `plan` to the command line."""
+    command = commands.add_parser("plan", help="what a step will hold, send and take", description=__doc__)
+    add = command.add_argument
+    add("setup", metavar="FILE.py:setup", help="the function, and the file in which it is")
+    add("--ranks", type=_counts, default=[8], metavar="N,...", help="how many ranks train; 8 if left out")
+    add(
+        "--device-memory", metavar="SIZE", help="what a rank may use, such as 80GB; the machine's if left out"
+    )
+    add("--device", default=None, metavar="TYPE", help="cpu or cuda; need not be there")
+    machine = "for which times are predicted: the name of a preset, 'measure' for this one, or a file of JSON"
+    add("--machine", metavar="NAME", help=machine)
+    add("--attained", type=float, default=1.0, metavar="PART", help="of a preset's peak, such as 0.6")
+    add("--ranks-per-host", type=int, metavar="N", help="the machine's if left out")
+    add("--fit", action="store_true", help="vary the setup's arguments: what fits, the fastest first")
+    vary = "values for an argument of the setup, with --fit; may be repeated"
+    add("--vary", action="append", default=[], metavar="NAME=A,B,...", help=vary)
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw the step's memory, such as plan.svg")
+    command.set_defaults(run=_run)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of ranks: write them as in 8,64,512")
+    return counts
+
+
+def _run(options: argparse.Namespace) -> int:
+    from fsdp_wrap.tools.fitting import parse_bytes
+
+    if options.vary and not options.fit:
+        raise ValueError("--vary is for --fit: pass both")
+    if options.fit and options.plot:
+        raise ValueError("--plot draws one plan, and --fit makes many: pass one of them")
+    machine = _machine(options)
+    if options.ranks_per_host is not None:
+        if machine is None:
+            raise ValueError("--ranks-per-host is for predictions of time: name a --machine")
+        machine = dataclasses.replace(machine, ranks_per_host=options.ranks_per_host)
+    memory = options.device_memory or (machine.device_memory if machine else None)
+    limit = None if memory is None else parse_bytes(memory, "--device-memory")
+    setup = load_function(options.setup)
+    given = {"device": options.device or _device_of(options), "machine": machine}
+    if options.fit:
+        if limit is None:
+            raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine that tells it")
+        return _fit(setup, options, {**given, "device_memory": limit})
+    return _plan(setup, options, given, limit)
+
+
+def _device_of(options: argparse.Namespace) -> str:
+    """Returns what kind of device a machine has: presets are of accelerators."""
+    return "cuda" if options.machine and options.machine != _MEASURED else "cpu"
+
+
+def _plan(
+    setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any], limit: int | None
+) -> int:
+    from fsdp_wrap.tools.planning import plan
+
+    needed = [
+        each.name
+        for each in inspect.signature(setup).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    if needed:
+        name, missing = options.setup.rpartition(":")[2], repr(needed[0])
+        raise ValueError(f"{name}() needs a value for {missing}: give it a default, or vary it with --fit")
+    plans = []
+    with shown(len(options.ranks)) as bar:
+        for ranks in options.ranks:
+            bar.begins(f"planning {ranks} ranks")
+            with errors_of(_file_of(options), f"planning for {ranks} ranks"):
+                plans.append(plan(setup, ranks, **given))
+            bar.ended()
+    if options.plot:
+        for made in plans:
+            made.plot(_numbered(options.plot, made.ranks, len(plans)))
+    if options.json:
+        print(json.dumps([json.loads(made.to_json()) for made in plans], indent=1))
+    else:
+        print(*plans, sep="\n\n")
+        if limit is not None:
+            print()
+    fits = True
+    for made in plans if limit is not None else []:
+        need = max(made.peak_bytes, made.first_peak_bytes, made.setup_peak_bytes)
+        fits = fits and need <= (limit or 0)
+        if not options.json:
+            print(_verdict(made.ranks, need, limit or 0))
+    return int(not fits)
+
+
+def _verdict(ranks: int, need: int, limit: int) -> str:
+    told = f"{need / 1e9:.4g} of {limit / 1e9:.4g} GB"
+    if need <= limit:
+        return f"{ranks} ranks: fits, {told}"
+    return f"{ranks} ranks: does not fit, {told}: --fit looks for what does"
+
+
+def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any]) -> int:
+    from fsdp_wrap.tools.fitting import fit
+
+    vary = dict(_varied(text) for text in options.vary) or None
+    with errors_of(_file_of(options), "fitting"):
+        found = fit(setup, options.ranks, vary=vary, progress=True, **given)
+    print(found.to_json() if options.json else found)
+    return int(found.best is None)
+
+
+def _varied(text: str) -> tuple[str, Sequence[Any]]:
+    """Reads NAME=A,B: numbers, True, False and None are what they are in Python, all else is text."""
+    name, equals, values = text.partition("=")
+    if not equals or not name.isidentifier() or not values:
+        raise ValueError(f"--vary {text!r} names no values: write NAME=A,B,..., as in offload=none,all")
+    return name, [_value(part) for part in values.split(",")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _machine(options: argparse.Namespace) -> Any:
+    from fsdp_wrap.tools.machines import measure_machine, preset
+    from fsdp_wrap.tools.planning import Machine
+
+    name = options.machine
+    if name is None:
+        return None
+    if name == _MEASURED:
+        with shown() as bar:
+            bar.begins("measuring this machine")
+            return measure_machine(options.device)
+    path = Path(name)
+    if path.suffix == ".json" or path.is_file():
+        try:
+            return Machine.from_dict(json.loads(path.read_text()))
+        except OSError as error:
+            raise ValueError(f"--machine {name}: {error.strerror}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"--machine {name} does not describe a machine: {error}") from error
+    return preset(name, attained=options.attained)
+
+
+def _file_of(options: argparse.Namespace) -> Path:
+    return Path(options.setup.rpartition(":")[0])
+
+
+def _numbered(path: Path, ranks: int, of: int) -> Path:
+    return path if of == 1 else path.with_name(f"{path.stem}-{ranks}{path.suffix}")

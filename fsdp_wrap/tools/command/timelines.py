@@ -1,0 +1,82 @@
+"""`fsdp-wrap timeline merge|report|plot`: what `fsdp_wrap.timeline` has recorded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fsdp_wrap.tools.progress import shown
+
+_ENDINGS = (".json", ".json.gz")
+
+
+def add_commands(commands: Any) -> None:
+    """Adds `timeline` with its own commands to the command line."""
+    timeline = commands.add_parser(
+        "timeline", help="join, tell or draw what fsdp_wrap.timeline() recorded", description=__doc__
+    )
+    inner = timeline.add_subparsers(required=True, metavar="merge|report|plot")
+    merge = inner.add_parser("merge", help="join ranks' files into one trace, which Perfetto opens")
+    merge.add_argument("--out", type=Path, default=Path("trace.json"), help="trace.json if left out")
+    merge.set_defaults(run=_run_merge)
+    report = inner.add_parser("report", help="print the table by unit, with advice")
+    report.set_defaults(run=_run_report)
+    plot = inner.add_parser("plot", help="draw one step")
+    plot.add_argument("--out", type=Path, default=Path("step.svg"), help="step.svg if left out")
+    plot.set_defaults(run=_run_plot)
+    for command in (merge, report, plot):
+        command.add_argument(
+            "paths", type=Path, nargs="+", metavar="PATH", help="a trace, or the folder of a recording"
+        )
+
+
+def _run_merge(options: argparse.Namespace) -> int:
+    if not options.out.name.endswith(_ENDINGS):
+        raise ValueError(f"--out {options.out}: a trace is named .json or .json.gz")
+    with shown() as bar:
+        bar.begins("joining")
+        merged = _read(options.paths)
+        merged.save(options.out)
+    count = len(merged.ranks)
+    print(
+        f"wrote {count} rank{'s' if count > 1 else ''} to {options.out}: open it at https://ui.perfetto.dev"
+    )
+    return 0
+
+
+def _run_report(options: argparse.Namespace) -> int:
+    with shown() as bar:
+        bar.begins("reading")
+        text = _read(options.paths).report()
+    print(text)
+    return 0
+
+
+def _run_plot(options: argparse.Namespace) -> int:
+    with shown() as bar:
+        bar.begins("drawing")
+        _read(options.paths).plot(options.out)
+    print(f"wrote {options.out}")
+    return 0
+
+
+def _read(paths: list[Path]) -> Any:
+    """Returns the timeline of all ranks whose files these are, or lie in these folders.
+
+    Raises:
+        ValueError: If there is none, one is no trace of a timeline, or two are of one rank.
+    """
+    from fsdp_wrap.tools.timeline import Timeline, load
+
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"there is no file or folder {path}")
+        found = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
+        if not found:
+            raise ValueError(
+                f"no rank has left a trace (rank-*.json) in {path}: name the folder given to timeline()"
+            )
+        files += found
+    return Timeline(record for file in files for record in load(file).ranks)

@@ -1,0 +1,66 @@
+"""Code of the user that a command is pointed at, as in `train.py:setup`, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class UsersError(Exception):
+    """The user's code has raised something; the text says what and where."""
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """Returns the function that `FILE.py:name` names; the file is run as a module is imported.
+
+    Raises:
+        UsersError: If running the file raises something.
+        ValueError: If there is no such file or function.
+    """
+    file, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(f"{text!r} names no function: write FILE.py:name, as in train.py:setup")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script
+    sys.modules.setdefault(spec.name, module)
+    with errors_of(path, f"running {path}"):
+        spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
+        own = [each for each in functions if getattr(getattr(module, each), "__module__", "") == spec.name]
+        held = f"it has {', '.join(own)}" if own else "it has none"
+        raise ValueError(f"{path} has no function {name!r}; {held}")
+    function: Callable[..., Any] = found
+    return function
+
+
+@contextmanager
+def errors_of(path: Path, doing: str) -> Iterator[None]:
+    """Lets what is raised in a file's code be told by one line, with the line of that file.
+
+    Args:
+        path: The file.
+        doing: What its code does here.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+        if not lines:
+            raise
+        text = str(error).strip().splitlines() or [""]
+        told = f"{type(error).__name__}: {text[0]}" if text[0] else type(error).__name__
+        raise UsersError(f"{doing} failed in line {lines[-1]}: {told}; --traceback shows where") from error

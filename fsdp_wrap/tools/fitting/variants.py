@@ -1,0 +1,220 @@
+"""One way to write a `setup` that `fit` can vary: a model sharded, and a step taken, as words say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_wrap._comm import default_mesh
+from fsdp_wrap.api import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from fsdp_wrap.fully_shard import fully_shard
+from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+WORDS = {
+    "strategy": ("full", "grad_op", "hybrid"),
+    "wrapping": ("blocks", "whole"),
+    "offload": ("none", "optimizer", "all"),
+    "checkpointing": ("none", "blocks"),
+    "precision": ("fp32", "bf16", "pure_bf16"),
+    "front_end": ("fully_shard", "wrapper"),
+}
+"""What `shard_as` takes by keyword, the default first."""
+
+STANDARD = {
+    "strategy": ("full", "grad_op"),
+    "offload": ("none", "optimizer"),
+    "checkpointing": ("none", "blocks"),
+}
+"""What `fit` varies where it is not told what to vary, of what a setup takes."""
+
+_STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+}
+
+
+def shard_as(
+    model: nn.Module,
+    blocks: type[nn.Module] | Iterable[type[nn.Module]],
+    *,
+    strategy: str = "full",
+    wrapping: str = "blocks",
+    offload: str = "none",
+    checkpointing: str = "none",
+    precision: str = "fp32",
+    front_end: str = "fully_shard",
+    ranks_per_host: int = 8,
+) -> nn.Module:
+    """Shards a model as words say: what a `setup` may call that takes them from `fit`.
+
+    Parameters on the meta device get memory. The wrapper gives them values by `reset_parameters`, as it
+    always does; with `fully_shard` initialise or load them afterwards. A plan needs no values.
+
+    Args:
+        model: The model.
+        blocks: The classes of its blocks.
+        strategy: "full" frees full parameters after forward, "grad_op" after backward, "hybrid" shards within
+            hosts and replicates over them.
+        wrapping: "blocks" makes a unit of each block, "whole" one of the model.
+        offload: What lives in host memory between steps: "none", the "optimizer"'s state, or "all".
+        checkpointing: "blocks" computes each block's activations again in backward.
+        precision: "bf16" computes in bfloat16 and reduces gradients in float32, "pure_bf16" reduces in
+            bfloat16 as well; "fp32" does all in the parameters' dtype.
+        front_end: "fully_shard" or "wrapper".
+        ranks_per_host: For "hybrid": how many ranks shard; as many as there are, if those are fewer.
+
+    Returns:
+        The model, or the wrapper around it.
+
+    Raises:
+        ValueError: If a word is unknown, no module is of these classes, or ranks do not fill hosts.
+    """
+    chosen = {
+        "strategy": strategy,
+        "wrapping": wrapping,
+        "offload": offload,
+        "checkpointing": checkpointing,
+        "precision": precision,
+        "front_end": front_end,
+    }
+    for name, word in chosen.items():
+        if word not in WORDS[name]:
+            raise ValueError(f"{name} must be one of {', '.join(WORDS[name])}, not {word!r}")
+    classes = (blocks,) if isinstance(blocks, type) else tuple(blocks)
+    found = [module for module in model.modules() if isinstance(module, classes)]
+    if not found:
+        raise ValueError(f"the model has no module of {', '.join(each.__name__ for each in classes)}")
+    if checkpointing == "blocks":
+        for module in found:
+            setattr(module, "forward", partial(checkpoint, module.forward, use_reentrant=False))  # noqa: B010
+    units = found if wrapping == "blocks" else []
+    mesh = _mesh(strategy, ranks_per_host)
+    if front_end == "wrapper":
+        return _wrapped(model, set(classes) if units else set(), mesh, chosen)
+    return _composed(model, units, mesh, chosen)
+
+
+def step_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[], torch.Tensor],
+    accumulation: int = 1,
+    *,
+    sync: str = "last",
+) -> Callable[[], None]:
+    """Returns one training step: so many forwards and backwards, one step of the optimizer.
+
+    Args:
+        model: As `shard_as` returned it.
+        optimizer: Of its parameters.
+        loss: Makes a batch and returns its loss, a scalar.
+        accumulation: How many batches make a step.
+        sync: Gradients are reduced in the "last" backward, and until then whole ones add up on each rank; or
+            in "every" one, which takes less memory and more communication.
+
+    Raises:
+        ValueError: If `accumulation` is no positive number, or `sync` is another word.
+    """
+    if accumulation < 1:
+        raise ValueError(f"accumulation must be at least 1, not {accumulation}")
+    if sync not in ("last", "every"):
+        raise ValueError(f"sync must be 'last' or 'every', not {sync!r}")
+
+    def step() -> None:
+        for part in range(accumulation):
+            is_last = part == accumulation - 1
+            with _reducing(model, is_last or sync == "every"):
+                part_of_loss: Any = loss() / accumulation
+                part_of_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _reducing(model: nn.Module, reduces: bool) -> AbstractContextManager[object]:
+    """Lets the backward inside reduce gradients, or only add them up."""
+    if isinstance(model, FullyShardedDataParallel):
+        return nullcontext() if reduces else model.no_sync()
+    sharded: Any = model
+    sharded.set_requires_gradient_sync(reduces)
+    return nullcontext()
+
+
+def _mesh(strategy: str, ranks_per_host: int) -> DeviceMesh:
+    whole = default_mesh("shard_as()")
+    if strategy != "hybrid":
+        return whole
+    ranks = dist.get_world_size()
+    within = min(ranks, ranks_per_host)
+    if ranks % within:
+        raise ValueError(f"strategy='hybrid': {ranks} ranks do not fill hosts of {ranks_per_host}")
+    return init_device_mesh(
+        whole.device_type, (ranks // within, within), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _composed(
+    model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, chosen: dict[str, str]
+) -> nn.Module:
+    precision = {
+        "fp32": MixedPrecisionPolicy(),
+        "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "pure_bf16": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+    }[chosen["precision"]]
+    offload = {
+        "none": OffloadPolicy(),
+        "optimizer": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
+        "all": CPUOffloadPolicy(),
+    }[chosen["offload"]]
+    kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    for module in units:
+        fully_shard(module, reshard_after_forward=chosen["strategy"] != "grad_op", **kwargs)
+    # the root's parameters are gathered once, by default, unless it is the only unit
+    after = None if units and chosen["strategy"] != "grad_op" else chosen["strategy"] != "grad_op"
+    fully_shard(model, reshard_after_forward=after, **kwargs)
+    if any(param.is_meta for param in model.parameters()):
+        model.to_empty(device="cpu" if chosen["offload"] == "all" else mesh.device_type)
+    return model
+
+
+def _wrapped(
+    model: nn.Module, classes: set[type[nn.Module]], mesh: DeviceMesh, chosen: dict[str, str]
+) -> nn.Module:
+    dtypes = {
+        "fp32": None,
+        "bf16": MixedPrecision(torch.bfloat16, torch.float32),
+        "pure_bf16": MixedPrecision(torch.bfloat16, torch.bfloat16),
+    }
+    offload = {
+        "none": None,
+        "optimizer": CPUOffload(offload_optimizer_state=True),
+        "all": CPUOffload(offload_params=True),
+    }
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=_STRATEGIES[chosen["strategy"]],
+        auto_wrap_policy=ModuleWrapPolicy(classes) if classes else None,
+        mixed_precision=dtypes[chosen["precision"]],
+        cpu_offload=offload[chosen["offload"]],
+        device_id=None if mesh.device_type == "cpu" else torch.device(mesh.device_type),
+        use_orig_params=True,
+    )

@@ -1,0 +1,6 @@
+"""Machines for predictions: this one, measured, and common accelerators by their data sheets."""
+
+from fsdp_wrap.tools.machines.measured import Link, measure_link, measure_machine
+from fsdp_wrap.tools.machines.presets import PRESETS, preset
+
+__all__ = ["PRESETS", "Link", "measure_link", "measure_machine", "preset"]

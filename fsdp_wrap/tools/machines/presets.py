@@ -1,0 +1,149 @@
+"""Machines by name, with the figures of their makers' data sheets.
+
+All are peaks: dense FLOP/s without sparsity, links in one direction. A prediction from them is the least time
+that a step may take; `preset(name, attained=...)` lowers what a device computes to what was seen. The network
+between hosts belongs to the cluster and not to the device: where the maker sells hosts, theirs is taken, and
+`dataclasses.replace(preset(...), bandwidth_between=...)` says another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from fsdp_wrap.tools.planning import Machine
+
+_TERA, _GIGA = 10**12, 10**9
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def _machine(
+    name: str,
+    teraflops: tuple[float, float, float, float],
+    memory: tuple[int, float],
+    links: tuple[float, float, float],
+    source: str,
+    network: str,
+) -> Machine:
+    """Makes one of the units that data sheets have.
+
+    Args:
+        name: For people.
+        teraflops: TFLOP/s in float64, float32, bfloat16 and float16, by matrix units where torch uses them
+            unasked; 0 for what the device does not have.
+        memory: Gigabytes, and gigabytes a second.
+        links: Gigabytes a second to devices of the same host, to other hosts, and to the host's memory.
+        source: Whose figures these are.
+        network: Whose figure the one between hosts is.
+    """
+    size, bandwidth = memory
+    within, between, host = (each * _GIGA for each in links)
+    return Machine(
+        name=name,
+        flops={dtype: each * _TERA for dtype, each in zip(_DTYPES, teraflops) if each},
+        memory_bandwidth=bandwidth * _GIGA,
+        bandwidth_within=within,
+        bandwidth_between=between,
+        host_bandwidth=host,
+        device_memory=size * _GIGA,
+        source=f"{source}; between hosts: {network}",
+    )
+
+
+_A100, _HOPPER = "NVIDIA A100 Tensor Core GPU data sheet", "NVIDIA H100 Tensor Core GPU data sheet"
+_DGX_A100 = "DGX A100, 200 Gb/s a GPU"
+_DGX_H100 = "DGX H100, 400 Gb/s a GPU"
+_PCIE = "assumed, 100 Gb/s a GPU"
+
+PRESETS = MappingProxyType(
+    {
+        "v100": _machine(
+            "V100 SXM2 32 GB",
+            (7.8, 15.7, 0, 125),
+            (32, 900),
+            (150, 6.25, 16),
+            "NVIDIA V100 Tensor Core GPU data sheet",
+            "DGX-1, 4 x 100 Gb/s for 8 GPUs",
+        ),
+        "a100-40gb": _machine(
+            "A100 SXM 40 GB", (19.5, 19.5, 312, 312), (40, 1555), (300, 25, 32), _A100, _DGX_A100
+        ),
+        "a100-80gb": _machine(
+            "A100 SXM 80 GB", (19.5, 19.5, 312, 312), (80, 2039), (300, 25, 32), _A100, _DGX_A100
+        ),
+        "a100-pcie-80gb": _machine(
+            "A100 PCIe 80 GB", (19.5, 19.5, 312, 312), (80, 1935), (32, 12.5, 32), _A100, _PCIE
+        ),
+        "l40s": _machine(
+            "L40S", (1.4, 91.6, 362, 362), (48, 864), (32, 12.5, 32), "NVIDIA L40S GPU data sheet", _PCIE
+        ),
+        "h100": _machine("H100 SXM", (67, 67, 989, 989), (80, 3350), (450, 50, 64), _HOPPER, _DGX_H100),
+        "h100-pcie": _machine("H100 PCIe", (51, 51, 756, 756), (80, 2000), (64, 12.5, 64), _HOPPER, _PCIE),
+        "h200": _machine(
+            "H200 SXM",
+            (67, 67, 989, 989),
+            (141, 4800),
+            (450, 50, 64),
+            "NVIDIA H200 Tensor Core GPU data sheet",
+            "DGX H200, 400 Gb/s a GPU",
+        ),
+        "b200": _machine(
+            "B200 of an HGX",
+            (40, 80, 2250, 2250),
+            (180, 8000),
+            (900, 50, 64),
+            "NVIDIA Blackwell Architecture Technical Brief, HGX B200 at 1000 W",
+            "DGX B200, 400 Gb/s a GPU",
+        ),
+        "mi250x": _machine(
+            "MI250X, one of its two dies",
+            (47.9, 47.9, 191.5, 191.5),
+            (64, 1638),
+            (100, 25, 32),
+            "AMD Instinct MI250X data sheet, halved",
+            "assumed, 200 Gb/s a die",
+        ),
+        "mi300x": _machine(
+            "MI300X",
+            (163.4, 163.4, 1307.4, 1307.4),
+            (192, 5300),
+            (448, 50, 64),
+            "AMD Instinct MI300X data sheet",
+            "AMD Instinct MI300X platform, 400 Gb/s a GPU",
+        ),
+        "mi325x": _machine(
+            "MI325X",
+            (163.4, 163.4, 1307.4, 1307.4),
+            (256, 6000),
+            (448, 50, 64),
+            "AMD Instinct MI325X data sheet",
+            "assumed, 400 Gb/s a GPU",
+        ),
+    }
+)
+"""Machines by the names that `--machine` takes."""
+
+
+def preset(name: str, *, attained: float = 1.0) -> Machine:
+    """Returns a machine by its name.
+
+    Args:
+        name: One of `PRESETS`, such as "h100".
+        attained: Which part of the peak of its FLOP/s and of its memory's bandwidth programs reach.
+
+    Raises:
+        ValueError: If there is none of that name, or `attained` is not in (0, 1].
+    """
+    if name.lower() not in PRESETS:
+        raise ValueError(f"there is no machine {name!r}; there are {', '.join(PRESETS)}")
+    if not 0 < attained <= 1:
+        raise ValueError(f"attained must be above 0 and at most 1, not {attained}")
+    made = PRESETS[name.lower()]
+    if attained == 1:
+        return made
+    return replace(
+        made,
+        flops={dtype: value * attained for dtype, value in made.flops.items()},
+        memory_bandwidth=made.memory_bandwidth * attained,
+        source=f"{made.source}; {attained:.0%} of the peak computed",
+    )

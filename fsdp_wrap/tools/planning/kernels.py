@@ -1,0 +1,83 @@
+"""Functions for which torch chooses a kernel by the device, and what it chooses there.
+
+On the meta device it would take these functions apart into operators that need far more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def attention(
+    device_type: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """Computes attention in parts, where torch would; else returns None."""
+    if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
+        return None
+    if device_type == "cpu":
+        if dropout_p or enable_gqa or query.shape[-1] != value.shape[-1]:
+            return None
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= 256:
+        flash = _aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        return None
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient = _aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Takes what the kernel takes: the result and a number for each row, and reads and writes as much."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scales = rows.new_empty((*rows.shape[: rows.dim() - weight.dim()], 1), dtype=torch.float32)
+        ctx.save_for_backward(rows, weight, scales)
+        return rows * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, weight, _ = ctx.saved_tensors
+        return grad * rows, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+def rms_norm(
+    device_type: str,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor | None:
+    """Normalises in one kernel, where torch would; else returns None."""
+    if device_type == "cpu" or weight is None or weight.dtype != input.dtype:
+        return None
+    return _RmsNorm.apply(input, weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+KERNELS: dict[Any, Callable[..., torch.Tensor | None]] = {
+    F.scaled_dot_product_attention: attention,
+    torch.rms_norm: rms_norm,
+}
+"""By the function: what does its work on a type of device, given first."""

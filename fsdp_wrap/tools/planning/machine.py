@@ -1,0 +1,100 @@
+"""What a prediction of time needs to know of the machines that train."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Hosts that are alike, each with some devices, one for each rank.
+
+    All figures are of one rank: what its device computes, and its part of what links carry.
+
+    Attributes:
+        name: For people.
+        flops: Floating-point operations a second that multiplications of matrices reach, by dtype ("float32",
+            "bfloat16"). For a dtype that is not named, the slowest that is.
+        memory_bandwidth: Bytes a second that the device reads and writes in its own memory.
+        bandwidth_within: Bytes a second that a rank receives from others of its host.
+        bandwidth_between: Bytes a second that a rank receives from other hosts, while its neighbours do too.
+        latency_within: Seconds that a collective takes at least among ranks of one host.
+        latency_between: Seconds that it takes at least among hosts.
+        ranks_per_host: How many ranks share a host.
+        host_bandwidth: Bytes a second between the device and memory of its host.
+        operator_seconds: Seconds that any operator takes at least.
+        device_memory: Bytes that a rank may use; None if not known.
+        source: Where the figures come from.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    bandwidth_within: float
+    bandwidth_between: float
+    latency_within: float = 1e-5
+    latency_between: float = 3e-5
+    ranks_per_host: int = 8
+    host_bandwidth: float = 25e9
+    operator_seconds: float = 5e-6
+    device_memory: int | None = None
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks the figures.
+
+        Raises:
+            ValueError: If one is not positive, or no dtype is named.
+        """
+        if not self.flops:
+            raise ValueError(
+                f"Machine '{self.name}': flops must name a dtype at least, as in {{'float32': 1e12}}"
+            )
+        figures = {f"flops['{dtype}']": value for dtype, value in self.flops.items()}
+        for name in (
+            "memory_bandwidth",
+            "bandwidth_within",
+            "bandwidth_between",
+            "ranks_per_host",
+            "host_bandwidth",
+        ):
+            figures[name] = getattr(self, name)
+        for name, value in figures.items():
+            if not value > 0:
+                raise ValueError(f"Machine '{self.name}': {name} must be positive, not {value}")
+        for name in ("latency_within", "latency_between", "operator_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"Machine '{self.name}': {name} must not be negative, as {getattr(self, name)} is"
+                )
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Returns floating-point operations a second in a dtype."""
+        return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as `from_dict` takes them, of types that JSON knows."""
+        return {**dataclasses.asdict(self), "flops": dict(self.flops)}
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> Machine:
+        """Makes one of what `to_dict` returned.
+
+        Raises:
+            ValueError: If a figure is missing, unknown or out of range.
+        """
+        names = {each.name for each in dataclasses.fields(cls)}
+        needed = {each.name for each in dataclasses.fields(cls) if each.default is dataclasses.MISSING}
+        unknown, missing = sorted(set(figures) - names), sorted(needed - set(figures))
+        if unknown or missing:
+            raise ValueError(
+                f"a machine has no figure named {unknown[0]!r}"
+                if unknown
+                else f"a machine needs {missing[0]!r}"
+            )
+        return cls(**figures)

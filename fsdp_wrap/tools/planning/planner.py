@@ -1,0 +1,310 @@
+"""`plan()`: runs the runtime on tensors without numbers, and tells what it did."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import watching_buffers
+from fsdp_wrap._core import watching_steps
+from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
+from fsdp_wrap._params import Layout, held_by_this_rank
+from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap.tools.planning import ledger as kinds
+from fsdp_wrap.tools.planning.answers import Answers
+from fsdp_wrap.tools.planning.ledger import History, Ledger
+from fsdp_wrap.tools.planning.machine import Machine
+from fsdp_wrap.tools.planning.plan import HostMemory, Moment, Plan, UnitPlan
+from fsdp_wrap.tools.planning.prediction import Prediction, predicted
+from fsdp_wrap.tools.planning.recalled import gathered_bytes, remember
+from fsdp_wrap.tools.planning.recorder import OPTIMIZER, STEP, Recorder
+from fsdp_wrap.tools.planning.tensors import Operators, PlanningError
+from fsdp_wrap.tools.planning.world import world_of
+
+Setup = Callable[[], tuple[nn.Module, Any, Callable[[], object]]]
+"""Returns a model, its optimizer (or several), and what runs one step."""
+
+__all__ = ["PlanningError", "Setup", "plan"]
+
+MOST_RANKS = 16384
+_DEVICES = ("cpu", "cuda")
+
+
+def plan(
+    setup: Setup,
+    ranks: int = 8,
+    *,
+    device: str = "cpu",
+    machine: Machine | None = None,
+    rank: int = 0,
+) -> Plan:
+    """Finds out what a training step will hold in memory, send and take, without running it.
+
+    `setup` is run in this process, as one rank of many, on tensors that have shapes and no numbers. So are
+    two steps: by the second the optimizer has its state. Nothing is allocated, and neither the device nor
+    other ranks need be there. What is planned is what the runtime does, since it is the runtime that runs.
+
+    The step must not depend on numbers: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention
+    by `scaled_dot_product_attention` is taken to be computed in parts wherever it can be. `torch.compile` is
+    not followed, and `torch.autocast` refused.
+
+    Args:
+        setup: Builds the model (under `torch.device("meta")` or not), shards it by `fully_shard` or
+            `FullyShardedDataParallel`, makes the optimizer, and returns (model, optimizer, step); `step()`
+            makes a batch and trains on it once. Several optimizers come in a list. It may make meshes.
+        ranks: How many ranks train, up to 16,384.
+        device: Type of the device on which the model computes: "cpu" or "cuda". Setup names it as it would.
+        machine: On what time is predicted; None for no prediction.
+        rank: Whose part is planned.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If there is a process group already, an argument is out of range, or the step depends on
+            numbers.
+        TypeError: If `setup` does not return what it should.
+
+    Example:
+        def setup():
+            with torch.device("meta"):
+                model = Transformer()
+            model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=0)
+            optimizer = torch.optim.AdamW(model.parameters())
+
+            def step():
+                optimizer.zero_grad()
+                model(torch.randint(50257, (4, 1024), device="cuda")).backward()
+                optimizer.step()
+
+            return model, optimizer, step
+
+        print(fsdp_wrap.plan(setup, ranks=64, device="cuda"))
+    """
+    _check(setup, ranks, device, rank)
+    with world_of(ranks, rank, device), torch.random.fork_rng(devices=[]):
+        gc.collect()  # what others left is not freed meanwhile
+        planner = _Planner(device)
+        try:
+            with planner.watching():
+                planner.build(setup)
+                first = planner.run()
+                second = planner.run()
+            return remember(planner.tell(first, second, ranks, rank, machine))
+        finally:
+            planner.forget()
+            clear_sharding_caches()  # of meshes of this world
+
+
+def _check(setup: Setup, ranks: int, device: str, rank: int) -> None:
+    if not callable(setup):
+        raise TypeError(f"setup must be a function that returns (model, optimizer, step), not {setup!r}")
+    if not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"ranks must be a number from 1 to {MOST_RANKS}, not {ranks!r}")
+    if not isinstance(rank, int) or not 0 <= rank < ranks:
+        raise ValueError(f"rank must be a number from 0 to {ranks - 1}, not {rank!r}")
+    if device not in _DEVICES:
+        raise ValueError(f"device must be one of {_DEVICES}, not {device!r}")
+
+
+class _Planner:
+    """One run of a user's setup and steps.
+
+    Args:
+        device_type: Where the model computes.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._ledger = Ledger(device_type)
+        self._recorder = Recorder(self._ledger)
+        self._operators = Operators(self._ledger, self._recorder.operator)
+        self._setup_peak = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Lets tensors have no numbers, and watches what the runtime does."""
+        with ExitStack() as stack:
+            stack.enter_context(watching_buffers(self._recorder.resized))
+            stack.enter_context(watching_steps(self._recorder))
+            answers = Answers(self._ledger, self._operators)
+            stack.enter_context(answers.in_hooks())
+            stack.enter_context(answers)
+            stack.enter_context(self._operators)
+            yield
+
+    def build(self, setup: Setup) -> None:
+        """Runs the user's setup.
+
+        Raises:
+            TypeError: If it does not return what it should.
+        """
+        made = setup()
+        self._model, self._optimizers, self._step = _taken_apart(made)
+        self._setup_peak = self._ledger.history().peak.nbytes
+        self._units = units_in(self._model)
+        self._recorder.names = {id(unit): name for name, unit in self._units.items()}
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._recorder.in_phase(OPTIMIZER))
+            optimizer.register_step_post_hook(lambda *_: self._end_optimizer())
+        self._assign()
+
+    def _end_optimizer(self) -> None:
+        self._assign()
+        self._recorder.in_phase(STEP)
+
+    def _assign(self) -> None:
+        """Tells the ledger what parameters, gradients and state lie in."""
+        params = [*self._model.parameters()]
+        for unit in self._units.values():
+            if unit.handle is not None:
+                params += [layout.flat_param for layout in unit.handle.layouts]
+        grads = [param.grad for param in params if param.grad is not None]
+        state = pytree.tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
+        self._ledger.assign(map(held_by_this_rank, params), kinds.SHARDS)
+        self._ledger.assign(map(held_by_this_rank, grads), kinds.GRADIENTS)
+        tensors = (each for each in state if isinstance(each, torch.Tensor))
+        self._ledger.assign(map(held_by_this_rank, tensors), kinds.OPTIMIZER_STATE)
+
+    def run(self) -> tuple[History, History]:
+        """Runs one step; returns how memory of the device and of the host came and went."""
+        self._ledger.begin()
+        self._recorder.restart()
+        self._recorder.in_phase(STEP)
+        self._step()
+        self._assign()
+        return self._ledger.history(), self._ledger.history(on_host=True)
+
+    def forget(self) -> None:
+        """Lets go of the user's objects, of which none is to outlive the plan."""
+        self.__dict__.clear()
+        gc.collect()
+
+    def tell(
+        self,
+        first: tuple[History, History],
+        second: tuple[History, History],
+        ranks: int,
+        rank: int,
+        machine: Machine | None,
+    ) -> Plan:
+        """Makes the plan of what was recorded."""
+        recorder, history = self._recorder, second[0]
+        prediction = Prediction()
+        if machine is not None:
+            prediction = predicted(recorder.entries, self._ledger.places, machine)
+        wire, payload = Counter[str](), Counter[str]()
+        for each in recorder.collectives:
+            wire[each.kind] += each.received
+            payload[each.kind] += each.nbytes
+        return Plan(
+            ranks=ranks,
+            rank=rank,
+            device=self._device_type,
+            parameters=sum(map(_parameters_of, self._units.values())),
+            rest_bytes=sum(history.rest.values()),
+            rest_by_kind=_told(history.rest),
+            peak_bytes=history.peak.nbytes,
+            peak_by_kind=_told(history.peak.by_kind),
+            peak_at=history.peak.place,
+            first_peak_bytes=first[0].peak.nbytes,
+            setup_peak_bytes=self._setup_peak,
+            moments=tuple(
+                Moment(place, _told(held), prediction.begins.get(visit) if machine else None)
+                for visit, place, _, held in history.spans
+            ),
+            units=tuple(self._unit(name, unit, prediction) for name, unit in self._units.items()),
+            wire_bytes=dict(wire),
+            collectives=dict(Counter(each.kind for each in recorder.collectives)),
+            payload_bytes=dict(payload),
+            host=self._host(second[1]),
+            flops=recorder.flops,
+            machine=machine,
+            predicted_seconds=prediction.seconds,
+            compute_seconds=prediction.compute_seconds,
+            communication_seconds=prediction.communication_seconds,
+            exposed_seconds=prediction.exposed_seconds,
+        )
+
+    def _unit(self, name: str, unit: Unit, prediction: Prediction) -> UnitPlan:
+        handle = unit.handle
+        layouts = [] if handle is None else handle.layouts
+        wire = Counter[str]()
+        for each in self._recorder.collectives:
+            if name in each.units:
+                wire[each.kind] += round(each.received * self._share(name, each.units))
+        return UnitPlan(
+            name=name,
+            parameters=_parameters_of(unit),
+            shard_bytes=sum(layout.shard_numel * layout.dtype.itemsize for layout in layouts),
+            gathered_bytes=0 if handle is None else handle.unsharded_nbytes,
+            gathers=self._recorder.gathers[name],
+            reductions=self._recorder.reductions[name],
+            payload_bytes=self._recorder.payload[name],
+            wire_bytes=dict(wire),
+            **prediction.of_unit(name),
+        )
+
+    def _share(self, name: str, units: Sequence[str]) -> float:
+        """Returns a unit's part of what travels for several."""
+        sizes = {each: gathered_bytes(self._units[each]) for each in units if each in self._units}
+        return sizes.get(name, 0) / (sum(sizes.values()) or 1)
+
+    def _host(self, history: History) -> HostMemory:
+        handles = [unit.handle for unit in self._units.values() if unit.handle is not None]
+        layouts = [layout for handle in handles for layout in handle.layouts]
+        live = [record for record in self._ledger.live if self._ledger.on_host(record)]
+        state = [
+            record for record in self._ledger.live if record.kind in (kinds.SHARDS, kinds.OPTIMIZER_STATE)
+        ]
+        return HostMemory(
+            offloaded=sum(record.nbytes for record in live),
+            pinned=sum(record.nbytes for record in live if record.pinned),
+            peak=history.peak.nbytes,
+            loading=sum(_full_bytes(layout) for layout in layouts),
+            checkpoint=sum(record.nbytes for record in state),
+        )
+
+
+def _taken_apart(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
+    """Takes apart what a user's setup has returned."""
+    if not isinstance(made, tuple) or len(made) != 3:
+        told = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise TypeError(f"setup() must return (model, optimizer, step), and returned {told}")
+    model, optimizer, step = made
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model that setup() returns must be an nn.Module, not {type(model).__name__}")
+    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                "the optimizer that setup() returns must be a torch.optim.Optimizer, not "
+                f"{type(each).__name__}"
+            )
+    if not callable(step):
+        raise TypeError(f"the step that setup() returns must be a function, not {type(step).__name__}")
+    if not units_in(model):
+        raise ValueError(
+            "no module of the model that setup() returns is sharded: wrap it by FullyShardedDataParallel or "
+            "fully_shard in setup(), and return what that gives"
+        )
+    return model, optimizers, step
+
+
+def _parameters_of(unit: Unit) -> int:
+    layouts = [] if unit.handle is None else unit.handle.layouts
+    return sum(extent.shape.numel() for layout in layouts for extent in layout.extents)
+
+
+def _full_bytes(layout: Layout) -> int:
+    return layout.dtype.itemsize * sum(extent.shape.numel() for extent in layout.extents)
+
+
+def _told(held: dict[str, int]) -> dict[str, int]:
+    return {kind: nbytes for kind, nbytes in held.items() if nbytes}

@@ -1,0 +1,240 @@
+"""Tensors that have a shape, a dtype and a device, and no numbers: so a step runs without being computed.
+
+They are torch's own tensors on the meta device, of which plain Python is told that they are elsewhere. So
+types are as they would be, autograd runs as it would, and nothing is allocated. `Answers` answers what Python
+asks of a tensor; `Operators` runs each operator on the meta device and keeps the ledger.
+
+Small tensors of integers in memory of the host have numbers: meshes, indices, batches of tokens, and the
+steps that optimizers count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_wrap._core.torch_private import pytree, shapes_are_asked
+from fsdp_wrap.tools.planning.ledger import Ledger
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+_MOST_KNOWN = 1 << 20
+"""Bytes of tensors whose numbers are kept."""
+
+Operator = Any
+"""An overload of torch's operators."""
+
+
+class PlanningError(ValueError):
+    """Something in the user's step that cannot be planned."""
+
+
+def depends_on_data(what: str) -> PlanningError:
+    return PlanningError(
+        f"{what} asks for numbers, and a plan has none: what the step does must not depend on them. Leave "
+        "out of setup() and step() what reads values, such as loss.item(), print(loss), bool(mask.any()), "
+        "tensor.tolist(), tensor.numpy(), tensor.nonzero(), x[mask], or a gradient scaler"
+    )
+
+
+class Operators(TorchDispatchMode):
+    """Runs operators on the meta device.
+
+    Args:
+        ledger: Where storages are noted.
+        tell: Called with each operator that computes: it, its arguments, and what it returned.
+
+    Attributes:
+        asked: The device that Python asked for, where operators are told the meta device.
+        pins: Whether what comes now is pinned memory.
+    """
+
+    def __init__(self, ledger: Ledger, tell: Callable[[Operator, Any, Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger, self._tell = ledger, tell
+        self.asked: torch.device | None = None
+        self.pins = False
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if shapes_are_asked():
+            return func(*args, **(kwargs or {}))
+        if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
+            return NotImplemented  # tensors made of others: they call operators for these
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, dict(kwargs or {}))
+
+    def _run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.partition("::")[2]
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        device = self._device(func, tensors, kwargs)
+        if device is None:
+            return func(*args, **kwargs)
+        if torch.is_autocast_enabled(device.type):
+            raise PlanningError(
+                f"torch.{name} was called under torch.autocast, which a plan cannot follow: let the model "
+                "compute in another dtype by mixed_precision= or mp_policy=, or leave autocast out"
+            )
+        planned = [each for each in tensors if each.is_meta]
+        if len(planned) < len(tensors):
+            self._refuse_foreign(tensors)
+        if not planned and device.type == "cpu" and self._is_known(func, name, tensors, args, kwargs):
+            result = func(*args, **kwargs)
+            self._note(result, device, known=True)
+            return result
+        if name in _READING:
+            raise depends_on_data(f"torch.{name.strip('_')}")
+        written = _written(func, args, kwargs)
+        if any(not each.is_meta for each in written):
+            return self._spoil(written)
+        if len(planned) < len(tensors):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+        if "device" in kwargs:
+            kwargs.update(device=META)
+        for unknown in ("pin_memory", "generator"):
+            kwargs.pop(unknown, None)
+        result = self._call(func, name, args, kwargs)
+        self._note(result, device)
+        if not func.is_view:
+            self._tell(func, args, kwargs, result)
+        return result
+
+    def _refuse_foreign(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuses parameters that were there before."""
+        for each in tensors:
+            if isinstance(each, nn.Parameter) and not each.is_meta and self._ledger.record_of(each) is None:
+                raise PlanningError(
+                    f"setup() uses a parameter of shape {tuple(each.shape)} that was made before plan(), "
+                    "which would spoil it: let setup() build the model itself"
+                )
+
+    def _call(self, func: Operator, name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            if "nonzero" in str(error):  # x[mask]
+                raise depends_on_data(f"torch.{name}") from error
+            raise PlanningError(
+                f"torch.{name} has no rule for the shape of its result ({error}); leave it out of the plan"
+            ) from error
+
+    def _device(
+        self, func: Operator, tensors: list[torch.Tensor], kwargs: dict[str, Any]
+    ) -> torch.device | None:
+        """Returns where the result of an operator is; None for the meta device, if the user wants that."""
+        if kwargs.get("device") is not None:
+            wanted = torch.device(kwargs["device"])
+            return self.asked if wanted == META else complete(wanted)
+        found: torch.device | None = None
+        for tensor in tensors:
+            there = self._where(tensor)
+            if there is not None and (found is None or (found.type == "cpu" and tensor.dim() > 0)):
+                found = there
+        if not tensors and _makes(func):
+            kwargs["device"] = found = CPU
+        return found
+
+    def _where(self, tensor: torch.Tensor) -> torch.device | None:
+        if not tensor.is_meta:
+            return tensor.device
+        record = self._ledger.record_of(tensor)
+        return None if record is None else record.device
+
+    def _is_known(
+        self, func: Operator, name: str, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the result of an operator, which takes nothing without numbers, is to have numbers."""
+        if self.pins or kwargs.get("pin_memory") or name.startswith(("empty", "new_empty")):
+            return False
+        records = [self._ledger.record_of(each) for each in tensors]
+        if any(record is not None and not record.known for record in records):
+            return False
+        if _written(func, args, kwargs) or name in _READING or func.is_view or name == "lift_fresh":
+            return True
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = META
+        kwargs.pop("generator", None)
+        outcome = pytree.tree_leaves(func(*args, **kwargs))
+        return all(_keeps_numbers(each) for each in outcome if isinstance(each, torch.Tensor))
+
+    def _spoil(self, written: Iterable[torch.Tensor]) -> Any:
+        """Notes that tensors that had numbers have others now, which nobody knows."""
+        written = list(written)
+        for each in written:
+            record = self._ledger.record_of(each)
+            if record is not None:
+                record.known = False
+        return written[0] if len(written) == 1 else None
+
+    def _note(self, result: Any, device: torch.device, known: bool = False) -> None:
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, torch.Tensor):
+                record = self._ledger.add(each, device)
+                record.known, record.pinned = record.known or known, record.pinned or self.pins
+            elif isinstance(each, (list, tuple)):
+                self._note(each, device, known)
+
+    @contextmanager
+    def asking(self, device: torch.device, pins: bool = False) -> Iterator[None]:
+        """Lets operators that are told the meta device return what is on another one."""
+        before, self.asked, self.pins = (self.asked, self.pins), device, pins
+        try:
+            yield
+        finally:
+            self.asked, self.pins = before
+
+
+_READING = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "nonzero_numpy",
+    "repeat_interleave",
+    "unique_consecutive",
+    "unique_dim",
+    "_unique",
+    "_unique2",
+}
+"""Operators whose result, or its shape, depends on numbers."""
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _makes(func: Operator) -> bool:
+    """Whether an operator makes a tensor of no other."""
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _written(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the tensors that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return found
+
+
+def _keeps_numbers(tensor: torch.Tensor) -> bool:
+    plain = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 1
+    return plain and tensor.nbytes <= _MOST_KNOWN
+
+
+def complete(device: torch.device) -> torch.device:
+    """Adds an index to an accelerator without one."""
+    return CPU if device.type == "cpu" else torch.device(device.type, device.index or 0)

@@ -1,0 +1,146 @@
+"""The picture of a timeline: one pass, each rank's computation, waits and transfers, and what was held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_wrap.tools.timeline.analysis import Analysis
+from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
+
+MOST_RANKS = 8
+"""More would not be told apart."""
+
+_MATPLOTLIB = "a picture needs matplotlib: pip install 'fsdp-wrap[tools]'"
+
+COLORS = {
+    "forward": "#7fb3d5",
+    "recompute": "#b3a2d9",
+    "backward": "#5d8fb8",
+    "optimizer": "#9aa5ad",
+    "wait for a late rank": "#c0392b",
+    "wait for a transfer": "#f0a30a",
+    "wait for copies": "#a9743b",
+    "gather": "#58a65c",
+    "reduce": "#2f7d5b",
+    "to device": "#cbb37c",
+    "to host": "#b79b5c",
+}
+_COMPUTE, _TRANSFERS = 0.0, -1.0
+_HEIGHT, _ROW = 0.8, 2.4
+"""Of a bar, and from one rank to the next."""
+
+
+class _Bar(NamedTuple):
+    """A bar of the picture; times in nanoseconds, in the clock of rank 0."""
+
+    what: str
+    begin: int
+    end: int
+    height: float
+
+
+def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
+    """Draws the pass of which the time is closest to the average, as SVG or what the name's ending says.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(_MATPLOTLIB) from error
+    shown, found = ranks[:MOST_RANKS], Analysis(ranks)
+    begin, end = _window(shown[0], found)
+    figure = Figure(figsize=(12, 1.6 + 1.0 * len(shown) + 1.4), layout="constrained")
+    tracks, held = figure.subplots(2, 1, sharex=True, height_ratios=[len(shown), 1.0])
+    used = set()
+    for row, record in enumerate(shown):
+        for bar in _bars(record, found):
+            if bar.end > begin and bar.begin < end:
+                used.add(bar.what)
+                _draw_bar(tracks, bar, row, begin, end)
+    _label(tracks, shown, ranks, used)
+    _draw_levels(held, shown[0], begin, end)
+    with matplotlib.rc_context({"svg.hashsalt": "fsdp_wrap", "svg.fonttype": "none"}):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+
+def _window(record: RankRecord, found: Analysis) -> tuple[int, int]:
+    """Returns when the pass that is shown began and ended, in the clock of rank 0."""
+    ends = [*record.passes[1:], record.end]
+    spans = [*zip(record.passes, ends)] or [(record.begin, record.end)]
+    begin, end = min(spans, key=lambda span: abs(span[1] - span[0] - found.pass_ns))
+    return begin + record.offset, end + record.offset
+
+
+def _bars(record: RankRecord, found: Analysis) -> Iterator[_Bar]:
+    """Yields a rank's bars; what lies within others comes after them, and so over them."""
+    offset = record.offset
+    for each in (*record.compute, *record.host_side):
+        if each.what in COLORS:
+            yield _Bar(each.what, each.begin + offset, each.end + offset, _HEIGHT)
+    for wait in found.waits:
+        if wait.rank == record.rank:
+            middle = wait.begin + wait.late
+            yield _Bar("wait for a late rank", wait.begin, middle, _HEIGHT)
+            yield _Bar("wait for a transfer", middle, middle + wait.transfer, _HEIGHT)
+    for transfer in record.transfers:
+        yield _Bar(transfer.kind, transfer.begin + offset, transfer.end + offset, _HEIGHT)
+    for copy in record.copies:
+        yield _Bar(copy.what, copy.begin + offset, copy.end + offset, _HEIGHT)
+
+
+def _draw_bar(axes: Any, bar: _Bar, row: int, begin: int, end: int) -> None:
+    first, last = max(bar.begin, begin), min(bar.end, end)
+    travels = bar.what in ("gather", "reduce", "to device", "to host")
+    level, height = (_TRANSFERS, bar.height / 2) if travels else (_COMPUTE, bar.height)
+    if bar.what in ("reduce", "to host"):
+        level -= height
+    axes.broken_barh(
+        [((first - begin) / 1e6, (last - first) / 1e6)],
+        (-_ROW * row + level - height / 2, height),
+        color=COLORS[bar.what],
+        edgecolor="white",
+        linewidth=0.3,
+    )
+
+
+def _label(axes: Any, shown: Sequence[RankRecord], ranks: Sequence[RankRecord], used: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    ticks = {}
+    for row, record in enumerate(shown):
+        ticks[-_ROW * row + _COMPUTE] = f"rank {record.rank}"
+        ticks[-_ROW * row + _TRANSFERS - _HEIGHT / 4] = "on its way"
+    axes.set_yticks([*ticks], [*ticks.values()])
+    handles = [Patch(color=color, label=what) for what, color in COLORS.items() if what in used]
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=6, frameon=False, fontsize=8
+    )
+    if len(ranks) > len(shown):
+        axes.set_title(f"the first {len(shown)} of {len(ranks)} ranks", fontsize=9)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_levels(axes: Any, record: RankRecord, begin: int, end: int) -> None:
+    """Draws what a rank held."""
+    points = [level for level in record.levels if begin <= level.at + record.offset <= end]
+    before = [level for level in record.levels if level.at + record.offset < begin][-1:]
+    times = [max(0.0, (level.at + record.offset - begin) / 1e6) for level in (*before, *points)]
+    values: Mapping[str, list[float]] = {
+        "full parameters": [level.unsharded / 2**20 for level in (*before, *points)],
+        "gradients on their way": [level.gradients / 2**20 for level in (*before, *points)],
+    }
+    for (label, heights), kind in zip(values.items(), (GATHER, "reduce")):
+        axes.step(times, heights, where="post", label=label, color=COLORS[kind])
+    axes.set_ylabel(f"MiB, rank {record.rank}", fontsize=8)
+    axes.set_xlabel("milliseconds")
+    axes.set_xlim(0, (end - begin) / 1e6)
+    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,181 @@
+"""The report of a timeline: a table by unit, and a sentence of advice where one is due."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from fsdp_wrap.tools.timeline.analysis import Analysis, SplitWait, UnitTimes
+from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
+
+ROOT = "(root)"
+WORTH_NS, WORTH = 50_000, 0.01
+"""What a unit waits in a pass for advice to be due: so many nanoseconds, and such a part of the pass."""
+_SOON = 0.2
+"""A transfer was asked for too late if that was earlier than its wait by less than this part of the wait."""
+
+_COLUMNS = ("unit", "gather", "reduce", "issue", "wait", "late", "transfer", "GB/s", "peak MiB", "last rank")
+
+
+def report_lines(ranks: Sequence[RankRecord]) -> Iterator[str]:
+    """Yields the report's lines."""
+    found = Analysis(ranks)
+    yield from _head(found, ranks)
+    yield ""
+    yield from _aligned([_COLUMNS, *(_row(unit, found, len(ranks)) for unit in found.units.values())])
+    yield ""
+    yield "Times are milliseconds of one pass (forward and backward), the average of the ranks."
+    advice = [*_advice(found, len(ranks))]
+    if advice:
+        yield ""
+        yield from advice
+
+
+def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
+    passes, waits = found.passes * len(ranks), [*found.waits]
+    waited = sum(wait.total for wait in waits) / passes
+    late = sum(wait.late for wait in waits) / passes
+    hosts = len({record.host for record in ranks})
+    on = "on one host" if hosts == 1 else f"on {hosts} hosts"
+    counted = _plural(found.passes, "pass", "passes")
+    yield f"{_plural(len(ranks), 'rank')} {on}, {counted} of {_ms(found.pass_ns)} ms"
+    share = waited / found.pass_ns if found.pass_ns else 0.0
+    yield (
+        f"The computation waits {_ms(waited)} ms of a pass ({share:.0%}): {_ms(late)} ms for late ranks, "
+        f"{_ms(waited - late)} ms for transfers."
+    )
+    yield from _late_rank(found, waits, len(ranks))
+    error = max(record.clock_error for record in ranks)
+    if error:
+        yield f"The clocks of the hosts are compared to {_ms(error)} ms."
+    incomplete = not all(joint.complete for joint in found.joint)
+    if incomplete:
+        yield "Some ranks' records are missing: waits for those ranks count as transfers. Merge all files."
+
+
+def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:
+    """Names the rank for which the others wait most, if it is worth it, and where it is slower."""
+    held_up: Counter[int] = Counter()
+    for wait in waits:
+        held_up[wait.last] += wait.late
+    if ranks == 1 or not held_up:
+        return
+    rank, total = held_up.most_common(1)[0]
+    each = total / found.passes / (ranks - 1)
+    if each < _least(found):
+        return
+    unit, slower = found.slower_in(rank)
+    where = "outside of the units" if unit is None else f"in `{unit or ROOT}`"
+    because = f": it computes {_ms(slower)} ms longer than they do {where}" if slower > each / 4 else ""
+    yield f"Rank {rank} holds up the others, each by {_ms(each)} ms of a pass{because}."
+
+
+def _least(found: Analysis) -> float:
+    """Returns how many nanoseconds of a pass are worth a sentence."""
+    return max(WORTH_NS, WORTH * found.pass_ns)
+
+
+def _row(unit: UnitTimes, found: Analysis, ranks: int) -> tuple[str, ...]:
+    passes = found.passes * ranks
+    late = sum(wait.late for wait in unit.waits) / passes
+    transfer = sum(wait.transfer for wait in unit.waits) / passes
+    issuing = (unit.gathers.issuing + unit.reductions.issuing) / passes
+    nanoseconds = unit.gathers.nanoseconds + unit.reductions.nanoseconds
+    nbytes = unit.gathers.nbytes + unit.reductions.nbytes
+    bounded = unit.gathers.bounded or unit.reductions.bounded
+    rate = f"{'>=' if bounded else ''}{nbytes / nanoseconds:.3g}" if nanoseconds and nbytes else "-"
+    return (
+        unit.unit or ROOT,
+        _ms(unit.gathers.nanoseconds / passes),
+        _ms(unit.reductions.nanoseconds / passes),
+        _ms(issuing),
+        _ms(late + transfer),
+        _ms(late),
+        _ms(transfer),
+        rate,
+        f"{unit.peak / 2**20:.2f}",
+        _last(unit),
+    )
+
+
+def _last(unit: UnitTimes) -> str:
+    if not unit.lasts:
+        return "-"
+    rank, times = unit.lasts.most_common(1)[0]
+    return f"{rank} ({times} of {unit.transfers}, {_ms(unit.lateness[rank] / times)} ms)"
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    rows = [*rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+        cells[0], cells[-1] = row[0].ljust(widths[0]), row[-1]
+        yield "  ".join(cells).rstrip()
+
+
+# advice
+
+
+def _advice(found: Analysis, ranks: int) -> Iterator[str]:
+    """Yields a sentence for each unit that is worth one, those that wait longest first."""
+    passes = found.passes * ranks
+    least = _least(found)
+    due = []
+    for unit in found.units.values():
+        of_kind: dict[tuple[str, str], list[SplitWait]] = defaultdict(list)
+        for wait in unit.waits:
+            of_kind[wait.kind, wait.phase].append(wait)
+        worst = max(of_kind.values(), key=_total, default=[])
+        if _total(worst) / passes >= least:
+            due.append((_total(worst), _sentence(unit, worst, passes)))
+    yield from (sentence for _, sentence in sorted(due, reverse=True))
+
+
+def _total(waits: Iterable[SplitWait]) -> int:
+    return sum(wait.total for wait in waits)
+
+
+def _sentence(unit: UnitTimes, waits: Sequence[SplitWait], passes: int) -> str:
+    name, wait = f"`{unit.unit}`" if unit.unit else "The root", waits[0]
+    total, late = _total(waits), sum(each.late for each in waits)
+    gathers = wait.kind == GATHER
+    what = f"{name} waits {_ms(total / passes)} ms for its {'gather' if gathers else 'reduction'}"
+    if 2 * late >= total:
+        lates: Counter[int] = Counter()
+        for each in waits:
+            lates[each.last] += each.late
+        rank = lates.most_common(1)[0][0]
+        return (
+            f"{what}, {late / total:.0%} of it for rank {rank}, which comes last: give that rank less to do."
+        )
+    travelled = unit.gathers if gathers else unit.reductions
+    rate = f"{travelled.gigabytes_per_second:.3g} GB/s"
+    fewer = "a param dtype of 16 bits, SHARD_GRAD_OP" if gathers else "a reduce dtype of 16 bits, no_sync"
+    if wait.way.startswith("shared memory"):
+        copies = f"which it copies then, at {rate}, from what ranks share"
+        return f"{what}, {copies}: let fewer bytes travel ({fewer})."
+    if gathers and sum(each.head for each in waits) < _SOON * total:
+        call = "set_modules_to_forward_prefetch" if wait.phase == "forward" else "backward_prefetch"
+        return f"{what}, which is asked for when it is needed: prefetch it ({_prefetch(wait.phase, call)})."
+    if gathers:
+        return (
+            f"{what}, though that was prefetched: at {rate} it takes longer than what is computed meanwhile; "
+            f"let fewer bytes travel ({fewer}) or compute more in a pass."
+        )
+    return f"{what} at {rate}: let fewer bytes travel ({fewer})."
+
+
+def _prefetch(phase: str, call: str) -> str:
+    if phase == "forward":
+        return f"forward_prefetch=True, or {call}"
+    return "backward_prefetch, or set_modules_to_backward_prefetch"
+
+
+def _ms(nanoseconds: float) -> str:
+    milliseconds = nanoseconds / 1e6
+    return f"{milliseconds:.1f}" if milliseconds >= 1 else f"{milliseconds:.2f}"
+
+
+def _plural(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"

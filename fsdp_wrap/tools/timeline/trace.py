@@ -1,0 +1,180 @@
+"""A timeline as a Chrome trace, which Perfetto and chrome://tracing open; and back.
+
+A process is a rank. Its tracks are the computation, gathers, reductions, copies, and on an accelerator the
+host. Slices of a track nest: transfers that overlap lie on several tracks of one name and a number. Beside
+the events the file has the records themselves, so what was merged or reported once can be so again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_wrap.tools.timeline.records import FORMAT, GATHER, REDUCE, RankRecord, Slice, Transfer
+
+_KEY = "fsdp_wrap"
+COMPUTE, HOST, COPIES = "compute", "host", "host copies"
+_FIRST = {COMPUTE: 1, HOST: 2, GATHER: 10, REDUCE: 30, COPIES: 50}
+"""The number of each kind of track; those of transfers that overlap follow."""
+
+Event = dict[str, Any]
+
+
+def write(ranks: Sequence[RankRecord], path: str | Path) -> None:
+    """Writes records as a trace; compressed if the name ends in ".gz"."""
+    begin = min(record.begin + record.offset for record in ranks)
+    events = [event for record in ranks for event in _events_of(record, begin)]
+    saved = {"format": FORMAT, "ranks": [record.to_json() for record in ranks]}
+    whole = {"displayTimeUnit": "ms", "traceEvents": events, _KEY: saved}
+    data = json.dumps(whole, separators=(",", ":")).encode()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
+
+
+def read(path: str | Path) -> list[RankRecord]:
+    """Reads the records of a trace.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no trace of a timeline, or one of another version.
+    """
+    data = Path(path).read_bytes()
+    try:
+        whole = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        saved = whole[_KEY]
+        version, ranks = saved["format"], saved["ranks"]
+    except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is not a trace that fsdp_wrap.timeline() has written") from error
+    if version != FORMAT:
+        raise ValueError(
+            f"{path} has format {version} of timelines, and this version of fsdp_wrap reads {FORMAT}: record "
+            "anew"
+        )
+    try:
+        return [RankRecord.from_json(plain) for plain in ranks]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: a rank's record in it lacks {error}") from error
+
+
+def _events_of(record: RankRecord, begin: int) -> Iterator[Event]:
+    """Yields the events of one rank.
+
+    Args:
+        record: The rank's.
+        begin: The moment, in the clock of rank 0, from which times count.
+    """
+    tracks = _Tracks(record, record.offset - begin)
+    yield from tracks.names()
+    on = HOST if record.host_side else COMPUTE
+    for name, slices in ((COMPUTE, record.compute), (HOST, record.host_side)):
+        for each in slices:
+            yield tracks.slice(_FIRST[name], each)
+    for row, number in _rows(record.transfers):
+        transfer = record.transfers[number]
+        yield tracks.transfer(_FIRST[transfer.kind] + row, transfer)
+        yield from tracks.flow(number, _FIRST[transfer.kind] + row, _FIRST[on])
+    for each in record.copies:
+        yield tracks.slice(_FIRST[COPIES], each)
+    yield from tracks.counters()
+
+
+def _rows(transfers: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
+    """Yields for each transfer the row among those of its kind where it overlaps none, and its number."""
+    ends: dict[str, list[int]] = {GATHER: [], REDUCE: []}
+    for number in sorted(range(len(transfers)), key=lambda each: transfers[each].begin):
+        transfer = transfers[number]
+        rows = ends[transfer.kind]
+        row = next((row for row, end in enumerate(rows) if end <= transfer.begin), len(rows))
+        rows[row:] = [transfer.end, *rows[row + 1 :]]
+        yield row, number
+
+
+class _Tracks:
+    """Makes the events of one rank.
+
+    Args:
+        record: The rank's.
+        shift: What to add to its times.
+    """
+
+    def __init__(self, record: RankRecord, shift: int) -> None:
+        self._record, self._shift = record, shift
+        slices = (*record.host_side, *record.compute)
+        self._issues = {each.transfer: each for each in slices if each.what.startswith("issue")}
+
+    def _at(self, nanoseconds: int) -> float:
+        return (nanoseconds + self._shift) / 1000  # microseconds
+
+    def _event(self, kind: str, track: int, name: str, at: int, **more: Any) -> Event:
+        return {"ph": kind, "pid": self._record.rank, "tid": track, "name": name, "ts": self._at(at), **more}
+
+    def names(self) -> Iterator[Event]:
+        """Yields the names of the process and of its tracks."""
+        record = self._record
+        yield self._meta(
+            "process_name", 0, f"rank {record.rank} ({record.device}, {record.host.split(' ')[0]})"
+        )
+        yield {**self._meta("process_sort_index", 0, ""), "args": {"sort_index": record.rank}}
+        used = {COMPUTE: 1, HOST: bool(record.host_side), COPIES: bool(record.copies)}
+        for row, number in _rows(record.transfers):
+            kind = record.transfers[number].kind
+            used[kind] = max(used.get(kind, 0), row + 1)
+        for kind, rows in used.items():
+            for row in range(rows):
+                track = _FIRST[kind] + row
+                yield self._meta("thread_name", track, kind if not row else f"{kind} {row + 1}")
+                yield {**self._meta("thread_sort_index", track, ""), "args": {"sort_index": track}}
+
+    def _meta(self, what: str, track: int, name: str) -> Event:
+        return {"ph": "M", "pid": self._record.rank, "tid": track, "name": what, "args": {"name": name}}
+
+    def slice(self, track: int, each: Slice) -> Event:
+        """Returns a slice of the computation, or a copy."""
+        name = f"{each.what} {each.unit}".strip() if each.unit else each.what
+        args: dict[str, Any] = {"unit": each.unit}
+        if each.transfer >= 0:
+            args["transfer"] = each.transfer
+        if each.nbytes:
+            args["bytes"] = each.nbytes
+        duration = (each.end - each.begin) / 1000
+        return self._event("X", track, name, each.begin, dur=duration, cat=each.what, args=args)
+
+    def transfer(self, track: int, each: Transfer) -> Event:
+        """Returns a transfer's slice."""
+        args = {
+            "unit": each.units[0],
+            "units": ", ".join(each.units),
+            "bytes": each.nbytes,
+            "dtype": ", ".join(each.dtypes),
+            "way": each.way or "process group",
+            "phase": each.phase,
+            "number": each.number,
+            "ranks": len(each.ranks),
+            "end is": each.known,
+        }
+        duration = (each.end - each.begin) / 1000
+        name = f"{each.kind} {args['units']}".strip()
+        return self._event("X", track, name, each.begin, dur=duration, cat=each.kind, args=args)
+
+    def flow(self, number: int, track: int, issued_on: int) -> Iterator[Event]:
+        """Yields the arrows from a transfer's issue to it, and on to the first wait for it."""
+        transfer = self._record.transfers[number]
+        flow = {"id": (self._record.rank << 24) + number, "cat": "flow", "bp": "e"}
+        issue = self._issues.get(number)
+        if issue is None or not transfer.waits:
+            return
+        name = f"{transfer.kind} {transfer.units[0]}".strip()
+        yield self._event("s", issued_on, name, issue.begin, **flow)
+        yield self._event("t", track, name, max(transfer.begin, issue.begin), **flow)
+        yield self._event("f", _FIRST[COMPUTE], name, transfer.waits[0].begin, **flow)
+
+    def counters(self) -> Iterator[Event]:
+        """Yields what was held."""
+        for level in self._record.levels:
+            yield self._event("C", 0, "unsharded bytes", level.at, args={"bytes": level.unsharded})
+            yield self._event("C", 0, "units held", level.at, args={"units": level.units})
+            yield self._event("C", 0, "gradients in flight", level.at, args={"bytes": level.gradients})

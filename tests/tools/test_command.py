@@ -1,0 +1,292 @@
+"""The command line: what each command prints, and one line and an exit status for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from bed.paths import ROOT
+from fsdp_wrap._core import NEWEST_TORCH, OLDEST_TORCH
+from fsdp_wrap.tools import progress
+from fsdp_wrap.tools.command import doctor, main
+from fsdp_wrap.tools.command.meeting import Meeting, meet
+
+SETUP = """
+import torch
+from torch import nn
+
+import fsdp_wrap
+
+
+def setup(*, batch=4, wide=False):
+    model = fsdp_wrap.fully_shard(nn.Linear(64, 256 if wide else 64))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step():
+        model(torch.ones(batch, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def reads(*, batch=4):
+    model, optimizer, step = setup(batch=batch)
+    return model, optimizer, lambda: model(torch.ones(batch, 64)).sum().item()
+
+
+def fails():
+    raise KeyError("depth")
+
+
+def returns_one():
+    return nn.Linear(2, 2)
+
+
+def needs(depth):
+    return setup()
+"""
+
+
+def run(capsys: Any, *arguments: object) -> tuple[int, str, str]:
+    try:
+        status = main([str(each) for each in arguments])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(SETUP)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """What loading a file adds to this process."""
+    paths = [*sys.path]
+    yield
+    sys.path[:] = paths
+    sys.modules.pop("mine", None)
+
+
+# plan
+
+
+def test_a_plan_is_printed_with_whether_it_fits(file, capsys):
+    code, out, err = run(capsys, "plan", f"{file}:setup", "--ranks", "2,4", "--device-memory", "1GB")
+    assert code == 0 and "error" not in err
+    assert "2 ranks: fits, " in out and "4 ranks: fits, " in out and " of 1 GB" in out
+    code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "10KB")
+    assert code == 1 and "2 ranks: does not fit, " in out
+
+
+def test_plans_are_told_as_json(file, capsys):
+    code, out, _ = run(
+        capsys, "plan", f"{file}:setup", "--ranks", "2,4", "--json", "--machine", "h100", "--device", "cpu"
+    )
+    two, four = json.loads(out)
+    assert code == 0 and (two["ranks"], four["ranks"]) == (2, 4)
+    assert two["parameters"] == 64 * 65 and two["machine"]["name"] == "H100 SXM"
+    assert two["predicted_seconds"] > 0
+
+
+def test_fit_varies_what_the_setup_takes(file, capsys):
+    arguments = ["plan", f"{file}:setup", "--fit", "--ranks", 2, "--vary", "wide=False,True"]
+    code, out, _ = run(capsys, *arguments, "--device-memory", "300KB", "--json")
+    told = json.loads(out)
+    assert code == 0 and told["device_memory"] == 300_000
+    wide, narrow = sorted(told["choices"], key=lambda choice: choice["batch"])
+    assert (wide["values"], narrow["values"]) == ({"wide": True}, {"wide": False})
+    assert 0 < wide["batch"] < narrow["batch"]
+    code, out, _ = run(capsys, *arguments, "--device-memory", "1KB")
+    assert code == 1 and "0 of 2 fit" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("plan {file}", "names no function: write FILE.py:name"),
+        ("plan {file}:", "names no function"),
+        ("plan {tmp}/none.py:setup", "there is no file"),
+        ("plan {tmp}/text.txt:setup", "is no Python file: its name must end in .py"),
+        ("plan {file}:other", "has no function 'other'; it has setup, reads, fails, returns_one, needs"),
+        ("plan {file}:fails", "failed in line 26: KeyError: 'depth'"),
+        ("plan {file}:needs", "needs() needs a value for 'depth'"),
+        ("plan {file}:returns_one", "setup"),
+        ("plan {file}:reads", "failed in line 22: PlanningError: "),
+        ("plan {tmp}/broken.py:setup", "failed in line 2: ZeroDivisionError: division by zero"),
+        ("plan {file}:setup --machine h1000", "there is no machine 'h1000'; there are v100"),
+        ("plan {file}:setup --machine {tmp}/none.json", "No such file"),
+        ("plan {file}:setup --machine {tmp}/text.txt", "does not describe a machine"),
+        ("plan {file}:setup --attained 7 --machine h100", "attained must be above 0 and at most 1"),
+        ("plan {file}:setup --device-memory lots", "--device-memory must look like '80GB'"),
+        ("plan {file}:setup --ranks-per-host 4", "--ranks-per-host is for predictions of time"),
+        ("plan {file}:setup --vary batch=1", "--vary is for --fit"),
+        ("plan {file}:setup --fit", "--fit needs --device-memory"),
+        ("plan {file}:setup --fit --device-memory 1GB --vary depth=1", "takes no argument 'depth'"),
+        ("plan {file}:setup --fit --device-memory 1GB --vary batch", "names no values: write NAME=A,B"),
+        ("plan {file}:setup --fit --device-memory 1GB --plot x.svg", "--plot draws one plan"),
+        ("plan {file}:setup --ranks 2,x", "are no numbers of ranks"),
+        ("plan {file}:setup --ranks 0", "are no numbers of ranks"),
+        ("timeline report {tmp}/none", "there is no file or folder"),
+        ("timeline merge {tmp}", "no rank has left a trace"),
+        ("timeline merge {tmp} --out {tmp}/trace.txt", "a trace is named .json or .json.gz"),
+        ("timeline plot {file}", "is not a trace that fsdp_wrap.timeline() has written"),
+        ("checkpoint inspect {tmp}/none", "there is no folder"),
+        ("checkpoint export {file}", "is no file that torch.load"),
+        ("checkpoint", "the following arguments are required"),
+        ("cure", "invalid choice: 'cure'"),
+        ("", "the following arguments are required: plan|timeline|checkpoint|doctor"),
+    ],
+)
+def test_wrong_input_is_told_in_one_line(arguments, told, file, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "broken.py").write_text("\n1 / 0")
+    code, out, err = run(capsys, *arguments.format(file=file, tmp=tmp_path).split())
+    assert code == 2 and not out
+    line = err.strip().splitlines()[-1]
+    assert told in line and "error: " in line, err
+    assert "Traceback" not in err and (err.startswith("usage: ") or err.count("\n") == 1), err
+
+
+def test_a_traceback_is_shown_when_it_is_asked_for(file, capsys):
+    code, _, err = run(capsys, "--traceback", "plan", f"{file}:fails")
+    assert code == 2 and "Traceback" in err and 'raise KeyError("depth")' in err
+
+
+# timeline, checkpoint
+
+
+def test_commands_of_checkpoints_are_those_of_the_folder(tmp_path, capsys):
+    pytest.importorskip("fsdp_wrap.checkpoint")
+    torch.save({"w": torch.ones(2, 3)}, tmp_path / "m.pt")
+    code, out, _ = run(capsys, "checkpoint", "inspect", tmp_path / "m.pt")
+    assert code == 0 and "w  float32 [2, 3]  24 B" in out
+    code, out, _ = run(capsys, "checkpoint", "export", tmp_path / "m.pt", tmp_path / "out")
+    assert code == 0 and (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_command_works_without_the_checkpoint_folder(capsys):
+    module = import_module("fsdp_wrap.tools.command.main")
+    with mock.patch.object(module, "find_spec", lambda name: None):
+        code, _, err = run(capsys, "checkpoint", "inspect", "x")
+    assert code == 2 and "invalid choice: 'checkpoint'" in err
+
+
+# doctor
+
+
+def findings(capsys: Any, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    code, out, _ = run(capsys, "doctor", "--json", *arguments)
+    return code, {each["name"]: each for each in json.loads(out)}
+
+
+def test_the_doctor_tells_what_is_there(capsys):
+    code, found = findings(capsys, "--alone")
+    assert code == 0 and not any(each["fatal"] for each in found.values())
+    assert found["torch"]["told"].startswith(f"{torch.__version__}; supported are {OLDEST_TORCH} to")
+    assert "gloo" in found["backends"]["told"]
+    assert "meeting" not in found
+    code, out, _ = run(capsys, "doctor", "--alone")
+    assert code == 0 and out.splitlines()[0] == "versions" and "\npackages\n" in out
+
+
+@pytest.mark.parametrize(
+    ("version", "fatal", "advice"),
+    [
+        ("2.10.1", True, "install torch 2.11 or newer"),
+        (f"{OLDEST_TORCH}.0+cu130", False, ""),
+        (f"{NEWEST_TORCH}.1", False, ""),
+        ("2.99.0", False, "newer than all that were tested"),
+    ],
+)
+def test_the_doctor_judges_the_version_of_torch(capsys, version, fatal, advice):
+    with mock.patch.object(torch, "__version__", version):
+        code, found = findings(capsys, "--alone")
+    assert code == int(fatal) and found["torch"]["fatal"] == fatal
+    assert advice in found["torch"]["advice"] and bool(advice) == bool(found["torch"]["advice"])
+
+
+def test_the_doctor_advises_on_few_descriptors(capsys):
+    with mock.patch.object(doctor.resource, "getrlimit", lambda which: (256, 4096)):
+        _, found = findings(capsys, "--alone")
+        _, out, _ = run(capsys, "doctor", "--alone")
+    assert found["descriptors"]["told"] == "256 at most (may be raised to 4,096)"
+    assert "ulimit -n" in found["descriptors"]["advice"] and "ulimit -v" in found["address space"]["advice"]
+    assert "! descriptors" in out and "could be better" in out
+
+
+def test_what_two_ranks_found_is_told(capsys):
+    slow = Meeting(way="", warnings=["cannot share memory (no futex)"], latency=1e-4, bandwidth=2e9)
+    with mock.patch.object(doctor, "meet", lambda: slow):
+        code, found = findings(capsys)
+    assert code == 0 and found["communicate by"]["told"] == "gloo's own collectives: 2 GB/s, 100 us at least"
+    assert found["communicate by"]["advice"] == "cannot share memory (no futex)"
+    assert "was not noticed" in found["watch"]["told"] and found["watch"]["advice"]
+    with mock.patch.object(doctor, "meet", lambda: Meeting(error="no route")):
+        code, found = findings(capsys)
+    assert (
+        code == 1
+        and found["meeting"]["told"] == "no route"
+        and "GLOO_SOCKET_IFNAME" in found["meeting"]["advice"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", ["0", "1"])
+def test_two_ranks_meet_and_communicate_as_the_package_decides(monkeypatch, shares):
+    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shares)
+    met = meet()
+    assert not met.error and met.watched
+    assert ("shared memory" in met.way) == (shares == "1")
+    assert met.bandwidth > 1e7 and 0 < met.latency < 1
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_meet_say_why(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    assert "nothing0" in meet().error
+
+
+# bars, and the program
+
+
+def test_a_bar_appears_after_two_seconds_and_goes(capsys):
+    with mock.patch.multiple(progress, _PATIENCE=0.0, _PACE=0.01), progress.shown(3) as bar:
+        bar.begins("planning 8 ranks")
+        bar.ended()
+        time.sleep(0.2)
+    assert "planning 8 ranks: 1 of 3" in capsys.readouterr().err
+    with progress.shown(3) as bar:
+        bar.begins("something quick")
+    assert capsys.readouterr().err == ""
+    assert not [thread for thread in threading.enumerate() if thread.name == "fsdp_wrap.progress"]
+
+
+@pytest.mark.slow
+def test_the_program_ends_with_its_status_and_minds_a_closed_pipe(file):
+    command = [sys.executable, "-m", "fsdp_wrap"]
+    settings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    wrong = subprocess.run([*command, "plan", "x.py:f"], env=settings, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stderr) == (2, "error: there is no file x.py\n")
+    shown = subprocess.Popen(
+        [*command, "doctor", "--alone"], env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    shown.stdout.close()
+    assert shown.wait(60) == 0 and b"Traceback" not in shown.stderr.read()
+    shown.stderr.close()

@@ -1,0 +1,119 @@
+"""`fit` against runs: three questions whose answer is known from what ranks over gloo hold at their peak."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from bed import ranks
+from benchmarks.meters import tensors
+from fsdp_wrap import fit
+from fsdp_wrap.tools import shard_as, step_of
+
+WIDTH = 32  # parameters are few, since gloo holds what travels for a moment that differs
+
+
+class Attention(nn.Module):
+    """With scores of their own, which are quadratic in the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + self.out(torch.softmax(query @ key.transpose(1, 2), dim=-1) @ value)
+
+
+def setup(*, batch=2, length=64, layers=3, checkpointing="none", front_end="fully_shard"):
+    """What is planned, and what runs."""
+    torch.manual_seed(0)
+    model = shard_as(
+        nn.Sequential(*(Attention() for _ in range(layers))),
+        Attention,
+        checkpointing=checkpointing,
+        front_end=front_end,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss():
+        return model(torch.randn(batch, length, WIDTH)).square().mean()
+
+    return model, optimizer, step_of(model, optimizer, loss)
+
+
+@ranks(2)
+def run(rank, world_size, path, asked):
+    """Notes the most bytes of tensors in building and two steps, for each question.
+
+    Over gloo: what ranks share the meter does not see.
+    """
+
+    def whole(values: dict[str, Any]) -> None:
+        made = setup(**values)
+        made[2](), made[2]()
+
+    with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0"):
+        whole(asked[0])  # what is made once for all
+        peaks = [tensors(lambda values=values: whole(values)).peak for values in asked]
+    if rank == 0:
+        path.write_text(json.dumps(peaks))
+
+
+def peaks_of(tmp_path: Path, asked: list[dict[str, Any]]) -> list[int]:
+    run(path=tmp_path / "peaks.json", asked=asked, world_size=2)
+    return json.loads((tmp_path / "peaks.json").read_text())
+
+
+def between(smaller: int, larger: int) -> int:
+    assert smaller * 1.02 < larger, "the question must be one that 2 % do not decide"
+    return (smaller + larger) // 2
+
+
+@pytest.mark.parametrize("front_end", ["fully_shard", pytest.param("wrapper", marks=pytest.mark.slow)])
+def test_the_largest_batch_is_that_of_runs(tmp_path, front_end):
+    asked = [{"batch": batch, "front_end": front_end} for batch in (11, 12)]
+    limit = between(*peaks_of(tmp_path, asked))
+    found = fit(setup, 2, device_memory=limit, vary={"front_end": [front_end]})
+    (choice,) = found.choices
+    assert choice.batch == 11 and found.plans <= 4
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_is_that_of_runs(tmp_path):
+    lengths = [64, 96, 128, 192, 256]
+    peaks = peaks_of(tmp_path, [{"batch": 32, "length": length} for length in lengths])
+    limit = between(peaks[2], peaks[3])
+    found = fit(setup, 2, device_memory=limit, vary={"batch": [32], "length": lengths})
+    fitting = {choice.values["length"] for choice in found.choices if choice.fits}
+    assert fitting == {64, 96, 128}
+    for choice in found.choices:
+        measured = peaks[lengths.index(choice.values["length"])]
+        assert choice.peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_configurations_that_fit_are_those_of_runs(tmp_path):
+    vary = {"layers": [2, 4], "checkpointing": ["none", "blocks"]}
+    asked = [
+        {"batch": 64, "layers": layers, "checkpointing": checkpointing}
+        for layers in vary["layers"]
+        for checkpointing in vary["checkpointing"]
+    ]
+    peaks = peaks_of(tmp_path, asked)
+    order = sorted(range(len(asked)), key=peaks.__getitem__)
+    limit = between(peaks[order[1]], peaks[order[2]])
+    found = fit(setup, 2, device_memory=limit, vary={"batch": [64], **vary})
+    measured = {tuple(each[name] for name in vary): peak for each, peak in zip(asked, peaks)}
+    for choice in found.choices:
+        peak = measured[tuple(choice.values[name] for name in vary)]
+        assert choice.peak_bytes == pytest.approx(peak, rel=0.02)
+        assert choice.fits == (peak < limit)

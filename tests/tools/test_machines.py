@@ -1,0 +1,96 @@
+"""Machines that are measured, alone and by ranks together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bed import ranks
+from fsdp_wrap import measure_machine
+from fsdp_wrap._comm import make_communicator, ranks_in
+from fsdp_wrap.tools import Machine
+from fsdp_wrap.tools.machines import measure_link, measured
+
+
+def test_a_process_alone_measures_what_computes_and_says_what_it_assumes():
+    machine = measure_machine("cpu", seconds=0.01)
+    assert {"float64", "float32", "bfloat16"} <= set(machine.flops)
+    assert 1e8 < machine.flops["float32"] < 1e14 and 1e8 < machine.memory_bandwidth < 1e13
+    assert machine.bandwidth_within == machine.host_bandwidth == machine.memory_bandwidth / 2
+    assert 1e-8 < machine.operator_seconds < 1e-2
+    assert machine.ranks_per_host == 1 and machine.device_memory > 2**28
+    assert "a process alone: links assumed" in machine.source
+    assert Machine.from_dict(machine.to_dict()) == machine
+
+
+def test_figures_are_those_of_the_time_that_things_take(monkeypatch):
+    """With a clock by which everything takes 25 ms."""
+    monkeypatch.setattr(measured._Clock, "timed", lambda self, do: 0.025)
+    machine = measure_machine("cpu", seconds=0.01)
+    width = measured._FIRST_WIDTH
+    assert machine.flops["float32"] == pytest.approx(2 * width**3 / 0.025)
+    assert machine.memory_bandwidth == pytest.approx(2 * measured._COPIED["cpu"] / 0.025)
+    assert machine.operator_seconds == pytest.approx(0.025 / measured._SMALL_OPERATORS)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("meta", "device='meta' computes nothing"), ("nonsense", "device='nonsense' cannot be measured here")],
+)
+def test_what_cannot_be_measured_is_refused(device, message):
+    with pytest.raises(ValueError, match=message):
+        measure_machine(device)
+    with pytest.raises(ValueError, match="seconds must be positive"):
+        measure_machine("cpu", seconds=0)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_ranks_measure_their_links_together(rank, world_size):
+    machine = measure_machine("cpu", seconds=0.01)
+    assert machine.ranks_per_host == 2 and "2 ranks of one host" in machine.source
+    assert machine.bandwidth_within == machine.bandwidth_between > 1e6
+    assert 1e-7 < machine.latency_within == machine.latency_between < 1
+    told = [None, None]
+    dist.all_gather_object(told, machine.bandwidth_within)
+    assert told[0] == told[1], "links are of both"
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_ranks_of_two_hosts_tell_links_within_from_links_between(rank, world_size, monkeypatch):
+    """The hosts are named so; links between are slow for all that crosses them."""
+    monkeypatch.setattr(measured.socket, "gethostname", lambda: f"host{rank // 2}")
+    real = measured.measure_link
+
+    def slow_between(communicator, seconds):
+        link = real(communicator, seconds)
+        return measured.Link(link.bandwidth / communicator.size**2, link.latency * communicator.size)
+
+    monkeypatch.setattr(measured, "measure_link", slow_between)
+    machine = measure_machine("cpu", seconds=0.01)
+    assert machine.ranks_per_host == 2 and "2 hosts with 2 ranks each" in machine.source
+    assert machine.bandwidth_between != machine.bandwidth_within
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_a_link_that_is_slow_is_measured_so(rank, world_size):
+    import time
+
+    communicator = make_communicator(ranks_in(dist.group.WORLD), torch.device("cpu"))
+    real = type(communicator.gather_into([communicator.buffer(8, torch.float32)], lambda: None))
+    free = measure_link(communicator, 0.02)
+    wait = real.wait
+
+    def slow(self, *arguments, **options):
+        time.sleep(0.05)
+        return wait(self, *arguments, **options)
+
+    real.wait = slow
+    try:
+        held = measure_link(communicator, 0.02)
+    finally:
+        real.wait = wait
+    assert held.latency > free.latency + 0.03

@@ -1,0 +1,423 @@
+"""Plans: beside what the same steps take where they run, and what cannot be planned."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_wrap
+from bed.paths import ROOT
+from fronts import FRONTS, each_front, shard
+from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks import planned
+from benchmarks.meters import Travelling, tensors
+
+RANKS = 16  # beyond 8 gloo is asked for its own collectives, as the group that carries nothing is
+WIDTH = 48
+MACHINE = Machine(
+    name="small",
+    flops={"float32": 1e11},
+    memory_bandwidth=1e10,
+    bandwidth_within=1e9,
+    bandwidth_between=1e8,
+    ranks_per_host=8,
+)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Checkpointed(Layer):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class Model(nn.Module):
+    def __init__(self, layer=Layer, tied=False) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 100, bias=False)
+        self.layers = nn.Sequential(*(layer() for _ in range(3)))
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens):
+        return self.head(self.layers(self.token(tokens)))
+
+
+def made(front, model=Model, device="cpu", freeze="", **options):
+    """What `plan` takes: a model by its class, sharded by layer, and a step of AdamW."""
+    whole = model()
+    for name, param in whole.named_parameters():
+        param.requires_grad_(not freeze or freeze not in name)
+    sharded = shard(front, whole.to(device), ModuleWrapPolicy({Layer, Checkpointed}), **options)
+    trainable = [param for param in sharded.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, foreach=False)
+
+    def step():
+        optimizer.zero_grad()
+        tokens = torch.randint(100, (4, 32), device=device)
+        sharded(tokens).logsumexp(-1).sum().backward()
+        optimizer.step()
+
+    return sharded, optimizer, step
+
+
+@pytest.fixture
+def group():
+    """A process group of many ranks that carries nothing, on which steps run with numbers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def measured(setup):
+    """Bytes at rest and at the peak of a third step, and what is gathered and reduced in it."""
+    held = []
+
+    def build():
+        held.append(setup())
+        held[0][2]()
+        held[0][2]()
+
+    rest = tensors(build).kept
+    peak = rest + tensors(held[0][2]).peak
+    with Travelling() as travelling, record_events() as events:
+        held[0][2]()
+    return rest, peak, travelling, events
+
+
+OPTIONS = {
+    "plain": {},
+    "frozen": {"freeze": "layers.1"},
+    "partly frozen": {"freeze": "linear.weight"},
+    "tied": {"model": partial(Model, tied=True)},
+    "bf16": {},
+    "checkpointed": {"model": partial(Model, Checkpointed)},
+}
+MIXED = {
+    "composable": {"mp_policy": fsdp_wrap.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+}
+PAIRS = [("orig", each) for each in OPTIONS] + [
+    ("flat", "plain"),
+    ("flat", "tied"),
+    ("composable", "partly frozen"),
+    ("composable", "bf16"),
+    ("composable", "checkpointed"),
+]
+
+
+@pytest.mark.parametrize(("front", "option"), PAIRS)
+def test_bytes_are_those_of_steps_that_run(front, option, group):
+    setup = partial(made, front, **OPTIONS[option], **(MIXED[front] if option == "bf16" else {}))
+    rest, peak, travelling, events = measured(setup)
+    dist.destroy_process_group()
+    plan = fsdp_wrap.plan(setup, RANKS)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
+    assert plan.payload_bytes["all_gather"] == travelling.nbytes["gathers"]
+    assert plan.payload_bytes["reduce_scatter"] == travelling.nbytes["reduce-scatters"]
+    for unit in plan.units:
+        gathers = sum(event.kind is EventKind.UNSHARD and event.unit == unit.name for event in events)
+        reductions = sum(event.kind is EventKind.REDUCE and event.unit == unit.name for event in events)
+        assert (unit.gathers, unit.reductions) == (gathers, reductions)
+
+
+@each_front
+def test_every_byte_has_a_kind(front):
+    plan = fsdp_wrap.plan(partial(made, front), RANKS)
+    whole = sum(param.numel() for param in Model().parameters())
+    assert plan.parameters == whole
+    assert sum(plan.rest_by_kind.values()) == plan.rest_bytes
+    assert sum(plan.peak_by_kind.values()) == plan.peak_bytes
+    assert max(moment.nbytes for moment in plan.moments) == plan.peak_bytes
+    shards = sum(unit.shard_bytes for unit in plan.units)
+    assert plan.rest_by_kind["shards"] == pytest.approx(shards, rel=0.01)
+    assert plan.rest_by_kind["gradients"] == pytest.approx(shards, rel=0.02)
+    assert 4 * whole / RANKS <= shards <= 4 * whole / RANKS * 1.1
+    counts = 4 * 16  # of steps, at most, one for each parameter
+    assert 2 * shards * 0.99 <= plan.rest_by_kind["optimizer state"] <= 2 * shards + counts
+    assert plan.peak_by_kind["gathered"] >= max(unit.gathered_bytes for unit in plan.units)
+    assert plan.peak_at.phase in ("forward", "backward")
+
+
+def test_wire_bytes_are_what_a_rank_receives():
+    plan = fsdp_wrap.plan(partial(made, "orig"), 4)
+    assert plan.wire_bytes["all_gather"] == plan.payload_bytes["all_gather"] * 3 // 4
+    assert sum(sum(unit.wire_bytes.values()) for unit in plan.units) == pytest.approx(
+        sum(plan.wire_bytes.values()), abs=len(plan.units)
+    )
+    alone = fsdp_wrap.plan(partial(made, "orig"), 1)
+    assert sum(alone.wire_bytes.values()) == 0 and alone.rest_bytes > plan.rest_bytes
+
+
+def hybrid(front):
+    mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    strategy = {"sharding_strategy": fsdp_wrap.ShardingStrategy.HYBRID_SHARD} if front != "composable" else {}
+    key = "mesh" if front == "composable" else "device_mesh"
+    return made(front, device="cuda", **{key: mesh}, **strategy)
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
+def test_replicas_are_summed_over_the_slower_links(front):
+    at_once = Machine.from_dict({**MACHINE.to_dict(), "latency_within": 0.0, "latency_between": 0.0})
+    whole, halves = (
+        fsdp_wrap.plan(setup, RANKS, device="cuda", machine=at_once)
+        for setup in (partial(made, front, device="cuda"), partial(hybrid, front))
+    )
+    assert halves.rest_by_kind["shards"] == pytest.approx(2 * whole.rest_by_kind["shards"], rel=0.02)
+    assert halves.collectives["all_reduce"] == halves.collectives["reduce_scatter"]
+    received = halves.payload_bytes["all_reduce"]  # twice half of it
+    assert halves.wire_bytes["all_reduce"] == received
+    assert halves.communication_seconds < whole.communication_seconds
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
+def test_a_device_that_is_not_there(front):
+    options = {"cpu_offload": CPUOffload(True)}
+    offloaded = fsdp_wrap.plan(partial(made, front, device="cuda", **options), RANKS, device="cuda")
+    there = fsdp_wrap.plan(partial(made, front, device="cuda"), RANKS, device="cuda")
+    shards = sum(unit.shard_bytes for unit in there.units)
+    assert there.device == "cuda" and there.host.offloaded < shards
+    assert offloaded.host.offloaded >= 4 * shards and offloaded.host.pinned >= shards
+    assert offloaded.rest_bytes < there.rest_bytes / 4
+    for kind, nbytes in there.wire_bytes.items():  # but for how small units are aligned that travel together
+        assert offloaded.wire_bytes[kind] == pytest.approx(nbytes, rel=0.02)
+
+
+def accumulating(front):
+    model, optimizer, _ = made(front)
+
+    def step():
+        for number in range(3):
+            syncs = number == 2
+            if front == "composable":
+                model.set_requires_gradient_sync(syncs)
+            with torch.enable_grad() if syncs or front == "composable" else model.no_sync():
+                model(torch.randint(100, (4, 32))).logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
+def test_accumulation_reduces_once(front, group):
+    rest, peak, travelling, _ = measured(partial(accumulating, front))
+    dist.destroy_process_group()
+    plan = fsdp_wrap.plan(partial(accumulating, front), RANKS)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
+    assert plan.collectives["reduce_scatter"] == travelling.calls["reduce-scatters"]
+    assert {unit.reductions for unit in plan.units} == {1}
+
+
+def test_many_ranks_and_the_last_of_them():
+    first, last = (fsdp_wrap.plan(partial(made, "orig"), 16384, rank=rank) for rank in (0, 16383))
+    assert first.ranks == 16384 and last.rank == 16383
+    assert first.payload_bytes == last.payload_bytes
+    assert first.rest_by_kind["shards"] < 4 * first.parameters / 1000
+
+
+def test_a_model_without_values():
+    def setup():
+        with torch.device("meta"):
+            model = Model()
+        model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True, device_id=0)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.randint(100, (4, 32), device="cuda")).sum().backward()
+            optimizer.step()
+
+        return model, optimizer, step
+
+    plan = fsdp_wrap.plan(setup, RANKS, device="cuda")
+    units = [*plan.units]
+    assert plan.setup_peak_bytes < 4 * plan.parameters
+    assert plan.setup_peak_bytes >= max(unit.gathered_bytes for unit in units)
+
+
+def test_a_plan_goes_to_json_and_back_and_is_read_by_people(tmp_path):
+    plan = fsdp_wrap.plan(partial(made, "orig", device="cuda"), RANKS, device="cuda", machine=MACHINE)
+    assert Plan.from_json(plan.to_json(tmp_path / "plan.json")) == plan
+    assert Plan.from_json((tmp_path / "plan.json").read_text()) == plan
+    with pytest.raises(ValueError, match=r"not what Plan.to_json\(\) writes"):
+        Plan.from_json("{}")
+    page = str(plan)
+    assert max(map(len, page.splitlines())) <= 80
+    assert all(text in page for text in ("at rest", "peak", "layers.0", "all_gather", "Predicted on small"))
+    plan.plot(tmp_path / "plan.svg")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+def test_predictions_follow_the_machine():
+    setup = partial(made, "orig", device="cuda")
+    plan = partial(fsdp_wrap.plan, setup, RANKS, device="cuda")
+    figures = MACHINE.to_dict()
+    base = plan(machine=MACHINE)
+    slow = plan(machine=Machine.from_dict({**figures, "bandwidth_between": 1e6}))
+    instant = plan(machine=Machine.from_dict({**figures, "operator_seconds": 0.0, "memory_bandwidth": 1e18}))
+    assert base.predicted_seconds == pytest.approx(base.compute_seconds + base.exposed_seconds)
+    assert slow.compute_seconds == base.compute_seconds and slow.exposed_seconds > base.exposed_seconds
+    # By hand: a gather of all, between two hosts of eight ranks, of which each has eight links.
+    wire = sum(base.wire_bytes.values())
+    number = sum(base.collectives.values())
+    expected = number * MACHINE.latency_between + wire * (1 / 2) / (15 / 16) / 8 / 1e6
+    assert slow.communication_seconds == pytest.approx(expected, rel=0.01)
+    # 6 FLOPs for each weight of a matrix and token, of 4 x 32 tokens; the embedding has none.
+    matrices = 3 * WIDTH * WIDTH + 100 * WIDTH
+    assert base.flops == 6 * matrices * 4 * 32
+    assert instant.compute_seconds == pytest.approx(base.flops / 1e11, rel=1e-3)
+    assert plan().predicted_seconds is None
+
+
+# What leaves no trace, and what is refused.
+
+
+def test_models_from_before_go_on_working_and_groups_can_be_made():
+    torch.manual_seed(0)
+    before, x = Model(), torch.randint(100, (2, 8))
+    expected = copy.deepcopy(before)(x)
+    state = torch.get_rng_state()
+    for front in FRONTS:
+        fsdp_wrap.plan(partial(made, front), 4)
+        assert not dist.is_initialized()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(before(x), expected)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, _, step = made("composable")
+        step()
+        assert all(param.grad is not None and not param.is_meta for param in model.parameters())
+        assert units_in(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def with_step(change):
+    def setup():
+        model, optimizer, _ = made("orig")
+        return model, optimizer, partial(change, model)
+
+    return setup
+
+
+def numbers(model, read):
+    loss = model(torch.randint(100, (4, 32))).sum()
+    loss.backward()
+    read(loss)
+
+
+READS = {
+    "item": torch.Tensor.item,
+    "float": float,
+    "if": bool,
+    "tolist": torch.Tensor.tolist,
+    "numpy": lambda loss: loss.detach().numpy(),
+    "nonzero": torch.nonzero,
+    "mask": lambda loss: loss.view(1)[loss.view(1) > 0],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_steps_that_read_numbers_are_refused(read):
+    with pytest.raises(fsdp_wrap.PlanningError, match="asks for numbers, and a plan has none"):
+        fsdp_wrap.plan(with_step(partial(numbers, read=READS[read])), 4)
+    assert not dist.is_initialized()
+
+
+def under_autocast(model):
+    with torch.autocast("cpu"):
+        model(torch.randint(100, (4, 32)))
+
+
+def test_what_cannot_be_followed_is_refused():
+    with pytest.raises(fsdp_wrap.PlanningError, match="under torch.autocast"):
+        fsdp_wrap.plan(with_step(under_autocast), 4)
+    there = Model()
+    with pytest.raises(fsdp_wrap.PlanningError, match=r"made before plan\(\)"):
+        fsdp_wrap.plan(partial(made, "orig", model=lambda: there), 4)
+    assert torch.isfinite(there.head.weight).all()  # and is as it was
+
+
+def returning(result):
+    return lambda: result
+
+
+def test_wrong_uses_are_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for arguments, error, text in [
+        ({"setup": None}, TypeError, "must be a function"),
+        (
+            {"setup": returning(model)},
+            TypeError,
+            r"must return \(model, optimizer, step\), and returned Linear",
+        ),
+        ({"setup": returning((model, optimizer))}, TypeError, "returned a tuple of 2"),
+        ({"setup": returning((1, optimizer, print))}, TypeError, "must be an nn.Module, not int"),
+        (
+            {"setup": returning((model, model, print))},
+            TypeError,
+            "must be a torch.optim.Optimizer, not Linear",
+        ),
+        ({"setup": returning((model, optimizer, 1))}, TypeError, "the step .* must be a function, not int"),
+        ({"setup": returning((model, optimizer, print))}, ValueError, "no module of the model .* is sharded"),
+        ({"ranks": 0}, ValueError, "from 1 to 16384"),
+        ({"ranks": 16385}, ValueError, "from 1 to 16384"),
+        ({"rank": 8}, ValueError, "from 0 to 7"),
+        ({"device": "tpu"}, ValueError, "device must be one of"),
+    ]:
+        with pytest.raises(error, match=text):
+            fsdp_wrap.plan(**{"setup": partial(made, "orig"), **arguments})
+    with pytest.raises(ValueError, match="memory_bandwidth must be positive"):
+        Machine.from_dict({**MACHINE.to_dict(), "memory_bandwidth": 0})
+    with pytest.raises(ValueError, match="no figure named 'wings'"):
+        Machine.from_dict({**MACHINE.to_dict(), "wings": 2})
+
+
+def test_a_process_group_is_refused(group):
+    with pytest.raises(ValueError, match="this process has one already"):
+        fsdp_wrap.plan(partial(made, "orig"), 4)
+    assert dist.get_world_size() == RANKS
+
+
+# Beside ranks over gloo.
+
+
+def off_by(rows):
+    worst = max(abs(planned.off(row, what)) for row in rows.values() for what in ("rest", "peak"))
+    return worst, [name for name, row in rows.items() if row["received"] != row["planned received"]]
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_ranks_over_gloo():
+    worst, wrong = off_by(planned.compare("small", [*planned.WAYS], 2))
+    assert worst <= planned.MOST_OFF and not wrong

@@ -1,0 +1,497 @@
+"""Timelines: what a trace holds, beside events counted apart; who is named as late; clocks; pictures."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter_ns
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import stream_programs as programs
+from bed import ranks
+from bed.accelerator import run_simulated
+from fronts import each_front, shard
+from fsdp_wrap import CPUOffload, EventKind, record_events, timeline
+from fsdp_wrap._comm import messages
+from fsdp_wrap._core import step_watchers
+from fsdp_wrap.tools.timeline import Timeline, load, merge
+from fsdp_wrap.tools.timeline.clocks import align
+from fsdp_wrap.tools.timeline.records import Level, RankRecord, Slice, Transfer, Wait
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from nets import WIDTH, Block, Net
+
+STEPS = 2
+
+
+def _trained(front, module=None, **options):
+    torch.manual_seed(0)
+    model = shard(front, module or Net(), ModuleWrapPolicy({Block}), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def _checked(events):
+    """Checks what a viewer of traces relies on; returns the slices by process.
+
+    Slices of a track nest, arrows begin and end on slices, numbers are finite, tracks have names.
+    """
+    named = {(each["pid"], each["tid"]) for each in events if each["name"] == "thread_name"}
+    slices = [each for each in events if each["ph"] == "X"]
+    for track in {(each["pid"], each["tid"]) for each in slices}:
+        assert track in named
+        own = [each for each in slices if (each["pid"], each["tid"]) == track]
+        ends = []
+        for each in sorted(own, key=lambda each: (each["ts"], -each["dur"])):
+            end = each["ts"] + each["dur"]
+            while ends and ends[-1] <= each["ts"] + 1e-4:  # a tenth of a nanosecond: how floats are printed
+                ends.pop()
+            assert not ends or end <= ends[-1] + 1e-3, f"{each} overlaps what it lies in"
+            ends.append(end)
+    flows = {}
+    for each in events:
+        assert each["ph"] in "MXCstf" and each.get("ts", 0) >= 0
+        if each["ph"] in "stf":
+            flows.setdefault(each["id"], []).append(each)
+            under = [
+                one
+                for one in slices
+                if (one["pid"], one["tid"]) == (each["pid"], each["tid"])
+                and one["ts"] <= each["ts"] + 1e-3 <= one["ts"] + one["dur"] + 2e-3
+            ]
+            assert under, f"{each} points at no slice"
+    for flow in flows.values():
+        assert [each["ph"] for each in flow] == ["s", "t", "f"]
+        assert [each["ts"] for each in flow] == sorted(each["ts"] for each in flow)
+    return {pid: [each for each in slices if each["pid"] == pid] for pid, _ in named}, flows
+
+
+def _events_in(path):
+    data = Path(path).read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+
+
+@pytest.mark.parametrize("memory", ["0", "1"], ids=["gloo", "shared"])
+@each_front
+@ranks(2)
+def test_a_trace_holds_what_events_tell(rank, world_size, front, memory):
+    with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY=memory), tempfile.TemporaryDirectory() as folder:
+        model, step = _trained(front)
+        step()
+        with timeline(model) as recorded, record_events() as events:
+            for _ in range(STEPS):
+                step()
+        assert step_watchers == []
+        path = Path(folder, "trace.json.gz")
+        recorded.save(path)
+        processes, flows = _checked(_events_in(path))
+    assert [*processes] == [0, 1]
+    told = Counter()
+    for event in events:
+        if (
+            event.kind in (EventKind.UNSHARD, EventKind.REDUCE)
+            and event.unit in event.together[:1]
+            or not event.together
+        ):
+            told[event.kind, ", ".join(event.together) or event.unit] += 1
+    for slices in processes.values():
+        for kind, what in ((EventKind.UNSHARD, "gather"), (EventKind.REDUCE, "reduce")):
+            found = Counter(each["args"]["units"] for each in slices if each["cat"] == what)
+            assert (
+                found == {unit: n for (of, unit), n in told.items() if of is kind} and sum(found.values()) > 1
+            )
+        nbytes = sum(each["args"]["bytes"] for each in slices if each["cat"] == "gather")
+        assert nbytes == sum(event.nbytes for event in events if event.kind is EventKind.UNSHARD)
+        units = Counter(each["args"]["unit"] for each in slices if each["cat"] == "forward")
+        assert units == {"": STEPS, "blocks.0": STEPS, "blocks.1": STEPS}
+        assert {each["args"]["unit"] for each in slices if each["cat"] == "backward"} >= {
+            "blocks.0",
+            "blocks.1",
+        }
+        assert sum(each["cat"] == "optimizer" for each in slices) == STEPS
+        transfers = [each for each in slices if each["cat"] in ("gather", "reduce")]
+        assert {each["args"]["dtype"] for each in transfers} == {"float32"}
+        assert {each["args"]["way"] for each in transfers} == {
+            "shared memory" if memory == "1" else "process group"
+        }
+    assert len(flows) == 2 * len(transfers), "each transfer was issued and used"
+    for record in recorded.ranks:
+        last = record.levels[-1]
+        assert (last.unsharded, last.units, last.gradients) == (0, 0, 0)
+        assert (
+            max(level.unsharded for level in record.levels)
+            > 0
+            < max(level.gradients for level in record.levels)
+        )
+        assert len(record.passes) == STEPS and record.clock_error == record.offset == 0
+
+
+@pytest.mark.parametrize("memory", ["0", "1"], ids=["gloo", "shared"])
+@ranks(2)
+def test_a_slow_rank_is_named(rank, world_size, memory):
+    with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY=memory):
+        model, step = _trained("composable", travel_together_bytes=0)
+        step()
+        if rank == 1:
+            model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.06))
+        with timeline(model) as recorded:
+            for _ in range(STEPS):
+                step()
+    report = recorded.report()
+    named = next(line for line in report.splitlines() if line.startswith("Rank "))
+    assert named.startswith("Rank 1 holds up the others") and "in `blocks.1`" in named
+    waited = float(named.split("each by ")[1].split(" ms")[0])
+    assert waited > 40
+    longest = next(line for line in report.splitlines() if line.startswith(("`", "The root")))
+    assert "for rank 1, which comes last" in longest
+
+
+class _SlowMessages:
+    """Works that take a while longer on all ranks, as over a slow link."""
+
+    seconds = 0.03
+
+    def __init__(self, work):
+        self._work, self._until, self._notes = work, time.monotonic() + self.seconds, []
+
+    def wait(self, *limit):
+        time.sleep(max(0.0, self._until - time.monotonic()))
+        self._work.wait(*limit)
+
+    def is_completed(self):
+        return self._work.is_completed()
+
+
+@ranks(2)
+def test_a_slow_link_is_no_slow_rank(rank, world_size):
+    environment = mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0")
+    slow = mock.patch.object(
+        messages.ExchangeCommunicator,
+        "_gather_one",
+        lambda self, full, group: _SlowMessages(messages.gather_at_once(group, self.rank, self.size, full)),
+    )
+    with environment:
+        model, step = _trained("composable", travel_together_bytes=0)
+        step()
+        with slow, timeline(model) as recorded:
+            for _ in range(STEPS):
+                dist.barrier()
+                step()
+    report = recorded.report()
+    gathers = [line for line in report.splitlines() if "for its gather" in line]
+    assert gathers and not any("comes last" in line for line in gathers)
+    assert any("`blocks.0` waits" in line and "prefetch it" in line for line in gathers)
+    head = report.splitlines()[1]
+    late, transfers = (float(head.split(before)[1].split(" ms")[0]) for before in (": ", "late ranks, "))
+    assert transfers > 60 and transfers > 2 * late
+
+
+@ranks(2)
+def test_files_of_ranks_are_merged(rank, world_size):
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    model, step = _trained("orig")
+    with timeline(model, folder[0], gather=False) as recorded:
+        step()
+    assert [record.rank for record in recorded.ranks] == [rank]
+    assert load(Path(folder[0], f"rank-{rank:05d}.json")).ranks == recorded.ranks
+    with timeline(model, folder[0]) as recorded:
+        step()
+    dist.barrier()
+    if rank == 0:
+        whole = merge([folder[0]], Path(folder[0], "all.json"))
+        assert whole.ranks == recorded.ranks == load(Path(folder[0], "all.json")).ranks
+        assert whole.report() == recorded.report()
+        with pytest.raises(ValueError, match="two records of rank 0"):
+            merge([folder[0], Path(folder[0], "rank-00000.json")], Path(folder[0], "twice.json"))
+        alone = load(Path(folder[0], "rank-00001.json")).report()
+        assert "records are missing" in alone and "records are missing" not in whole.report()
+
+
+@each_front
+@ranks(1)
+def test_recomputed_and_nested_units(rank, world_size, front):
+    class Inner(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.inner = nn.Linear(WIDTH, WIDTH), Inner()
+
+        def forward(self, x):
+            return checkpoint(self.inner, self.stem(x), use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = shard(front, Outer(), ModuleWrapPolicy({Inner}))
+    with timeline(model) as recorded:
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+    (record,) = recorded.ranks
+    what = [
+        (each.what, each.unit) for each in record.compute if each.what in ("forward", "recompute", "backward")
+    ]
+    assert what.count(("forward", "inner")) == 1 and what.count(("recompute", "inner")) == 1
+    assert ("backward", "inner") in what and ("backward", "") in what
+    _nests(record.compute)
+
+
+def _nests(slices):
+    open_ = []
+    for each in slices:
+        while open_ and open_[-1] <= each.begin:
+            open_.pop()
+        assert not open_ or each.end <= open_[-1]
+        open_.append(each.end)
+
+
+@ranks(1)
+def test_models_by_name(rank, world_size):
+    first, step_first = _trained("composable")
+    second, step_second = _trained("orig")
+    other, step_other = _trained("flat")
+    with timeline({"actor": first, "critic": second}) as recorded:
+        step_first()
+        step_other()  # of which nothing is recorded
+        step_second()
+    (record,) = recorded.ranks
+    units = {unit for transfer in record.transfers for unit in transfer.units}
+    assert units == {
+        f"{model}{rest}" for model in ("actor", "critic") for rest in ("", ".blocks.0", ".blocks.1")
+    }
+    assert sum(each.what == "optimizer" for each in record.compute) == 2
+    with timeline(nn.ModuleList([first, second])) as recorded:  # around roots
+        step_second()
+    assert {each.unit for each in recorded.ranks[0].compute if each.what == "forward"} == {
+        "1",
+        "1.blocks.0",
+        "1.blocks.1",
+    }
+
+
+@ranks(1)
+def test_wrong_uses(rank, world_size):
+    with pytest.raises(ValueError, match=r"nothing in Net is wrapped.*pass timeline\(\)"), timeline(Net()):
+        pass
+    with pytest.raises(ValueError, match="nothing in no model"), timeline([]):
+        pass
+    model, step = _trained("orig")
+    with timeline(model) as recorded:
+        for ask in (recorded.report, lambda: recorded.save("nowhere"), lambda: recorded.plot("nowhere")):
+            with pytest.raises(RuntimeError, match="nothing is recorded yet"):
+                ask()
+    assert "0.00 ms" in recorded.report()  # of a recording without a step
+    with pytest.raises(ZeroDivisionError), timeline(model) as recorded:
+        step()
+        raise ZeroDivisionError
+    assert step_watchers == [] and len(recorded.ranks) == 1 and recorded.ranks[0].transfers
+
+
+def test_files_that_are_no_timelines(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no trace of a rank"):
+        merge([tmp_path], tmp_path / "all.json")
+    for number, text in enumerate(("", "[]", "{}", '{"traceEvents": []}', '{"fsdp_wrap": {"format": 1}}')):
+        path = tmp_path / f"{number}.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"is not a trace that fsdp_wrap.timeline\(\) has written"):
+            load(path)
+    path.write_text('{"fsdp_wrap": {"format": 99, "ranks": []}}')
+    with pytest.raises(ValueError, match="format 99"):
+        load(path)
+    path.write_text('{"fsdp_wrap": {"format": 1, "ranks": [{"rank": 0}]}}')
+    with pytest.raises(ValueError, match="is damaged.*host"):
+        load(path)
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
+def test_on_an_accelerator(front, tmp_path):
+    found = {}
+
+    def body(rank, device):
+        model = programs.wrapped(front, cpu_offload=CPUOffload(offload_params=True))
+        programs.train(model, rank, device, steps=1)
+        with timeline(model) as recorded:
+            programs.train(model, rank, device, steps=2)
+        if rank == 0:
+            found["timeline"] = recorded
+
+    run_simulated(2, body)
+    recorded = found["timeline"]
+    recorded.save(tmp_path / "trace.json")
+    processes, _ = _checked(_events_in(tmp_path / "trace.json"))
+    assert [*processes] == [0, 1]
+    for record in recorded.ranks:
+        assert {each.known for each in record.transfers} == {"told"}
+        assert {each.what for each in record.copies} == {"to device", "to host"}
+        assert {each.what for each in record.host_side} == {"issue gather", "issue reduce", "wait for copies"}
+        assert {each.what for each in record.compute} >= {"forward", "backward", "wait for gather"}
+        for (
+            transfer
+        ) in record.transfers:  # its lane begins after the computation asked, and ends before its use
+            assert transfer.waits and transfer.begin <= transfer.end <= transfer.waits[0].end
+        _nests(record.compute)
+    assert "2 ranks on one host" in recorded.report()
+
+
+@ranks(1)
+def test_units_are_ranges_of_the_profiler(rank, world_size):
+    model, step = _trained("composable", travel_together_bytes=0)
+    step()
+    with torch.profiler.profile() as profiler:
+        step()
+    names = Counter(event.name for event in profiler.events() if event.name.startswith("fsdp_wrap: "))
+    for unit in ("blocks.0", "blocks.1", "(root)"):
+        assert names[f"fsdp_wrap: forward {unit}"] == 1
+        assert names[f"fsdp_wrap: reduce {unit}"] == 1
+    assert names["fsdp_wrap: backward blocks.0"] == names["fsdp_wrap: await gather blocks.0"] - 1 == 1
+    step()
+    assert step_watchers == []  # as before: at no cost
+
+
+# clocks
+
+
+def test_clocks_of_hosts_are_compared():
+    store, size = dist.HashStore(), 5
+    hosts, shifts = ["a", "a", "b", "b", "c"], [0, 0, 7_000_000, 7_000_000, -3_000_000]
+    clocks = [None] * size
+
+    def run(rank):
+        clocks[rank] = align(store, rank, size, hosts[rank], lambda: perf_counter_ns() + shifts[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clocks[0][1:] == clocks[1][1:] == (0, 0)
+    assert clocks[2] == clocks[3]
+    for clock, shift in zip(clocks, shifts):
+        assert abs(clock.offset + shift) <= clock.error < 3_000_000
+
+
+def test_ranks_that_do_not_come_are_told():
+    with pytest.raises(RuntimeError, match=r"only 1 of 2 ranks have opened fsdp_wrap.timeline\(\)"):
+        align(dist.HashStore(), 0, 2, "host", patience=timedelta(seconds=0.01))
+
+
+# reports, from records made by hand
+
+
+def _record(rank, begin, waits, *, size=2, offset=0, way="", issued=None, known="told", end=None):
+    """A record of one gather of `blocks.0` and one step; times in milliseconds of rank 0."""
+
+    def at(milliseconds):
+        return round(milliseconds * 1e6) - offset
+
+    issued = begin if issued is None else issued
+    waited = tuple(Wait("blocks.0", at(start), at(stop)) for start, stop in waits)
+    done = waits[-1][1] if end is None else end
+    transfer = Transfer(
+        *("gather", ("blocks.0",), 0, "forward", 2_000_000, ("float32",), way, tuple(range(size))),
+        *(at(begin), at(issued), at(done), known, waited),
+    )
+    compute = (Slice("forward", "", at(0), at(60)), Slice("forward", "blocks.0", at(done), at(60)))
+    levels = (Level(at(begin), 2_000_000, 1, 0), Level(at(60), 0, 0, 0))
+    times = (at(0), at(100), (at(0),))
+    peaks = {"blocks.0": 2_000_000}
+    return RankRecord(rank, "h", "cpu", offset, 0, *times, compute, (), (), (transfer,), levels, peaks)
+
+
+def test_waits_are_split_and_bytes_counted():
+    """Rank 1 asks 10 ms after rank 0, whose clock is ahead by an hour; it has come 2 ms later."""
+    whole = Timeline([_record(1, 12, [(12, 14)], offset=3600 * 10**9), _record(0, 2, [(2, 14)])])
+    head, waits, named, *_ = whole.report().splitlines()
+    assert head == "2 ranks on one host, 1 pass of 100.0 ms"
+    assert (
+        waits == "The computation waits 7.0 ms of a pass (7%): 5.0 ms for late ranks, 2.0 ms for transfers."
+    )
+    assert named == "Rank 1 holds up the others, each by 10.0 ms of a pass."
+    row = next(line.split() for line in whole.report().splitlines() if line.startswith("blocks.0"))
+    assert row == [
+        "blocks.0",
+        "2.0",
+        "0.00",
+        "0.00",
+        "7.0",
+        "5.0",
+        "2.0",
+        "0.5",
+        "1.91",
+        "1",
+        "(1",
+        "of",
+        "1,",
+        "10.0",
+        "ms)",
+    ]
+    assert "`blocks.0` waits 7.0 ms for its gather, 71% of it for rank 1, which comes last" in whole.report()
+
+
+@pytest.mark.parametrize(
+    ("options", "advised"),
+    [
+        ({}, "`blocks.0` waits 12.0 ms for its gather, which is asked for when it is needed: prefetch it"),
+        ({"begin": -20}, "though that was prefetched: at 0.0294 GB/s it takes longer"),
+        (
+            {"way": "shared memory"},
+            "which it copies then, at 0.0833 GB/s, from what ranks share: let fewer bytes",
+        ),
+    ],
+    ids=["late", "prefetched", "shared"],
+)
+def test_advice_fits_the_cause(options, advised):
+    begin = options.pop("begin", 2)
+    records = [_record(rank, begin, [(2, 14)], **options) for rank in range(2)]
+    assert advised in Timeline(records).report()
+    short = [_record(rank, begin, [(2, 2.04)], **options) for rank in range(2)]
+    assert "`" not in Timeline(short).report()  # nothing is due
+
+
+def test_bounds_are_told_as_bounds():
+    records = [_record(rank, 2, [(12, 12.01)], known="at most") for rank in range(2)]
+    row = next(
+        line.split() for line in Timeline(records).report().splitlines() if line.startswith("blocks.0")
+    )
+    assert row[7].startswith(">=")
+
+
+# pictures
+
+
+def test_a_picture_of_a_pass(tmp_path):
+    pytest.importorskip("matplotlib")
+    whole = Timeline([_record(1, 12, [(12, 14)]), _record(0, 2, [(2, 14)])])
+    whole.plot(tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    assert all(
+        f">{label}<" in text for label in ("rank 0", "rank 1", "forward", "wait for a late rank", "gather")
+    )
+    assert ">backward<" not in text
+    whole.plot(tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == text  # to be kept under version control
+
+
+def test_without_matplotlib(tmp_path):
+    with mock.patch.dict(sys.modules, {"matplotlib": None}), pytest.raises(ImportError) as caught:
+        Timeline([_record(0, 2, [(2, 14)], size=1)]).plot(tmp_path / "step.svg")
+    assert str(caught.value) == "a picture needs matplotlib: pip install 'fsdp-wrap[tools]'"

@@ -1,0 +1,120 @@
+"""What `shard_as` and `step_of` make of words trains as the plain model does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bed import ranks
+from fsdp_wrap import iter_full_params, plan, record_events
+from fsdp_wrap.tools import shard_as, step_of
+
+COMBINATIONS = [
+    {"front_end": "fully_shard", "strategy": "full", "checkpointing": "blocks"},
+    {"front_end": "fully_shard", "strategy": "grad_op", "offload": "all", "wrapping": "whole"},
+    {"front_end": "fully_shard", "strategy": "hybrid", "offload": "optimizer"},
+    {"front_end": "wrapper", "strategy": "full", "offload": "all"},
+    {"front_end": "wrapper", "strategy": "grad_op", "checkpointing": "blocks", "wrapping": "whole"},
+    {"front_end": "wrapper", "strategy": "hybrid"},
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(Block(), Block(), nn.Linear(4, 2)).double()
+
+
+def batches(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+
+
+def trained(rank: int, words: dict[str, str], sync: str) -> dict[str, torch.Tensor]:
+    """Full parameters after two steps of two batches each."""
+    model = shard_as(net(), Block, **words, ranks_per_host=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    turn = iter(range(4))
+
+    def loss():
+        return model(batches(rank, next(turn))).square().mean()
+
+    step = step_of(model, optimizer, loss, accumulation=2, sync=sync)
+    step(), step()
+    return dict(iter_full_params(model))
+
+
+@pytest.mark.parametrize("sync", ["last", pytest.param("every", marks=pytest.mark.slow)])
+@ranks(2)
+def test_all_words_train_as_the_plain_model(rank, world_size, sync):
+    plain = net()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        seen = [batches(each, 2 * step + part) for each in range(2) for part in range(2)]
+        (sum(plain(each).square().mean() for each in seen) / 4).backward()
+        reference.step()
+        reference.zero_grad()
+    for words in COMBINATIONS:
+        found = trained(rank, words, sync)
+        for name, expected in plain.named_parameters():
+            told = f"{name} with {words}"
+            torch.testing.assert_close(found[name], expected.detach(), rtol=1e-12, atol=1e-12, msg=told)
+
+
+@ranks(2)
+def test_gradients_are_reduced_once_a_step_or_in_every_backward(rank, world_size):
+    for sync, times in (("last", 1), ("every", 3)):
+        model = shard_as(net(), Block, wrapping="whole")
+        optimizer = torch.optim.SGD(model.parameters())
+        step = step_of(model, optimizer, lambda model=model: model(batches(0, 0)).mean(), 3, sync=sync)
+        with record_events() as events:
+            step()
+        assert sum(event.kind.name == "REDUCE" for event in events) == times
+
+
+@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+def test_precision_and_meta_models_are_as_the_words_say(front_end):
+    def setup():
+        with torch.device("meta"):
+            model = nn.Sequential(Block(), Block())
+        model = shard_as(model, Block, precision="bf16", front_end=front_end)
+        dtypes.extend(param.dtype for param in model.parameters())
+        return model, torch.optim.SGD(model.parameters()), lambda: seen.append(model(torch.ones(2, 4)).dtype)
+
+    dtypes, seen = [], []
+    found = plan(setup, 2)
+    assert set(dtypes) == {torch.float32} and set(seen) == {torch.bfloat16}
+    for unit in found.units:
+        assert unit.gathered_bytes == 2 * unit.parameters, "computed with in 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"strategy": "fast"}, "strategy must be one of full, grad_op, hybrid, not 'fast'"),
+        ({"offload": True}, "offload must be one of none, optimizer, all, not True"),
+        ({"blocks": nn.Conv2d}, "the model has no module of Conv2d"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(words, message):
+    blocks = words.pop("blocks", Block)
+    with pytest.raises(ValueError, match=message):
+        shard_as(net(), blocks, **words)
+
+
+def test_steps_that_make_no_sense_are_refused():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="accumulation must be at least 1, not 0"):
+        step_of(model, optimizer, lambda: torch.zeros(()), 0)
+    with pytest.raises(ValueError, match="sync must be 'last' or 'every', not 'never'"):
+        step_of(model, optimizer, lambda: torch.zeros(()), sync="never")
