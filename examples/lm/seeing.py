@@ -23,8 +23,8 @@ UNRECORDED, RECORDED = 2, 3
 class Unread:
     """Stands for a corpus where no values matter."""
 
-    def batch(self, key: str, size: int, context: int) -> Batch:
-        tokens = torch.zeros(size, context, dtype=torch.long)
+    def batch(self, key: str, size: int, context: int, taken: slice = slice(None)) -> Batch:
+        tokens = torch.zeros(len(range(size)[taken]), context, dtype=torch.long)
         return tokens, tokens
 
 
