@@ -5,8 +5,11 @@ python -m benchmarks.recording
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
+from operator import truediv
 
 import torch
 
@@ -37,16 +40,28 @@ def measure(implementation: str, case: str, rounds: int) -> Table:
     subject = trained(implementation, CASES[case])
     recorder = Recorder(named_units(subject.model, "timeline"), [*subject.model.parameters()], None)
     recorder.follow_optimizers()
-    turns: dict[str, Callable[[], object]] = {
+    ways: dict[str, Callable[[], object]] = {
         OFF: subject.step,
         AGAIN: subject.step,
         ON: partial(_recorded, subject, recorder),
     }
+    busy: dict[str, list[float]] = {way: [] for way in ways}
+    turns = {way: partial(_counting, step, busy[way]) for way, step in ways.items()}
     times = interleave(turns, rounds)
     recorder.stop()
     table = compare(times, {OFF: (OFF,)})
-    table[ON]["entries a step"] = len(recorder.log) / (rounds + 2)
+    for way, seconds in busy.items():
+        table[way]["CPU ms"] = 1e3 * statistics.median(seconds)
+        table[way]["CPU / not recorded"] = statistics.median(map(truediv, seconds, busy[OFF]))
+    table[ON]["entries a step"] = len([*recorder.log]) / (rounds + 2)
     return table
+
+
+def _counting(step: Callable[[], object], seconds: list[float]) -> None:
+    """Takes a step, and notes the time in which this process had a processor."""
+    begin = time.process_time()
+    step()
+    seconds.append(time.process_time() - begin)
 
 
 def _recorded(subject: Trained, recorder: Recorder) -> None:
@@ -72,11 +87,12 @@ QUESTION = Question(
 The steps of "Time of a step", with `fsdp_wrap.timeline` recording and without, in turn, through shared memory
 and over gloo: milliseconds, and ratios to a step that is not recorded, of the same round and of the medians
 ({", ".join(f"{rounds} rounds for {case}" for case, rounds in ROUNDS.items())}). Steps that are not
-recorded run twice a round, which shows what is chance. `entries a step`: what the recording writes down. Not
+recorded run twice a round, which shows what is chance. `CPU`: the time in which rank 0 had a processor, which
+bears a machine that others use as well. `entries a step`: what the recording writes down. Not
 counted is what happens once, when a recording begins and ends. While none runs, the runtime asks in some
 places whether a list is empty, and calls nothing more than before (`tests/core/test_host_costs.py`).""",
     ask,
-    chart="/ not recorded",
+    chart="CPU / not recorded",
     cases=[*ROUNDS],
 )
 
