@@ -89,7 +89,8 @@ QUESTION = Question(
     f"""\
 The steps of "Time of a step", with `fsdp_wrap.timeline` recording and without, in turn, through shared
 memory, over gloo, and on a group that sends nothing: milliseconds, and ratios to a step that is not
-recorded, of the same round and of the medians ({", ".join(f"{n} rounds for {case}" for case, n in ROUNDS.items())}).
+recorded, of the same round and of the medians
+({", ".join(f"{n} rounds for {case}" for case, n in ROUNDS.items())}).
 Steps that are not recorded run twice a round, which shows what is chance. `CPU`: the time in which rank 0 had
 a processor, which bears a machine that others use as well. `entries a step`: what the recording writes down.
 Not counted is what happens once, when a recording begins and ends. While none runs, the runtime asks in some
