@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_aten = torch.ops.aten
+from fsdp_wrap._core.torch_private import efficient_attention, flash_attention, flash_attention_on_cpu
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -33,19 +34,18 @@ def attention(
     if device_type == "cpu":
         if dropout_p or enable_gqa or query.shape[-1] != value.shape[-1]:
             return None
-        flash = _aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+        return flash_attention_on_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]  # type: ignore[no-any-return]
     if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= 256:
-        flash = _aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+        return flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         return None
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    efficient = _aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 class _RmsNorm(torch.autograd.Function):

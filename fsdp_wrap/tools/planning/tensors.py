@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_wrap._core.torch_private import pytree, shapes_are_asked
+from fsdp_wrap._core.torch_private import TorchDispatchMode, pytree, shapes_are_asked
 from fsdp_wrap.tools.planning.ledger import Ledger
 
 META, CPU = torch.device("meta"), torch.device("cpu")
