@@ -68,12 +68,22 @@ class Model(nn.Module):
         return self.head(self.layers(self.token(tokens)))
 
 
+def sharded_by(front, whole, options):
+    if front != "composable":
+        return shard(front, whole, ModuleWrapPolicy({Layer, Checkpointed}), **options)
+    if options.pop("cpu_offload", None):
+        options["offload_policy"] = fsdp_wrap.CPUOffloadPolicy()
+    for layer in whole.layers:
+        fsdp_wrap.fully_shard(layer, **options)
+    return fsdp_wrap.fully_shard(whole, **options)
+
+
 def made(front, model=Model, device="cpu", freeze="", **options):
     """What `plan` takes: a model by its class, sharded by layer, and a step of AdamW."""
     whole = model()
     for name, param in whole.named_parameters():
         param.requires_grad_(not freeze or freeze not in name)
-    sharded = shard(front, whole.to(device), ModuleWrapPolicy({Layer, Checkpointed}), **options)
+    sharded = sharded_by(front, whole.to(device), options)
     trainable = [param for param in sharded.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, foreach=False)
 
@@ -162,9 +172,9 @@ def test_every_byte_has_a_kind(front):
     assert plan.rest_by_kind["gradients"] == pytest.approx(shards, rel=0.02)
     assert 4 * whole / RANKS <= shards <= 4 * whole / RANKS * 1.1
     counts = 4 * 16  # of steps, at most, one for each parameter
-    assert 2 * shards * 0.99 <= plan.rest_by_kind["optimizer state"] <= 2 * shards + counts
+    assert 2 * shards * 0.98 <= plan.rest_by_kind["optimizer state"] <= 2 * shards + counts
     assert plan.peak_by_kind["gathered"] >= max(unit.gathered_bytes for unit in plan.units)
-    assert plan.peak_at.phase in ("forward", "backward")
+    assert plan.peak_at in {moment.place for moment in plan.moments}
 
 
 def test_wire_bytes_are_what_a_rank_receives():
@@ -186,7 +196,8 @@ def hybrid(front):
 
 @pytest.mark.parametrize("front", ["orig", "composable"])
 def test_replicas_are_summed_over_the_slower_links(front):
-    at_once = Machine.from_dict({**MACHINE.to_dict(), "latency_within": 0.0, "latency_between": 0.0})
+    figures = {"latency_within": 0.0, "latency_between": 0.0, "bandwidth_between": 1e6}
+    at_once = Machine.from_dict({**MACHINE.to_dict(), **figures})
     whole, halves = (
         fsdp_wrap.plan(setup, RANKS, device="cuda", machine=at_once)
         for setup in (partial(made, front, device="cuda"), partial(hybrid, front))
