@@ -135,7 +135,7 @@ def main() -> None:
     """Prints the pages, and what it took to make them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=512)
-    parser.add_argument("--hosts", type=int, default=64, help="replicas of the hybrid plan")
+    parser.add_argument("--hosts", type=int, default=16, help="replicas of the hybrid plan")
     options = parser.parse_args()
     for hosts in (1, options.hosts):
         begin, worked = time.monotonic(), time.process_time()
