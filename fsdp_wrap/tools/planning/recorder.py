@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_wrap._core import Computing, Span, SpanKind
-from fsdp_wrap._core.torch_private import all_groups, pytree
+from fsdp_wrap._core.torch_private import all_groups, copying_operators, pytree
 from fsdp_wrap.tools.planning import ledger as kinds
 from fsdp_wrap.tools.planning.ledger import Ledger
 from fsdp_wrap.tools.planning.plan import Place
@@ -50,13 +50,6 @@ _ROLES = {
 _MESSAGES = {SpanKind.GATHER: "all_gather", SpanKind.REDUCE: "reduce_scatter"}
 """What messages are parts of that are sent in a span."""
 
-_COPYING = {
-    torch.ops.aten.copy_,
-    torch.ops.aten._to_copy,
-    torch.ops.aten._foreach_copy_,
-    torch.ops.aten._chunk_cat,
-    torch.ops.aten.add_,
-}
 _FREE = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -261,7 +254,7 @@ class Recorder:
         nbytes = sum({id(each): each.nbytes for each in tensors}.values())
         floating = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
         lane, ticket = Lane.COMPUTE, -1
-        if func.overloadpacket in _COPYING:
+        if func.overloadpacket in copying_operators:
             self._take_gradients(args, kwargs)
             if self._crosses(tensors):
                 lane, ticket = Lane.COPIES, self._spans[-1][1] if self._spans else -1
