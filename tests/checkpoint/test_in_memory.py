@@ -75,6 +75,7 @@ def flip(path: Path, at: int = 700) -> None:
 # a host is lost
 
 
+@pytest.mark.each_value
 @each_front
 @pytest.mark.parametrize("lost", [0, 1])
 @ranks(4)
