@@ -31,6 +31,7 @@ from fsdp_wrap._core.api import (
     check_flag,
     check_kind,
     check_nbytes,
+    nbytes_of,
 )
 from fsdp_wrap._core.errors import (
     AlreadyShardedError,
@@ -100,7 +101,6 @@ from fsdp_wrap._core.precision import (
     segment_dtypes,
 )
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
-from fsdp_wrap._core.sizes import nbytes_of
 from fsdp_wrap._core.spans import (
     Computing,
     Span,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -119,6 +120,30 @@ def check_nbytes(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int or None (the default), not {value!r}")
     if value is not None and value < 0:
         raise ValueError(f"{name} must not be negative, but is {value}; 0 switches it off")
+
+
+def nbytes_of(size: int | str, name: str) -> int:
+    """Returns a number of bytes that is given as one, or as a text such as "80GB" or "24GiB".
+
+    Args:
+        size: It.
+        name: Of the argument, for messages.
+
+    Raises:
+        TypeError: If it is neither an int nor a str.
+        ValueError: If it is none, or not positive.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise TypeError(f"{name} must be an int or a str such as '80GB', not {size!r}")
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", size.upper())
+        if found is None:
+            raise ValueError(f"{name} must look like '80GB' or '24GiB', not {size!r}")
+        power = " KMGT".index(found[2]) if found[2] else 0
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if size <= 0:
+        raise ValueError(f"{name} must be positive, not {size}")
+    return size
 
 
 def _check_dtypes(policy: object, *names: str) -> None:

@@ -87,6 +87,9 @@ PURPOSES = {
     "torch._foreach_copy_": "many small copies in one call",
     "torch._foreach_zero_": "many small fills in one call",
     "torch._foreach_mul_": "scales many gradients in one call",
+    "torch._foreach_lerp": "means of many tensors in one call",
+    "torch._foreach_lerp_": "likewise, in place",
+    "torch._foreach_add_": "adds many tensors in one call",
     "torch._foreach_norm": "norms of many gradients in one call",
     "torch._chunk_cat": "writes gradients into the reduce buffer, cut by ranks, in one call",
     "torch.ops.aten._to_copy": "the operator of `to()`, for `IntervalTensor`s",
@@ -114,6 +117,8 @@ PURPOSES = {
     "torch._C._distributed_c10d.AllgatherOptions": "gathers without the cost of torch's function",
     "torch._C._distributed_c10d.ReduceScatterOptions": "reductions without the cost of torch's function",
     "torch._C._distributed_c10d.FakeProcessGroup": "shows counting modes the collectives in shared memory",
+    "torch._C._distributed_c10d.TCPStore": "where a sender of weights and its receiver meet",
+    "torch._C._distributed_c10d.PrefixStore": "likewise",
     "torch._C._distributed_c10d.HashStore": "shows counting modes the collectives in shared memory",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal": "makes one",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long a group's collectives may take",
@@ -213,7 +218,10 @@ swap_tensor_impl = torch._C._swap_tensor_impl
 no_torch_function = torch._C._disabled_torch_function_impl
 make_subclass = torch.Tensor._make_subclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_

@@ -27,6 +27,7 @@ from fsdp_wrap.checkpoint._sources import (
     model_of,
     open_source,
     refuse_parent,
+    require_there,
     verifying,
 )
 
@@ -105,8 +106,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 def _run_convert(options: argparse.Namespace) -> int:
     source: Path = options.source
-    if not source.exists():
-        raise ValueError(f"there is no file or folder {source}")
+    require_there(source)
     if options.to == "safetensors":
         return _run_export(options)
     is_file, tensors_only = source.is_file(), is_safetensors(source)

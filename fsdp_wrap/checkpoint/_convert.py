@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from fsdp_wrap._core.torch_private import unflatten_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import verified
 from fsdp_wrap.checkpoint._manifest import entries_of, listed
-from fsdp_wrap.checkpoint._progress import PATIENCE, watched
 from fsdp_wrap.checkpoint._safetensors import Described, Named, read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
 from fsdp_wrap.checkpoint._sources import (
+    PATIENCE,
     Source,
     is_foreign,
     is_safetensors,
@@ -26,6 +26,7 @@ from fsdp_wrap.checkpoint._sources import (
     opened,
     refuse_parent,
     verifying,
+    watched,
 )
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_file
 from fsdp_wrap.checkpoint._team import ALONE
@@ -203,7 +204,7 @@ def _write_torch_file(state: dict[str, Any], out: Path) -> None:
     write_file(state, out)
     written = torch.load(out, mmap=True, weights_only=True)
     if other := [*_differing(state, written)]:
-        raise RuntimeError(f"{out} was written, and holds other values of {listed(other)}: do not use it")
+        raise _unlike(out, other)
 
 
 def _differing(value: Any, other: Any, name: str = "") -> Iterator[str]:
@@ -229,7 +230,11 @@ def _require_same(values: Iterator[Named], written: Mapping[str, Any], place: Pa
     """
     other = [name for name, value in values if name not in written or not _is_same(value, written[name]())]
     if other:
-        raise RuntimeError(f"{place} was written, and holds other values of {listed(other)}: do not use it")
+        raise _unlike(place, other)
+
+
+def _unlike(place: Path, other: Sequence[str]) -> RuntimeError:
+    return RuntimeError(f"{place} was written, and holds other values of {listed(other)}: do not use it")
 
 
 def _is_same(value: torch.Tensor, other: torch.Tensor) -> bool:

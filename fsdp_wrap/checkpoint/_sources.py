@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap.checkpoint._folders import find, is_step, steps_in
 from fsdp_wrap.checkpoint._loading import refuse, verified
@@ -27,10 +29,14 @@ from fsdp_wrap.checkpoint._manifest import (
     listed,
     read_metadata,
 )
-from fsdp_wrap.checkpoint._progress import watched
 from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, read_safetensors
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read
 from fsdp_wrap.checkpoint._team import ALONE
+
+T = TypeVar("T")
+
+PATIENCE = 2.0
+"""Seconds until a bar appears on standard error; what is done before shows none."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
         RuntimeError: If another one is damaged.
         ValueError: If there is nothing of the kind.
     """
-    if not path.exists():
-        raise ValueError(f"there is no file or folder {path}")
+    require_there(path)
     if path.is_file() or is_safetensors(path):
         if step is not None:
             raise ValueError(f"--step {step} is for folders of steps, which {path} is not")
@@ -100,6 +105,12 @@ def open_source(path: Path, step: int | None = None) -> Source:
 
     described = {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
     return Source(kind, folder, described, read_one, [name for name in entries if name not in tensors])
+
+
+def require_there(path: Path) -> None:
+    """Raises a ValueError if there is nothing at a path."""
+    if not path.exists():
+        raise ValueError(f"there is no file or folder {path}")
 
 
 def is_safetensors(path: Path) -> bool:
@@ -224,3 +235,20 @@ def paths_in(found: Metadata) -> dict[str, tuple[Any, ...]]:
 
 def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, TensorStorageMetadata)
+
+
+def watched(things: Iterable[T], doing: str, size_of: Callable[[T], int], total: int) -> Iterator[T]:
+    """Yields things, and shows how far the one who takes them has come.
+
+    Args:
+        things: What is yielded.
+        doing: What is done with them, before the bar.
+        size_of: The bytes of one.
+        total: The bytes of all.
+    """
+    with tqdm(
+        total=total, desc=doing, unit="B", unit_scale=True, delay=PATIENCE, leave=False, file=sys.stderr
+    ) as bar:
+        for thing in things:
+            yield thing
+            bar.update(size_of(thing))

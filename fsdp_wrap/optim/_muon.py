@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._core.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 from fsdp_wrap._params import FlatPiece, copyable, held_by_this_rank, holding
 from fsdp_wrap.optim._newton_schulz import Coefficients, orthogonalized
 from fsdp_wrap.optim._on_shards import as_placed, on_shards
@@ -218,10 +219,10 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = copyable(holding(param, torch.zeros_like(grad)))
         momentum = [held_by_this_rank(self.state[param]["momentum_buffer"]) for param in params]
-        torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
+        foreach_lerp_(momentum, grads, 1 - group["momentum"])
         if not group["nesterov"]:
             return momentum
-        return torch._foreach_lerp(grads, momentum, group["momentum"])
+        return foreach_lerp(grads, momentum, group["momentum"])
 
     def _apply(
         self, updates: Sequence[torch.Tensor | None], active: Sequence[bool], group: Mapping[str, Any]
@@ -236,7 +237,7 @@ class Muon(torch.optim.Optimizer):
             found = orthogonalized(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
             factors = [ratio(*each.shape) if each.parameter in scaled else 1.0 for each in matrices]
             if any(factor != 1 for factor in factors):
-                torch._foreach_mul_([*found.unbind()], factors)
+                foreach_mul_([*found.unbind()], factors)
             return found
 
         results = self.matrices.compute(updates, active, compute, self._ns_dtype)
@@ -247,9 +248,9 @@ class Muon(torch.optim.Optimizer):
                 by_ratio.setdefault(1.0 if len(ratios[index]) > 1 else min(ratios[index]), []).append(index)
         for factor, indices in by_ratio.items():
             held = [held_by_this_rank(self.matrices.params[index].detach()) for index in indices]
-            torch._foreach_mul_(held, 1 - lr * group["weight_decay"])
+            foreach_mul_(held, 1 - lr * group["weight_decay"])
             steps = [result for index in indices if (result := results[index]) is not None]
-            torch._foreach_add_(held, steps, alpha=-lr * factor)
+            foreach_add_(held, steps, alpha=-lr * factor)
         chosen = [self.matrices.params[index] for each in by_ratio.values() for index in each]
         increment_version([param for param in chosen if isinstance(param, DTensor)])
 

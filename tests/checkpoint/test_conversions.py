@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from bed import ranks
 from fsdp_wrap import checkpoint, fully_shard
-from fsdp_wrap.checkpoint import _convert, _progress
+from fsdp_wrap.checkpoint import _convert, _sources
 from fsdp_wrap.checkpoint._command import main
 from fsdp_wrap.checkpoint._safetensors import write_safetensors
 from optim_states import assert_same, by_name
@@ -231,8 +231,8 @@ def test_what_was_written_wrongly_is_not_trusted(tmp_path, capsys, to):
 
 def test_bars_appear_for_what_takes_long(capsys):
     things = iter(range(3))
-    with mock.patch.object(_progress, "PATIENCE", 0.0), mock.patch.object(sys.stderr, "isatty", lambda: True):
-        assert [*_progress.watched(things, "reading x", lambda _: 10, 30)] == [0, 1, 2]
+    with mock.patch.object(_sources, "PATIENCE", 0.0), mock.patch.object(sys.stderr, "isatty", lambda: True):
+        assert [*_sources.watched(things, "reading x", lambda _: 10, 30)] == [0, 1, 2]
     assert "reading x" in capsys.readouterr().err
-    assert [*_progress.watched(iter(range(3)), "reading y", lambda _: 10, 30)] == [0, 1, 2]
+    assert [*_sources.watched(iter(range(3)), "reading y", lambda _: 10, 30)] == [0, 1, 2]
     assert capsys.readouterr().err == ""

@@ -143,7 +143,7 @@ def test_fit_varies_what_the_setup_takes(file, capsys):
         ("plan {file}:setup --fit --device-memory 1GB --plot x.svg", "--plot draws one plan"),
         ("plan {file}:setup --ranks 2,x", "are no numbers of ranks"),
         ("plan {file}:setup --ranks 0", "are no numbers of ranks"),
-        ("timeline report {tmp}/none", "there is no file or folder"),
+        ("timeline report {tmp}/none", "no file or folder of a timeline is at"),
         ("timeline merge {tmp}", "no rank has left a trace"),
         ("timeline merge {tmp} --out {tmp}/trace.txt", "a trace is named .json or .json.gz"),
         ("timeline plot {file}", "is not a trace that fsdp_wrap.timeline() has written"),

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from fsdp_wrap.tools.fitting.fit import Fit, fit, parse_bytes
+from fsdp_wrap._core import nbytes_of
+from fsdp_wrap.tools.fitting.fit import Fit, fit
 from fsdp_wrap.tools.machines.presets import PRESETS, preset
 from fsdp_wrap.tools.planning import Machine, Moment, Place, Plan
 
@@ -116,7 +117,7 @@ def test_what_does_not_fit_at_all_says_so(memory):
     found, _ = fitted(corner, takes_batch, device_memory=memory)
     (choice,) = found.choices
     assert not choice.fits and choice.batch == 0 and found.best is None
-    assert choice.peak_bytes > parse_bytes(memory, "it")
+    assert choice.peak_bytes > nbytes_of(memory, "it")
     assert "0 of 1 fit" in str(found) and "none" in str(found)
 
 
@@ -244,7 +245,7 @@ def test_wrong_arguments_are_refused_before_anything_is_planned(options, error, 
 
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80 * GB), ("1.5 GiB", 3 << 29), ("512", 512), (7, 7)])
 def test_sizes_are_read(text, size):
-    assert parse_bytes(text, "it") == size
+    assert nbytes_of(text, "it") == size
 
 
 def test_presets_are_machines_with_sources():

@@ -220,8 +220,8 @@ def test_what_does_not_fit_is_refused_by_name(rank, world_size):
         "must have one `*`": {"fuse": {"w1": "experts.w1"}},
         "must name two or more parts": {"fuse": {"w1": ("up",)}},
         "rename makes 'same' of both 'embed.weight' and": {"rename": lambda name: "same"},
-        "positive number of bytes": {"budget": 0},
-        "must be a number of bytes such as": {"budget": "a lot"},
+        "budget must be positive": {"budget": 0},
+        "budget must look like": {"budget": "a lot"},
         "must be 'merge' or 'apart'": {"adapters": "never"},
         "must be a floating-point type": {"dtype": torch.int8, "adapters": "apart"},
     }

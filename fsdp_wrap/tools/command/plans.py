@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_wrap._core import nbytes_of
 from fsdp_wrap.tools.command.users_code import errors_of, load_function
 from fsdp_wrap.tools.progress import shown
 
@@ -54,7 +55,6 @@ def _counts(text: str) -> list[int]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from fsdp_wrap.tools.fitting import parse_bytes
 
     if options.vary and not options.fit:
         raise ValueError("--vary is for --fit: pass both")
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError("--ranks-per-host is for predictions of time: name a --machine")
         machine = dataclasses.replace(machine, ranks_per_host=options.ranks_per_host)
     memory = options.device_memory or (machine.device_memory if machine else None)
-    limit = None if memory is None else parse_bytes(memory, "--device-memory")
+    limit = None if memory is None else nbytes_of(memory, "--device-memory")
     setup = load_function(options.setup)
     given = {"device": options.device or _device_of(options), "machine": machine}
     if options.fit:

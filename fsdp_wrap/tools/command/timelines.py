@@ -72,7 +72,7 @@ def _read(paths: list[Path]) -> Any:
     files: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"there is no file or folder {path}")
+            raise ValueError(f"no file or folder of a timeline is at {path}")
         found = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
         if not found:
             raise ValueError(

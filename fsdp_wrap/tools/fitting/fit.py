@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_wrap._core import nbytes_of
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.progress import Bar, shown
@@ -157,30 +157,6 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def parse_bytes(size: int | str, name: str) -> int:
-    """Reads a size such as 1000, "80GB" or "24GiB".
-
-    Args:
-        size: It.
-        name: Of the argument, for messages.
-
-    Raises:
-        TypeError: If it is neither an int nor a str.
-        ValueError: If it is none, or not positive.
-    """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(f"{name} must be an int or a str such as '80GB', not {size!r}")
-    if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", size.upper())
-        if found is None:
-            raise ValueError(f"{name} must look like '80GB' or '24GiB', not {size!r}")
-        power = " KMGT".index(found[2]) if found[2] else 0
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if size <= 0:
-        raise ValueError(f"{name} must be positive, not {size}")
-    return size
-
-
 def fit(
     setup: Setup,
     ranks: int | Sequence[int] = 8,
@@ -227,7 +203,7 @@ def fit(
         device_memory = None if machine is None else machine.device_memory
         if device_memory is None:
             raise ValueError("fit() needs device_memory, such as '80GB', or a machine that tells it")
-    limit = parse_bytes(device_memory, "device_memory")
+    limit = nbytes_of(device_memory, "device_memory")
     taken = _parameters(setup)
     varied = _varied(vary, taken)
     counts = [ranks] if isinstance(ranks, int) else [*ranks]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from fsdp_wrap.tools.drawing import drawn
 
 if TYPE_CHECKING:
     from fsdp_wrap.tools.planning.plan import Plan
-
-_MATPLOTLIB = "a picture needs matplotlib: pip install 'fsdp-wrap[tools]'"
 
 _COLORS = {
     "shards": "#5d8fb8",
@@ -30,12 +30,11 @@ def draw(plan: Plan, path: str | Path) -> None:
     Raises:
         ImportError: If matplotlib is missing.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(_MATPLOTLIB) from error
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    with drawn(path, (12, 5)) as figure:
+        _draw_on(figure, plan)
+
+
+def _draw_on(figure: Any, plan: Plan) -> None:
     axes = figure.subplots()
     kinds = [kind for kind in _COLORS if any(kind in moment.bytes_by_kind for moment in plan.moments)]
     moments, end = [*plan.moments, *plan.moments[-1:]], plan.predicted_seconds  # the last until the end
@@ -58,6 +57,3 @@ def draw(plan: Plan, path: str | Path) -> None:
     figure.legend(
         *(each[::-1] for each in axes.get_legend_handles_labels()), loc="outside right upper", fontsize=8
     )
-    with matplotlib.rc_context({"svg.hashsalt": "fsdp_wrap", "svg.fonttype": "none"}):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdp_wrap.tools.drawing import drawn
 from fsdp_wrap.tools.timeline.analysis import Analysis
 from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
 
 MOST_RANKS = 8
 """More would not be told apart."""
 
-_MATPLOTLIB = "a picture needs matplotlib: pip install 'fsdp-wrap[tools]'"
 
 COLORS = {
     "forward": "#7fb3d5",
@@ -47,26 +47,18 @@ def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
     Raises:
         ImportError: If matplotlib is missing.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(_MATPLOTLIB) from error
     shown, found = ranks[:MOST_RANKS], Analysis(ranks)
     begin, end = _window(shown[0], found)
-    figure = Figure(figsize=(12, 1.6 + 1.0 * len(shown) + 1.4), layout="constrained")
-    tracks, held = figure.subplots(2, 1, sharex=True, height_ratios=[len(shown), 1.0])
-    used = set()
-    for row, record in enumerate(shown):
-        for bar in _bars(record, found):
-            if bar.end > begin and bar.begin < end:
-                used.add(bar.what)
-                _draw_bar(tracks, bar, row, begin, end)
-    _label(tracks, shown, ranks, used)
-    _draw_levels(held, shown[0], begin, end)
-    with matplotlib.rc_context({"svg.hashsalt": "fsdp_wrap", "svg.fonttype": "none"}):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+    with drawn(path, (12, 1.6 + 1.0 * len(shown) + 1.4)) as figure:
+        tracks, held = figure.subplots(2, 1, sharex=True, height_ratios=[len(shown), 1.0])
+        used = set()
+        for row, record in enumerate(shown):
+            for bar in _bars(record, found):
+                if bar.end > begin and bar.begin < end:
+                    used.add(bar.what)
+                    _draw_bar(tracks, bar, row, begin, end)
+        _label(tracks, shown, ranks, used)
+        _draw_levels(held, shown[0], begin, end)
 
 
 def _window(record: RankRecord, found: Analysis) -> tuple[int, int]:

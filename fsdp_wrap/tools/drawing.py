@@ -1,0 +1,31 @@
+"""Pictures by matplotlib, which few who train need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def drawn(path: str | Path, size: tuple[float, float]) -> Iterator[Any]:
+    """Gives a figure to draw on, and saves it at the end, the same bytes for the same picture.
+
+    Args:
+        path: SVG, or what the name's ending says; folders on the way are made.
+        size: Width and height in inches.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install 'fsdp-wrap[tools]'") from error
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    with matplotlib.rc_context({"svg.hashsalt": "fsdp_wrap", "svg.fonttype": "none"}):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
