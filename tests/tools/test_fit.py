@@ -112,6 +112,15 @@ def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
         assert len(plans.asked) <= 8
 
 
+def test_a_guess_that_was_too_high_is_not_the_end():
+    def flatter(*, batch, ranks=8):
+        return planned({"a": 10**8 * min(batch, 8) + 10**7 * max(batch - 8, 0)})
+
+    found, plans = fitted(flatter, takes_batch, device_memory=2 * GB)
+    assert found.choices[0].batch == largest(flatter, 2 * GB) == 128
+    assert len(plans.asked) <= 8
+
+
 @pytest.mark.parametrize("memory", ["3GB", "2.9GB"])
 def test_what_does_not_fit_at_all_says_so(memory):
     found, _ = fitted(corner, takes_batch, device_memory=memory)

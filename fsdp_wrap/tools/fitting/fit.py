@@ -364,13 +364,15 @@ class _Search:
             index = self._estimate(batches, length, fits, fails)
             if look > 2 and look % 2 and fails < len(batches):
                 index = (fits + fails) // 2  # where guesses are bad, halves come to an end
-            guessed, need = self._guess(batches[index], length), _need(self._plan(batches[index], length))
+            need = _need(self._plan(batches[index], length))
             if need > self._limit:
                 fails = index
                 continue
             fits, beyond = index, index + 1
-            error = abs(need - guessed)
-            if beyond >= fails or self._guess(batches[beyond], length) - error > self._limit:
+            if beyond >= fails:
+                break
+            one_more = self._guess(batches[beyond], length) - self._guess(batches[index], length)
+            if need + one_more > self._limit:
                 break
         return batches[fits] if fits >= 0 else None
 

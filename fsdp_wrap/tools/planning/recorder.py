@@ -249,7 +249,7 @@ class Recorder:
         if not tensors or func in _FREE:
             return
         formula = flop_registry.get(func.overloadpacket)
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        flops = 0 if formula is None else int(formula(*_heads_alike(func, args), **kwargs, out_val=result))
         self.flops += flops
         nbytes = sum({id(each): each.nbytes for each in tensors}.values())
         floating = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
@@ -306,6 +306,21 @@ class Recorder:
         self._add(
             Work(Lane.WIRE, self._ledger.visit, collective.nbytes, collective=collective, ticket=ticket)
         )
+
+
+def _heads_alike(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments of attention with as many heads of keys and values as of queries, which is the same.
+
+    The formula of torch before 2.12 wants it so.
+    """
+    if "scaled_dot_product" not in func._schema.name:
+        return args
+    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
+    heads = max(each.shape[1] for each in batches)
+    return tuple(
+        each[:, :1].expand(-1, heads, -1, -1) if any(each is one for one in batches) else each
+        for each in args
+    )
 
 
 def _nbytes(value: Any) -> int:
