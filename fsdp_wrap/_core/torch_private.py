@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import DisableTorchFunction
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
@@ -51,7 +52,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 try:
     from torch._C._distributed_c10d import _dump_nccl_trace_json as dump_flight_records  # type: ignore[attr-defined]
@@ -129,9 +130,18 @@ PURPOSES = {
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one dimension of several over which is sharded",
     "torch.distributed.tensor.placement_types._StridedShard": "how shards of distributed parameters lie",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "ends what a plan's meshes have left",
+    "torch._C._TorchDispatchModeKey": "whether a `DTensor` asks for shapes, by fake tensors, in a plan",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "attention in parts, in a plan",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "attention in parts, in a plan",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "attention in parts, in a plan",
+    "torch.ops.aten._foreach_copy_": "what fills a buffer, in a plan",
+    "torch.ops.aten._chunk_cat": "what fills a buffer, in a plan",
+    "torch._ops.OpOverload._schema": "which operator it is and what it writes to, in a plan",
+    "torch._C.ScriptObject._type": "which argument of a collective is its group, in a plan",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator, in a plan",
     "torch._C._get_dispatch_mode": "whether a `DTensor` asks for shapes, by fake tensors, in a plan",
-    "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
     "torch._C._autograd._push_saved_tensors_default_hooks": "hooks of saved tensors, in a plan",
+    "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
     "torch._C._has_storage": "which tensors have memory",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
     "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
@@ -236,7 +246,28 @@ def clear_sharding_caches() -> None:
 
 def shapes_are_asked() -> bool:
     """Whether operators run on fake tensors, by which `DTensor`s ask for shapes."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return get_dispatch_mode(dispatch_mode_keys.FAKE) is not None
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, and is not made of others."""
+    return torch._C._has_storage(tensor)
+
+
+get_dispatch_mode, dispatch_mode_keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+copying_operators = frozenset(
+    (
+        torch.ops.aten.copy_,
+        torch.ops.aten.add_,
+        torch.ops.aten._to_copy,
+        torch.ops.aten._foreach_copy_,
+        torch.ops.aten._chunk_cat,
+    )
+)
+"""Operators by which buffers are filled, and what goes from one device to another."""
 
 
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import sys
 from functools import partial
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +23,7 @@ from fronts import FRONTS, each_front, shard
 from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime import units_in
+from fsdp_wrap.tools.memory import tell_of_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
@@ -66,12 +69,22 @@ class Model(nn.Module):
         return self.head(self.layers(self.token(tokens)))
 
 
+def sharded_by(front, whole, options):
+    if front != "composable":
+        return shard(front, whole, ModuleWrapPolicy({Layer, Checkpointed}), **options)
+    if options.pop("cpu_offload", None):
+        options["offload_policy"] = fsdp_wrap.CPUOffloadPolicy()
+    for layer in whole.layers:
+        fsdp_wrap.fully_shard(layer, **options)
+    return fsdp_wrap.fully_shard(whole, **options)
+
+
 def made(front, model=Model, device="cpu", freeze="", **options):
     """What `plan` takes: a model by its class, sharded by layer, and a step of AdamW."""
     whole = model()
     for name, param in whole.named_parameters():
         param.requires_grad_(not freeze or freeze not in name)
-    sharded = shard(front, whole.to(device), ModuleWrapPolicy({Layer, Checkpointed}), **options)
+    sharded = sharded_by(front, whole.to(device), options)
     trainable = [param for param in sharded.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, foreach=False)
 
@@ -160,9 +173,9 @@ def test_every_byte_has_a_kind(front):
     assert plan.rest_by_kind["gradients"] == pytest.approx(shards, rel=0.02)
     assert 4 * whole / RANKS <= shards <= 4 * whole / RANKS * 1.1
     counts = 4 * 16  # of steps, at most, one for each parameter
-    assert 2 * shards * 0.99 <= plan.rest_by_kind["optimizer state"] <= 2 * shards + counts
+    assert 2 * shards * 0.98 <= plan.rest_by_kind["optimizer state"] <= 2 * shards + counts
     assert plan.peak_by_kind["gathered"] >= max(unit.gathered_bytes for unit in plan.units)
-    assert plan.peak_at.phase in ("forward", "backward")
+    assert plan.peak_at in {moment.place for moment in plan.moments}
 
 
 def test_wire_bytes_are_what_a_rank_receives():
@@ -184,12 +197,13 @@ def hybrid(front):
 
 @pytest.mark.parametrize("front", ["orig", "composable"])
 def test_replicas_are_summed_over_the_slower_links(front):
-    at_once = Machine.from_dict({**MACHINE.to_dict(), "latency_within": 0.0, "latency_between": 0.0})
+    figures = {"latency_within": 0.0, "latency_between": 0.0, "bandwidth_between": 1e6}
+    at_once = Machine.from_dict({**MACHINE.to_dict(), **figures})
     whole, halves = (
         fsdp_wrap.plan(setup, RANKS, device="cuda", machine=at_once)
         for setup in (partial(made, front, device="cuda"), partial(hybrid, front))
     )
-    assert halves.rest_by_kind["shards"] == pytest.approx(2 * whole.rest_by_kind["shards"], rel=0.02)
+    assert halves.rest_by_kind["shards"] == pytest.approx(2 * whole.rest_by_kind["shards"], rel=0.06)
     assert halves.collectives["all_reduce"] == halves.collectives["reduce_scatter"]
     received = halves.payload_bytes["all_reduce"]  # twice half of it
     assert halves.wire_bytes["all_reduce"] == received
@@ -207,6 +221,42 @@ def test_a_device_that_is_not_there(front):
     assert offloaded.rest_bytes < there.rest_bytes / 4
     for kind, nbytes in there.wire_bytes.items():  # but for how small units are aligned that travel together
         assert offloaded.wire_bytes[kind] == pytest.approx(nbytes, rel=0.02)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def cut_twice():
+    mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(*(Perceptron() for _ in range(3))).to("cuda")
+    for layer in model:
+        parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fsdp_wrap.fully_shard(layer, mesh=mesh["data"])
+    fsdp_wrap.fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def test_tensor_parallelism():
+    plan = fsdp_wrap.plan(cut_twice, 8, device="cuda")
+    held = (64 * 256 * 2 + 256) // 2 + 64  # numbers of a layer on its two ranks, each
+    assert plan.rest_by_kind["shards"] == pytest.approx(3 * 4 * held / 4, rel=0.01)
+    assert (
+        plan.collectives["all_reduce"] == 3 + 2
+    )  # of outputs, and of the gradients of all inputs but the first
+    assert plan.wire_bytes["all_reduce"] == 5 * 8 * 64 * 4
 
 
 def accumulating(front):
@@ -412,12 +462,54 @@ def test_a_process_group_is_refused(group):
 # Beside ranks over gloo.
 
 
-def off_by(rows):
-    worst = max(abs(planned.off(row, what)) for row in rows.values() for what in ("rest", "peak"))
-    return worst, [name for name, row in rows.items() if row["received"] != row["planned received"]]
-
-
 @pytest.mark.slow
 def test_bytes_are_those_of_ranks_over_gloo():
-    worst, wrong = off_by(planned.compare("small", [*planned.WAYS], 2))
+    worst, wrong = planned.judge(planned.compare("small", [*planned.WAYS], 2))
     assert worst <= planned.MOST_OFF and not wrong
+
+
+def test_the_page_shows_the_figures_and_they_are_near_enough():
+    rows = json.loads(planned.FIGURES.read_text())
+    worst, wrong = planned.judge(rows)
+    assert rows and worst <= planned.MOST_OFF and not wrong
+    assert planned.PAGE.read_text() == planned.written_page(rows)
+
+
+@pytest.mark.parametrize("way", ["original", "fully_shard, bf16"])
+def test_plans_are_those_of_the_page(way):
+    row = json.loads(planned.FIGURES.read_text())[f"small, {way}, 2 ranks"]
+    plan = fsdp_wrap.plan(partial(planned.setup, planned.CASES["small"], planned.WAYS[way]), 2)
+    received = sum(plan.wire_bytes.values())
+    found = plan.rest_bytes, plan.peak_bytes, received
+    assert found == pytest.approx([row[f"planned {what}"] for what in ("rest", "peak", "received")], rel=0.01)
+
+
+def test_an_error_for_lack_of_memory_tells_of_the_plan(group):
+    model, _, _ = made("orig")
+    units = [*units_in(model).values()]
+    dist.destroy_process_group()
+    plan = fsdp_wrap.plan(partial(made, "orig"), 4)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    error = MemoryError("can't allocate memory")
+    tell_of_memory(error, units)
+    assert f"The plan of them for rank 0 of {plan.ranks} on cpu" in str(error)
+
+
+def test_a_plan_beside_a_timeline():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, _, step = made("orig")
+        with fsdp_wrap.timeline(model) as recorded:
+            step()
+            step()
+    finally:
+        dist.destroy_process_group()
+    compared = fsdp_wrap.plan(partial(made, "orig"), 1, machine=MACHINE).compare(recorded)
+    assert compared.steps == 2 and compared.measured_seconds > 0
+    for unit in compared.units:
+        assert unit.measured_bytes == pytest.approx(unit.planned_bytes, rel=0.02)
+        assert unit.planned_bytes > 0 and unit.measured_compute > 0
+    assert str(compared).count("\n") == 1 + len(compared.units)
+    assert max(map(len, str(compared).splitlines())) <= 80
+    with pytest.raises(ValueError, match="plan is of rank 1, and the timeline has records of ranks 0"):
+        fsdp_wrap.plan(partial(made, "orig"), 2, rank=1).compare(recorded)

@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionMeta
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fsdp_wrap._core.torch_private import push_saved_tensor_hooks, replaced_saved_tensor_hooks
+from fsdp_wrap._core.torch_private import has_storage, push_saved_tensor_hooks, replaced_saved_tensor_hooks
 from fsdp_wrap.tools.planning.kernels import KERNELS
 from fsdp_wrap.tools.planning.ledger import Ledger, Record
 from fsdp_wrap.tools.planning.tensors import CPU, META, Operators, complete, depends_on_data
@@ -116,7 +116,7 @@ class Answers(TorchFunctionMode):
 
     def _record_of(self, tensor: torch.Tensor) -> Record | None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if not torch._C._has_storage(local):
+        if not has_storage(local):
             return None
         record = self._ledger.record_of(local)
         return None if record is None or not local.is_meta else record

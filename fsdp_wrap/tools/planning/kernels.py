@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_aten = torch.ops.aten
+from fsdp_wrap._core.torch_private import efficient_attention, flash_attention, flash_attention_on_cpu
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -30,22 +31,21 @@ def attention(
     """Computes attention in parts, where torch would; else returns None."""
     if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
         return None
+    three, half = (query, key, value), query.dtype in _HALF
+    made: Any = None
     if device_type == "cpu":
-        if dropout_p or enable_gqa or query.shape[-1] != value.shape[-1]:
-            return None
-        flash = _aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
-    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= 256:
-        flash = _aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if enable_gqa:
-        return None
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    efficient = _aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        if not dropout_p and not enable_gqa and query.shape[-1] == value.shape[-1]:
+            made = flash_attention_on_cpu(*three, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    elif attn_mask is None and half and query.shape[-1] <= 256:
+        made = flash_attention(*three, dropout_p, is_causal, False, scale=scale)
+    elif not enable_gqa:
+        if attn_mask is not None:
+            mask = (
+                torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+            )
+            attn_mask = mask.expand(*query.shape[:3], key.shape[2])
+        made = efficient_attention(*three, attn_mask, True, dropout_p, is_causal, scale=scale)
+    return None if made is None else made[0]
 
 
 class _RmsNorm(torch.autograd.Function):

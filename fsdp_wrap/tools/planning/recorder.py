@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_wrap._core import Computing, Span, SpanKind
-from fsdp_wrap._core.torch_private import all_groups, pytree
+from fsdp_wrap._core.torch_private import all_groups, copying_operators, pytree
 from fsdp_wrap.tools.planning import ledger as kinds
 from fsdp_wrap.tools.planning.ledger import Ledger
 from fsdp_wrap.tools.planning.plan import Place
@@ -50,13 +50,6 @@ _ROLES = {
 _MESSAGES = {SpanKind.GATHER: "all_gather", SpanKind.REDUCE: "reduce_scatter"}
 """What messages are parts of that are sent in a span."""
 
-_COPYING = {
-    torch.ops.aten.copy_,
-    torch.ops.aten._to_copy,
-    torch.ops.aten._foreach_copy_,
-    torch.ops.aten._chunk_cat,
-    torch.ops.aten.add_,
-}
 _FREE = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -256,12 +249,12 @@ class Recorder:
         if not tensors or func in _FREE:
             return
         formula = flop_registry.get(func.overloadpacket)
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        flops = 0 if formula is None else int(formula(*_heads_alike(func, args), **kwargs, out_val=result))
         self.flops += flops
         nbytes = sum({id(each): each.nbytes for each in tensors}.values())
         floating = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
         lane, ticket = Lane.COMPUTE, -1
-        if func.overloadpacket in _COPYING:
+        if func.overloadpacket in copying_operators:
             self._take_gradients(args, kwargs)
             if self._crosses(tensors):
                 lane, ticket = Lane.COPIES, self._spans[-1][1] if self._spans else -1
@@ -313,6 +306,21 @@ class Recorder:
         self._add(
             Work(Lane.WIRE, self._ledger.visit, collective.nbytes, collective=collective, ticket=ticket)
         )
+
+
+def _heads_alike(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments of attention with as many heads of keys and values as of queries, which is the same.
+
+    The formula of torch before 2.12 wants it so.
+    """
+    if "scaled_dot_product" not in func._schema.name:
+        return args
+    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
+    heads = max(each.shape[1] for each in batches)
+    return tuple(
+        each[:, :1].expand(-1, heads, -1, -1) if any(each is one for one in batches) else each
+        for each in args
+    )
 
 
 def _nbytes(value: Any) -> int:

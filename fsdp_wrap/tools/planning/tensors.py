@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_wrap._core.torch_private import pytree, shapes_are_asked
+from fsdp_wrap._core.torch_private import DisableTorchFunction, TorchDispatchMode, pytree, shapes_are_asked
 from fsdp_wrap.tools.planning.ledger import Ledger
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -67,7 +66,7 @@ class Operators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
             return NotImplemented  # tensors made of others: they call operators for these
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
