@@ -45,6 +45,8 @@ class OnShards(Trained):
 
 def _trained(name: str, case: Case) -> Trained:
     return OnShards(case) if name == ON_SHARDS else Trained(name, case, fused=True)
+
+
 GROUPS = {"gloo": run_ranks, "fake group": run_fake}
 
 

@@ -53,7 +53,7 @@ class Computing(Enum):
     BACKWARD = "backward"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Span:
     """One thing that the runtime does for a while, as a context.
 
@@ -64,30 +64,24 @@ class Span:
         unit: Fully qualified name of the unit, "" for the root; of several the first.
         phase: Where in the iteration; None where it is not known.
         owners: The units, each the object itself: names of two models may be equal.
-        together: The names of the units whose buffers travel in one collective; none where it is one.
         nbytes: Bytes of the buffers concerned, on this rank; of a reduction known when the span ends.
-        dtypes: Those in which the buffers travel.
-        way: As of `Event`.
-        ranks: How many take part.
+        together: The names of the units whose buffers travel in one collective; none where it is one.
     """
 
     kind: SpanKind
     unit: str
     phase: Phase | None
     owners: Sequence[Any] = ()
-    together: tuple[str, ...] = ()
     nbytes: int = 0
-    dtypes: tuple[str, ...] = ()
-    way: str = ""
-    ranks: int = 1
+    together: tuple[str, ...] = ()
 
     def __enter__(self) -> Span:
-        for watcher in tuple(step_watchers):
+        for watcher in step_watchers:
             watcher.begin(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for watcher in tuple(step_watchers):
+        for watcher in step_watchers:
             watcher.end(self)
 
 

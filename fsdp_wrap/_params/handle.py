@@ -574,7 +574,7 @@ class ParamHandle:
         ]
 
     def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
-        """Returns the names of the dtypes in which parameters travel, or gradients; for who watches."""
+        """Returns the names of the dtypes in which parameters travel, or gradients."""
         found = [each.gradients.travels_in if reduced else each.dtypes.param for each in self.segments]
         return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in found))
 

@@ -358,29 +358,23 @@ class Unit:
             nbytes: Bytes of the buffers concerned.
             units: Those that travel in one collective, this one first; none where it travels alone.
         """
-        handle = self.handle
-        assert handle is not None
-        together = tuple(unit.fqn for unit in units)
-        reduces = kind in (SpanKind.REDUCE, SpanKind.AWAIT_REDUCTION)
-        dtypes = handle.travelling_dtypes(reduced=reduces)
-        communicator = handle.communicator
-        ranks = communicator.size * handle.replicas.size if reduces else communicator.size
-        owners = units or (self,)
-        return Span(kind, self.fqn, phase, owners, together, nbytes, dtypes, communicator.way, ranks)
+        if units:
+            return Span(kind, self.fqn, phase, units, nbytes, tuple([unit.fqn for unit in units]))
+        return Span(kind, self.fqn, phase, (self,), nbytes)
 
     def _tell_held(self, nbytes: int) -> None:
         """Tells who watches that so many bytes more of the full parameters are held."""
-        for watcher in tuple(step_watchers):
+        for watcher in step_watchers:
             watcher.hold(self, self.fqn, nbytes)
 
     def tell_entered(self, what: Computing) -> None:
         """Tells who watches that the unit computes from now on."""
-        for watcher in tuple(step_watchers):
+        for watcher in step_watchers:
             watcher.enter(self, self.fqn, what)
 
     def tell_left(self, what: Computing) -> None:
         """Tells who watches that this is over."""
-        for watcher in tuple(step_watchers):
+        for watcher in step_watchers:
             watcher.leave(self, self.fqn, what)
 
     def _tell_of_gather(self, phase: Phase, stayed: int, travels: bool) -> None:

@@ -27,9 +27,11 @@ from bed.accelerator import run_simulated
 from fronts import each_front, shard
 from fsdp_wrap import CPUOffload, EventKind, record_events, timeline
 from fsdp_wrap._comm import messages
-from fsdp_wrap._core import step_watchers
+from fsdp_wrap._core import Computing, step_watchers
 from fsdp_wrap.tools.timeline import Timeline, load, merge
+from fsdp_wrap.tools.timeline.assemble import Assembler
 from fsdp_wrap.tools.timeline.clocks import align
+from fsdp_wrap.tools.timeline.recorder import Recorder
 from fsdp_wrap.tools.timeline.records import Level, RankRecord, Slice, Transfer, Wait
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block, Net
@@ -365,6 +367,21 @@ def test_units_are_ranges_of_the_profiler(rank, world_size):
     assert names["fsdp_wrap: backward blocks.0"] == names["fsdp_wrap: await gather blocks.0"] - 1 == 1
     step()
     assert step_watchers == []  # as before: at no cost
+
+
+def test_backwards_that_are_told_late_to_be_over():
+    """A unit's backward ends where that of the next one begins, though it is told to be over only then."""
+    root, first, second = object(), object(), object()
+    recorder = Recorder({root: "", first: "0", second: "1"}, [], None)
+    recorder.enter(root, "", Computing.BACKWARD)
+    recorder.enter(second, "1", Computing.BACKWARD)
+    recorder.enter(first, "0", Computing.BACKWARD)
+    recorder.leave(second, "1", Computing.BACKWARD)
+    recorder.leave(first, "0", Computing.BACKWARD)
+    recorder.leave(root, "", Computing.BACKWARD)
+    outer, before, after = Assembler(recorder, perf_counter_ns()).track.closed(perf_counter_ns())
+    assert [outer.unit, before.unit, after.unit] == ["", "1", "0"]
+    assert outer.begin <= before.begin < before.end <= after.begin < after.end <= outer.end
 
 
 # clocks

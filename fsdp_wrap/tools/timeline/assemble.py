@@ -223,15 +223,16 @@ class Assembler:
                 begin = self._recorder.time_of(lanes[span][0].begin)
                 end, known = self._recorder.time_of(lanes[span][-1].end), TOLD
                 issued = begin
+            dtypes, way, ranks = _travels(span, kind)
             yield Transfer(
                 kind,
                 each.units,
                 each.number,
                 span.phase.value if span.phase is not None else "",
                 span.nbytes,
-                span.dtypes,
-                span.way,
-                _ranks_of(span, kind),
+                dtypes,
+                way,
+                ranks,
                 begin,
                 issued,
                 max(end, issued),
@@ -311,9 +312,12 @@ class _Levels:
             self.peaks[name] = max(self.peaks.get(name, 0), nbytes)
 
 
-def _ranks_of(span: Span, kind: str) -> tuple[int, ...]:
+def _travels(span: Span, kind: str) -> tuple[tuple[str, ...], str, tuple[int, ...]]:
+    """Returns the dtypes and the way in which something travels, and the ranks between which it does."""
     handle = span.owners[0].handle
     if handle is None:  # its module has gone since
-        return ()
-    members = handle.communicator.members
-    return tuple(sorted(members | handle.replicas.members if kind == REDUCE else members))
+        return (), "", ()
+    communicator, reduces = handle.communicator, kind == REDUCE
+    members = communicator.members
+    ranks = tuple(sorted(members | handle.replicas.members if reduces else members))
+    return handle.travelling_dtypes(reduced=reduces), communicator.way, ranks

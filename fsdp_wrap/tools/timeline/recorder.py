@@ -5,9 +5,10 @@ What it means is worked out afterwards (`assemble.py`), so that recording costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
+from itertools import repeat
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -67,7 +68,6 @@ class Recorder:
         accelerator: Where the units compute; None for the CPU.
 
     Attributes:
-        log: What was told, in order.
         completed: Of each span, when its works were complete.
         works: Of each span, of how many works that is told.
         lanes: What was issued on streams.
@@ -79,7 +79,12 @@ class Recorder:
     ) -> None:
         self.names = names
         self._params = {id(param) for param in params}
-        self.log: list[Entry] = []
+        # A list for each column, and not one of rows, each an object that the garbage collector would visit.
+        self._at: list[int] = []
+        self._events: list[Any] = []
+        self._marks: list[Mark] = []
+        self._subjects: list[Any] = []
+        self._details: list[Any] = []
         self.completed: dict[Span, list[int]] = {}
         self.works: dict[Span, int] = {}
         self.lanes: list[Lane] = []
@@ -93,10 +98,20 @@ class Recorder:
             self.base = perf_counter_ns(), event
 
     def _note(self, mark: Mark, subject: Any, detail: Any = None) -> None:
-        if self._accelerator is not None and self._accelerator.captures:
-            return  # into a graph: its replays tell nothing
-        event = None if self._accelerator is None else self._accelerator.record_time()
-        self.log.append(Entry(perf_counter_ns(), event, mark, subject, detail))
+        if self._accelerator is not None:
+            if self._accelerator.captures:
+                return  # into a graph: its replays tell nothing
+            self._events.append(self._accelerator.record_time())
+        self._at.append(perf_counter_ns())
+        self._marks.append(mark)
+        self._subjects.append(subject)
+        self._details.append(detail)
+
+    @property
+    def log(self) -> Iterator[Entry]:
+        """What was told, in order."""
+        events = self._events or repeat(None)
+        return map(Entry, self._at, events, self._marks, self._subjects, self._details)
 
     # as a StepWatcher
 
@@ -121,7 +136,7 @@ class Recorder:
 
     def hold(self, owner: Any, unit: str, nbytes: int) -> None:
         if owner in self.names:
-            self.log.append(Entry(perf_counter_ns(), None, Mark.HOLD, owner, nbytes))
+            self._note(Mark.HOLD, owner, nbytes)
 
     def issued(self, works: Sequence[Any]) -> None:
         running = self._running.get(get_ident())
