@@ -62,6 +62,7 @@ ADD_ONS = {
             "parallel/test_mesh_per_parameter.py",
             "parallel/test_replicate.py",
             "parallel/test_tensor_parallel_checkpoints.py",
+            "tools/test_command.py",
             "gpu/test_cuda_checkpoint.py",
         ],
         "import fsdp_wrap.checkpoint",

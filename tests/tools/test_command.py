@@ -248,12 +248,11 @@ def test_what_two_ranks_found_is_told(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares", ["0", "1"])
-def test_two_ranks_meet_and_communicate_as_the_package_decides(monkeypatch, shares):
-    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shares)
+def test_two_ranks_meet_and_communicate_as_the_package_decides(monkeypatch):
+    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", "0")
     met = meet()
     assert not met.error and met.watched
-    assert ("shared memory" in met.way) == (shares == "1")
+    assert "shared memory" not in met.way
     assert met.bandwidth > 1e7 and 0 < met.latency < 1
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -220,6 +221,42 @@ def test_a_device_that_is_not_there(front):
     assert offloaded.rest_bytes < there.rest_bytes / 4
     for kind, nbytes in there.wire_bytes.items():  # but for how small units are aligned that travel together
         assert offloaded.wire_bytes[kind] == pytest.approx(nbytes, rel=0.02)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def cut_twice():
+    mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(*(Perceptron() for _ in range(3))).to("cuda")
+    for layer in model:
+        parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fsdp_wrap.fully_shard(layer, mesh=mesh["data"])
+    fsdp_wrap.fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def test_tensor_parallelism():
+    plan = fsdp_wrap.plan(cut_twice, 8, device="cuda")
+    held = (64 * 256 * 2 + 256) // 2 + 64  # numbers of a layer on its two ranks, each
+    assert plan.rest_by_kind["shards"] == pytest.approx(3 * 4 * held / 4, rel=0.01)
+    assert (
+        plan.collectives["all_reduce"] == 3 + 2
+    )  # of outputs, and of the gradients of all inputs but the first
+    assert plan.wire_bytes["all_reduce"] == 5 * 8 * 64 * 4
 
 
 def accumulating(front):
