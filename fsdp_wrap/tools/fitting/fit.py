@@ -148,9 +148,13 @@ def _row(choice: Choice, varied: Sequence[str]) -> list[str]:
         batch,
         f"{choice.peak_bytes / 1e9:.4g}",
         "" if per_sample is None else f"{per_sample / 1e9:.3g} GB",
-        "" if seconds is None or not choice.fits else f"{seconds * 1e3:.4g} ms",
+        "" if seconds is None or not choice.fits else _time(seconds),
         "" if speed is None or not choice.fits else f"{speed:.4g}",
     ]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def _plain(value: Any) -> Any:
