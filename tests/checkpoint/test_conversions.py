@@ -211,17 +211,16 @@ def test_what_was_written_wrongly_is_not_trusted(tmp_path, capsys, to):
     model = nn.Linear(3, 2)
     checkpoint.save(tmp_path / "run", model)
     torch.save(model.state_dict(), tmp_path / "m.pt")
-    names = {"safetensors": "write_safetensors", "torch": "write_file", "step": "Save"}
+    names = {"safetensors": "write_safetensors", "torch": "write_file", "step": "SharedSave"}
     real = getattr(_convert, names[to])
 
     def spoiled(*arguments: Any, **more: Any) -> Any:
         if to == "safetensors":
             directory, described, values = arguments
             return real(directory, described, ((name, value + 1) for name, value in values), **more)
-        index = 2 if to == "step" else 0
-        state = dict(arguments[index])
+        state = dict(more["state"] if to == "step" else arguments[0])
         state["model"] = {name: value + 1 for name, value in state["model"].items()}
-        return real(*arguments[:index], state, *arguments[index + 1 :], **more)
+        return real(**{**more, "state": state}) if to == "step" else real(state, *arguments[1:], **more)
 
     source = tmp_path / ("m.pt" if to == "step" else "run")
     with mock.patch.object(_convert, names[to], spoiled):

@@ -173,7 +173,7 @@ def test_hints_change_no_numbers(rank, world_size):
     with pytest.raises(ValueError, match="no backend but 'NCCL'"):
         model.set_symm_mem_for_comm("NVSHMEM")
     assert_same_steps(model, usual, rank, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="not a Linear"):
+    with pytest.raises(ValueError, match="this Linear is not sharded yet"):
         share_comm_ctx([model.head])
     for wrong, error in ((0, ValueError), (True, TypeError), ("2", TypeError)):
         with pytest.raises(error, match="max_input_buffers"):
