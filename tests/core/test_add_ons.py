@@ -45,7 +45,12 @@ ADD_ONS = {
     ),
     "optimizers": AddOn(
         ["optim/"],
-        ["optim/", "clients/test_low_bit_optimizers.py", "whole/test_benchmarks.py", "whole/test_examples.py"],
+        [
+            "optim/",
+            "clients/test_low_bit_optimizers.py",
+            "whole/test_benchmarks.py",
+            "whole/test_examples.py",
+        ],
         "import fsdp_wrap.optim",
         "ModuleNotFoundError: No module named 'fsdp_wrap.optim'",
     ),
