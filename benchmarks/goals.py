@@ -203,7 +203,7 @@ GOALS: list[Goal] = [
     ),
     *(
         Goal(
-            "P13",
+            "P15",
             f"Muon on {ranks} ranks, {told}",
             limit,
             ("muon", f"medium{where}", column),
