@@ -24,8 +24,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _CALLS = ("wait", "wait_stream", "wait_event", "synchronize")
-_ON_THE_HOST = ("watch.py", "messages.py", "shared_memory/", "checkpoint/", "compat/")
+_ON_THE_HOST = (
+    *("watch.py", "messages.py", "shared_memory/", "checkpoint/", "compat/", "weights/"),
+    *("replica_groups.py", "tools/machines/", "tools/timeline/clocks.py"),
+)
 """What has to do with processes, not with streams."""
+
+_NOT_RECORDED = "none here: programs record nothing, and wait in the other place (`test_on_an_accelerator`)"
+_TOLD = "none: `reshard` waits itself; here the wait is told (`test_a_trace_holds_what_events_tell`)"
+_TIMES = "none: times are read afterwards, with which nothing is computed (`test_on_an_accelerator`)"
+_NO_MUON = "none here: no program has a Muon (`test_numbers_are_torchs_in_float64`)"
 
 _LIKELY = {
     "custom_comms": ("hooked", "users"),
@@ -55,6 +63,14 @@ _KEPT = {
         "self._pending.wait()",
     ): "none here: the count follows it on the same lane; on the CPU "
     "they are works of their own (`test_a_sum_is_waited_for_beside_the_count_of_who_took_part`)",
+    ("Unit.unshard", "handle.wait()"): _NOT_RECORDED,
+    ("Unit.reshard", "handle.wait()"): _TOLD,
+    ("Recorder.__init__", "event.synchronize()"): _TIMES,
+    ("Recorder.stop", "self._accelerator.record_time().synchronize()"): _TIMES,
+    ("Recorder.stop", "lane.end.synchronize()"): _TIMES,
+    ("Team.agreed", "self.communicator.all_gather([full], lambda: part.copy_(mine)).wait()"): _NO_MUON,
+    ("_Round.compute", "coming.pending.wait()"): _NO_MUON,
+    ("_Return.take", "self.pending.wait()"): _NO_MUON,
 }
 """Why a place is needed that no program on the simulation misses, and which test holds that."""
 

@@ -323,6 +323,11 @@ def test_a_plan_goes_to_json_and_back_and_is_read_by_people(tmp_path):
     page = str(plan)
     assert max(map(len, page.splitlines())) <= 80
     assert all(text in page for text in ("at rest", "peak", "layers.0", "all_gather", "Predicted on small"))
+
+
+def test_a_picture_of_a_plan(tmp_path):
+    pytest.importorskip("matplotlib")
+    plan = fsdp_wrap.plan(partial(made, "orig"), RANKS)
     plan.plot(tmp_path / "plan.svg")
     assert "<svg" in (tmp_path / "plan.svg").read_text()
 
