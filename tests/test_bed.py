@@ -328,7 +328,7 @@ def test_report_of_pytest(tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", "test_sample.py"]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
     assert "2 failed, 2 passed" in shown
     assert "test_limit[1-2ranks]" in shown
