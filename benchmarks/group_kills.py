@@ -27,8 +27,10 @@ from typing import Any
 from benchmarks.kills import PATIENCE, ROOT, Event, Host, cores_of, table
 
 LIGHTHOUSE = """
+import sys
 from torchft.coordination import LighthouseServer as Server
-times = {"join_timeout_ms": 500, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 2000}
+join, heartbeat = map(int, sys.argv[1:])
+times = {"join_timeout_ms": join, "quorum_tick_ms": 20, "heartbeat_timeout_ms": heartbeat}
 server = Server(bind="[::]:0", min_replicas=1, **times)
 print(server.address(), flush=True)
 input()
@@ -36,14 +38,23 @@ input()
 
 
 @contextmanager
-def lighthouse() -> Iterator[str]:
-    """Starts what finds out which groups are there; yields its address."""
+def lighthouse(join_ms: int = 500, heartbeat_ms: int = 2000) -> Iterator[str]:
+    """Starts what finds out which groups are there; yields its address.
+
+    It says much on standard error, so it is a process of its own.
+
+    Args:
+        join_ms: Milliseconds that it waits for further groups.
+        heartbeat_ms: Milliseconds of silence after which a group is gone.
+    """
     pipes: dict[str, Any] = {
         "stdin": subprocess.PIPE,
         "stdout": subprocess.PIPE,
         "stderr": subprocess.DEVNULL,
     }
-    with subprocess.Popen([sys.executable, "-c", LIGHTHOUSE], text=True, **pipes) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LIGHTHOUSE, str(join_ms), str(heartbeat_ms)], text=True, **pipes
+    ) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().strip()

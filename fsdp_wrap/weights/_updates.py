@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,11 +78,9 @@ class WeightSender:
         """Tells the receiver that nothing more comes."""
         if self._channel is None:
             return
-        try:
+        with suppress(PeerLost):  # who need not be told then
             self._announce(_END, [], {})
             self._channel.flush()
-        except PeerLost:
-            pass  # then it need not be told
         self._channel.close()
 
     def _announce(self, kind: str, described: Sequence[WeightMeta], checksums: Mapping[str, int]) -> None:

@@ -326,7 +326,6 @@ def test_a_plan_goes_to_json_and_back_and_is_read_by_people(tmp_path):
 
 
 def test_a_picture_of_a_plan(tmp_path):
-    pytest.importorskip("matplotlib")
     plan = fsdp_wrap.plan(partial(made, "orig"), RANKS)
     plan.plot(tmp_path / "plan.svg")
     assert "<svg" in (tmp_path / "plan.svg").read_text()

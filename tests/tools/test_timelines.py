@@ -496,7 +496,6 @@ def test_bounds_are_told_as_bounds():
 
 
 def test_a_picture_of_a_pass(tmp_path):
-    pytest.importorskip("matplotlib")
     whole = Timeline([_record(1, 12, [(12, 14)]), _record(0, 2, [(2, 14)])])
     whole.plot(tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()

@@ -182,7 +182,6 @@ def test_a_plan_of_a_job_is_printed_by_its_first_rank_alone(monkeypatch, capsys)
 
 @pytest.mark.slow
 def test_a_timeline_of_some_steps_is_written_with_report_and_picture(data, tmp_path):
-    pytest.importorskip("matplotlib")
     result = train("--data", data, "--steps", 6, "--timeline", tmp_path / "seen")
     assert result.report["step"] == 6
     assert "wrote trace.json" in result.err

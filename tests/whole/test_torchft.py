@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
+from benchmarks.group_kills import lighthouse
 from fronts import each_front, full_state
 from fsdp_wrap.replica_groups import join_replica_groups
 from replica_managers import Manager, sharded
@@ -78,29 +78,6 @@ class Group:
         self.process.wait()
 
 
-@contextlib.contextmanager
-def lighthouse() -> Iterator[str]:
-    """Finds which groups are there; it says much on standard error, so it is a process of its own."""
-    code = (
-        "from torchft.coordination import LighthouseServer as Server\n"
-        "server = Server(bind='[::]:0', min_replicas=1, join_timeout_ms=200, quorum_tick_ms=20, "
-        "heartbeat_timeout_ms=1000)\n"
-        "print(server.address(), flush=True)\n"
-        "input()\n"
-    )
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.DEVNULL,
-    }
-    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
-        finally:
-            process.kill()
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
@@ -112,7 +89,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
 def test_a_group_that_was_killed_heals_while_the_other_goes_on(front, tmp_path, text):
     flags = ("--front", front, "--steps", "100000", "--data", str(text))
-    with lighthouse() as address, contextlib.ExitStack() as stack:
+    with lighthouse(join_ms=200, heartbeat_ms=1000) as address, contextlib.ExitStack() as stack:
         living, dying = (Group(number, tmp_path, address, *flags) for number in (0, 1))
         stack.callback(living.kill)
         stack.callback(lambda: dying.kill())

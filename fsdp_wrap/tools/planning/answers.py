@@ -135,7 +135,9 @@ class Answers(TorchFunctionMode):
             return tensor.to(*args, **({} if wanted is None else {"device": wanted}), **kwargs)
         record, device = self._record_of(tensor), complete(torch.device(wanted))
         if tensor.is_meta and record is None:
-            raise NotImplementedError("Cannot copy out of meta tensor; no data! Use to_empty() instead")
+            raise NotImplementedError(
+                "a tensor on the meta device has no values to move: call to_empty(device=...) on its module"
+            )
         if not tensor.is_meta and device.type == "cpu":
             return tensor.to(*args, **kwargs)
         apart = record is not None and record.device != device
