@@ -194,8 +194,8 @@ def run_on(options: argparse.Namespace, memory: Path, disk: Path) -> Iterator[Ru
     """Starts a run on several hosts, which end with the context."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     training = (
-        f"--every {options.every} --steps {options.steps} --disk {disk} --disk-every {options.disk_every} "
-        f"--width {options.width}"
+        f"--lose-at-most {options.lose_at_most} --steps {options.steps} --disk {disk} "
+        f"--disk-every {options.disk_every} --width {options.width}"
     )
     data = ["--data", str(options.data)] if options.data else []
     script = [str(ROOT / "examples" / "elastic.py"), *training.split(), *data]
@@ -270,7 +270,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--events", type=int, default=10, help="kills in a run")
     parser.add_argument("--steps", type=int, default=500, help="of a run")
-    parser.add_argument("--every", type=int, default=5, help="steps between copies in memory")
+    parser.add_argument("--lose-at-most", type=int, default=5, help="steps that a lost host may cost")
     parser.add_argument("--disk-every", type=int, default=100, help="steps between saves on disk")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--hosts", type=int, default=2)

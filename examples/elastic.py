@@ -4,8 +4,8 @@
         --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
         examples/elastic.py --memory /dev/shm/run --disk runs/elastic
 
-Every `--every` steps each rank's shard is copied, in the background, into the memory of its own host and of
-the next one; every `--disk-every` steps it is saved on disk. When a rank, an agent or a host goes, torchrun's
+Each rank's shard is copied, in the background, into the memory of its own host and of the next one, so often
+that a lost host costs at most `--lose-at-most` steps; every `--disk-every` steps it is saved on disk. When a rank, an agent or a host goes, torchrun's
 elastic agent starts the rest anew, and they go on from the newest step that is whole somewhere. The windows
 of a step depend on its number and on `--global-batch`, not on who is there. Standard output has a line of
 JSON for each step, with the number of ranks that took it and the time.
@@ -17,7 +17,7 @@ import argparse
 import json
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class Trainer:
     options: argparse.Namespace
     world: World
     corpus: Corpus
-    pending: checkpoint.PendingSave | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -54,6 +53,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
         self.share = Share(self.world.rank, self.world.size, options.global_batch, options.batch)
         self.memory = checkpoint.InMemory(options.memory)
+        self.copies = checkpoint.RegularSaves(
+            self.memory, self.model, self.optimizer, lose_at_most=options.lose_at_most
+        )
 
     def resume(self) -> dict[str, Any]:
         """Loads the newest step that is whole, in memory or else on disk; tells which and from where."""
@@ -84,15 +86,13 @@ class Trainer:
 
     def keep(self, step: int) -> None:
         """Copies the shards to the neighbours, while training goes on, and to disk, each when it is due."""
-        if step % self.options.every == 0:
-            self.pending = checkpoint.async_save(self.memory, self.model, self.optimizer, step=step)
+        self.copies.after(step)
         if self.options.disk and step % self.options.disk_every == 0:
             checkpoint.save(self.options.disk, self.model, self.optimizer, step=step, keep_last=2)
 
     def finish(self) -> None:
         """Ends the run: saves it on disk if there is one, and frees the memory of the hosts."""
-        if self.pending is not None:
-            self.pending.result()
+        self.copies.finish()
         if self.options.disk:
             checkpoint.save(
                 self.options.disk, self.model, self.optimizer, step=self.options.steps, keep_last=2
@@ -111,7 +111,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", type=Path, required=True, help="a folder in the memory of this host")
-    parser.add_argument("--every", type=int, default=5, help="steps between copies in memory")
+    parser.add_argument("--lose-at-most", type=int, default=5, help="steps that a lost host may cost")
     parser.add_argument("--disk", type=Path, help="a folder that all hosts share")
     parser.add_argument("--disk-every", type=int, default=100, help="steps between saves on disk")
     parser.add_argument("--steps", type=int, default=500, help="in all")

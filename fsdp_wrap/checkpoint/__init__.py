@@ -5,13 +5,14 @@ from fsdp_wrap.checkpoint._in_memory import InMemory
 from fsdp_wrap.checkpoint._loading import Loaded, load
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint
 from fsdp_wrap.checkpoint._safetensors import export_safetensors, import_safetensors
-from fsdp_wrap.checkpoint._saving import PendingSave, async_save, save
+from fsdp_wrap.checkpoint._saving import PendingSave, RegularSaves, async_save, save
 
 __all__ = [
     "DamagedCheckpoint",
     "InMemory",
     "Loaded",
     "PendingSave",
+    "RegularSaves",
     "async_save",
     "export_safetensors",
     "import_safetensors",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -239,6 +240,77 @@ def async_save(
     pending = PendingSave(replace(to_do, team=to_do.team.in_background()))
     _pending.append(pending)
     return pending
+
+
+class RegularSaves:
+    """Saves in the background so often that little is lost whenever ranks or hosts go.
+
+    When the training stops after any step, a save of it or of one of the `lose_at_most` steps before it is
+    complete, or fewer than so many steps have been taken. For that, a save begins after every second half of
+    so many steps, and lasts at most for the first half: then training waits for it.
+
+    Every rank makes one, and calls its methods.
+
+    Args:
+        dir: As in `save`, like all others up to `extra`; mostly `InMemory`.
+        model: As in `save`.
+        optim: As in `save`.
+        extra: As in `save`.
+        lose_at_most: How many steps may be taken again; with 1, every step waits for its save.
+        keep_last: As in `save`.
+        process_group: As in `save`.
+
+    Raises:
+        ValueError: If `lose_at_most` is less than 1.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | InMemory,
+        model: nn.Module,
+        optim: Optimizers = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        lose_at_most: int,
+        keep_last: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if lose_at_most < 1:
+            raise ValueError(f"lose_at_most must be at least 1 step, not {lose_at_most}")
+        self._save = partial(
+            async_save, dir, model, optim, extra, keep_last=keep_last, process_group=process_group
+        )
+        self._longest = lose_at_most // 2
+        self.every = lose_at_most - self._longest
+        """Steps from one save to the next."""
+        self._pending: PendingSave | None = None
+        self._begun = 0
+
+    def after(self, step: int) -> None:
+        """Does what is due after a step: begins a save, or waits for the one before.
+
+        Args:
+            step: The number of the step that has been taken, from 1.
+
+        Raises:
+            RuntimeError: If a save in the background failed; on all ranks.
+        """
+        if step - self._begun >= self._longest:
+            self.finish()
+        if step % self.every == 0:
+            self._pending, self._begun = self._save(step=step), step
+            if self._longest == 0:
+                self.finish()
+
+    def finish(self) -> None:
+        """Waits for the save in the background, if there is one.
+
+        Raises:
+            RuntimeError: If it failed; on all ranks.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
 
 
 def _save_in(dir: str | os.PathLike[str] | InMemory, **what: Any) -> Save:

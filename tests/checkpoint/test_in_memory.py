@@ -6,6 +6,7 @@ A host is who sees a folder: ranks play several hosts by naming several folders.
 from __future__ import annotations
 
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bed import ranks
 from fronts import each_front, shard
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint, InMemory
+from fsdp_wrap.checkpoint._in_memory import MemorySave
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name
 from resuming import Block, net, other, train, trained
@@ -158,6 +160,30 @@ def test_hosts_of_unlike_size_lose_any(rank, world_size, tmp_path):
     fresh = adamw(again)
     checkpoint.load(memory, again, fresh)
     as_after(2, again, fresh, rank, world_size)
+
+
+# how much is lost
+
+
+@pytest.mark.parametrize("most", [1, 5])
+@ranks(2)
+def test_regular_saves_lose_no_more_steps_than_they_say(rank, world_size, tmp_path, most, monkeypatch):
+    """Copies last longer than steps; a host may go after any step, and another one then has a newer one."""
+    model, optimizer = stepped("orig", rank, world_size)
+    memory = place(tmp_path, rank, per_host=1)
+    write = MemorySave.write
+    monkeypatch.setattr(MemorySave, "write", lambda save: (time.sleep(0.05), write(save))[1])
+    saves = checkpoint.RegularSaves(memory, model, optimizer, lose_at_most=most)
+    newest = []
+    for step in range(1, 4 * most + 1):
+        newest.append(memory.latest() or 0)  # when the step before is over, and what follows it is not
+        saves.after(step)
+    saves.finish()
+    lost = [step - found for step, found in enumerate(newest, 1)]
+    assert max(lost) == most
+    assert memory.latest() == 4 * most // saves.every * saves.every
+    with pytest.raises(ValueError, match="lose_at_most must be at least 1 step, not 0"):
+        checkpoint.RegularSaves(memory, model, optimizer, lose_at_most=0)
 
 
 # what is not there
