@@ -5,10 +5,11 @@
         examples/elastic.py --memory /dev/shm/run --disk runs/elastic
 
 Each rank's shard is copied, in the background, into the memory of its own host and of the next one, so often
-that a lost host costs at most `--lose-at-most` steps; every `--disk-every` steps it is saved on disk. When a rank, an agent or a host goes, torchrun's
-elastic agent starts the rest anew, and they go on from the newest step that is whole somewhere. The windows
-of a step depend on its number and on `--global-batch`, not on who is there. Standard output has a line of
-JSON for each step, with the number of ranks that took it and the time.
+that a lost host costs at most `--lose-at-most` steps; every `--disk-every` steps it is saved on disk. When a
+rank, an agent or a host goes, torchrun's elastic agent starts the rest anew, and they go on from the newest
+step that is whole somewhere. The windows of a step depend on its number and on `--global-batch`, not on who
+is there. Standard output has a line of JSON for each step, with the number of ranks that took it and the
+time.
 """
 
 from __future__ import annotations
