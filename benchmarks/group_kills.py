@@ -1,11 +1,9 @@
 """Kills replica groups of a training run at seeded moments, and tells what that cost.
 
-python -m benchmarks.group_kills [--events 10] [--steps 500] [--seed 0] [--ranks 2] [--width 192]
-
 Runs two groups of `examples/replicas.py` by torchft (extra `elastic`), each under its own torchrun. A group
-that is killed is started again at once, and the next kill waits until it is back. The table tells how many
-steps the group that lived took again, and the seconds between its steps. The other lines tell how long a
-killed group was away, and compare the end with a run that nobody disturbed.
+that is killed is started again at once, and the next kill waits until it is back. What counts is the group
+that lived: how many steps it took again, and the seconds between its steps. `benchmarks.kills` is the
+command.
 """
 
 from __future__ import annotations
@@ -14,17 +12,20 @@ import argparse
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kills import PATIENCE, ROOT, Event, Host, cores_of, table
+from benchmarks.victims import PATIENCE, ROOT, Event, Host, cores_of
+
+GROUP = "replica group"
+ENDLESS = 1_000_000
+GAP = (3, 10)
+"""Steps of both groups from one event to the next kill, at least and at most."""
 
 LIGHTHOUSE = """
 import sys
@@ -63,11 +64,13 @@ def lighthouse(join_ms: int = 500, heartbeat_ms: int = 2000) -> Iterator[str]:
 
 
 @contextmanager
-def groups_of(options: argparse.Namespace, folder: Path) -> Iterator[list[Host]]:
+def groups_of(
+    options: argparse.Namespace, folder: Path, steps: int = ENDLESS, step_seconds: float = 0.0
+) -> Iterator[list[Host]]:
     """Starts two groups, which end with the context."""
     folder.mkdir()
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {options.ranks}"
-    training = f"--steps {options.steps} --width {options.width} --timeout 20"
+    training = f"--steps {steps} --width {options.width} --timeout 20 --step-seconds {step_seconds}"
     data = ["--data", str(options.data)] if options.data else []
     groups: list[Host] = []
     with lighthouse() as address:
@@ -118,57 +121,40 @@ def wait_for(group: Host, number: int, least_groups: int, after: int = 0) -> dic
     raise RuntimeError(f"nothing has gone on for {PATIENCE:.0f} s:\n{errors}")
 
 
-def disturbed(
-    groups: Sequence[Host], moments: Sequence[int], chosen: random.Random
-) -> tuple[list[Event], list[float], float]:
-    """Kills a group at each of some steps; returns the events, how long each was away, the last loss."""
+def disturbed(groups: Sequence[Host], count: int, chosen: random.Random) -> tuple[list[Event], int, float]:
+    """Kills a group so many times; returns the events, and number and loss of a step after the last one.
+
+    Raises:
+        RuntimeError: If training does not go on, or a group does not come back.
+    """
     events: list[Event] = []
-    away: list[float] = []
-    for moment in moments:
-        if wait_for(groups[0], moment, 2) is None:
+    line: dict[str, Any] | None = {"step": 0}
+    while line is not None and len(events) < count:
+        if wait_for(groups[0], line["step"] + chosen.randint(*GAP), 2) is None:
             break
         time.sleep(chosen.uniform(0, 0.3))
         number = chosen.randrange(2)
         living = groups[1 - number]
         before = len(told(living))
-        groups[number].lose("host", chosen)
+        groups[number].lose(GROUP, chosen)
         after = wait_for(living, 0, 1, before)
-        back = wait_for(living, after["step"] + 1, 2, before + 1) if after else None
-        lines = told(living)
-        last = lines[before - 1]
-        if after is None or back is None:
+        line = wait_for(living, after["step"] + 1, 2, before + 1) if after else None
+        if after is None or line is None:
             break
-        seconds = max(b["time"] - a["time"] for a, b in zip(lines[before - 1 :], lines[before : before + 3]))
-        events.append(Event("replica group", last["step"], after["step"] - 1, seconds, after["groups"]))
-        away.append(back["time"] - last["time"])
-        print(events[-1], f"away for {away[-1]:.1f} s", file=sys.stderr, flush=True)
-    for group in groups:
-        group.agent.wait()
-    return events, away, told(groups[0])[-1]["loss"]
+        lines = told(living)
+        last, following = lines[before - 1], lines[before - 1 : before + 3]
+        seconds = max(b["time"] - a["time"] for a, b in zip(following, following[1:]))
+        away = line["time"] - last["time"]
+        events.append(Event(GROUP, last["step"], after["step"] - 1, seconds, after["groups"], away))
+        print(events[-1], file=sys.stderr, flush=True)
+    if len(events) < count:
+        raise RuntimeError(f"a group has ended by itself after {len(events)} of {count} kills")
+    return events, line["step"], line["loss"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.group_kills")
-    parser.add_argument("--events", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=2, help="of each group")
-    parser.add_argument("--width", type=int, default=192, help="of the model")
-    parser.add_argument("--data", type=Path, help="text; Python's own library if left out")
-    options = parser.parse_args()
-    chosen = random.Random(options.seed)
-    moments = sorted(chosen.sample(range(5, options.steps * 4 // 5), options.events))
-    with tempfile.TemporaryDirectory() as folder:
-        with groups_of(options, Path(folder, "quiet")) as groups:
-            _, _, undisturbed = disturbed(groups, (), chosen)
-        print(f"undisturbed: {undisturbed:.6f} is the loss of step {options.steps}", flush=True)
-        with groups_of(options, Path(folder, "disturbed")) as groups:
-            events, away, loss = disturbed(groups, moments, chosen)
-    apart = abs(loss - undisturbed) / undisturbed
-    print(f"seed {options.seed}: {loss:.6f} after {len(events)} kills, {apart:.4%} apart")
-    print("\n".join(table(events)))
-    print(f"a group was away for {statistics.median(away):.1f} s, at most {max(away):.1f} s")
-
-
-if __name__ == "__main__":
-    main()
+def undisturbed(options: argparse.Namespace, folder: Path, steps: int) -> float:
+    """Returns the loss of the last step of a run that nobody disturbs."""
+    with groups_of(options, folder, steps) as groups:
+        for group in groups:
+            group.agent.wait()
+        return float(told(groups[0])[-1]["loss"])

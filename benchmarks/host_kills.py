@@ -1,135 +1,35 @@
 """Kills ranks, agents and hosts of a training run at seeded moments, and tells what that cost.
 
-python -m benchmarks.kills [--runs 4] [--events 10] [--steps 500] [--seed 0] [--hosts 2] [--ranks 2]
-
 Runs `examples/elastic.py` under torchrun's elastic agent, one agent for each host that this machine plays; a
 host has a folder in memory of its own, and loses it with its processes. What is killed is a trainer rank, an
-agent alone, or a host: agent, ranks and memory; what went comes back at once, a host with empty memory. The
-table has a line for each kind: how many steps were taken again, and the seconds between the last step before
-and the first one after it. The other lines compare the end with a run that nobody disturbed.
+agent alone, a host (agent, ranks and memory), or all hosts at once, so that only the disk is left. What went
+comes back at once, a host with empty memory. `benchmarks.kills` is the command.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shutil
-import signal
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-KINDS = ("rank", "agent", "host")
-IN_MEMORY = Path("/dev/shm")
-PATIENCE = 120.0
+from benchmarks.victims import PATIENCE, ROOT, Event, Host, cores_of
 
-FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""For agents: without it, one that joins later waits for a store that the first ones have told each other of
-before, and ranks that start anew find the addresses of those that are gone."""
+RANK, AGENT, HOST, ALL_HOSTS = "trainer rank", "agent", "host", "all hosts"
+KINDS = (RANK, AGENT, HOST, ALL_HOSTS)
+GAP = (5, 15)
+"""Steps from one event to the next kill, at least and at most."""
 
-
-@dataclass(frozen=True)
-class Event:
-    """One kill and what came of it.
-
-    Attributes:
-        kind: What was killed.
-        step: The last step before training stopped.
-        resumed: The step from which it went on.
-        seconds: From the end of the one step to the end of the next one.
-        ranks: How many took that one.
-    """
-
-    kind: str
-    step: int
-    resumed: int
-    seconds: float
-    ranks: int
-
-    @property
-    def lost(self) -> int:
-        """Steps that were taken again."""
-        return self.step - self.resumed
-
-
-@dataclass
-class Host:
-    """An agent, its ranks, its memory and its cores; the command starts the agent."""
-
-    command: Sequence[str]
-    memory: Path
-    log: Path
-    cores: Sequence[int]
-    agent: subprocess.Popen[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        """Starts an agent, which starts ranks once all have met."""
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **FRESH_STORES}
-        with self.log.open("ab") as out, self.log.with_suffix(".err").open("ab") as errors:
-            self.agent = subprocess.Popen(
-                self.command,
-                stdout=out,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=self._take_cores,
-            )
-
-    def _take_cores(self) -> None:
-        os.sched_setaffinity(0, self.cores)
-
-    def ranks(self) -> list[int]:
-        """The process ids of the ranks that run now."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                parent = int(stat.read_text().rpartition(")")[2].split()[1])
-                if parent == self.agent.pid and b"\0RANK=" in (stat.parent / "environ").read_bytes():
-                    found.append(int(stat.parent.name))
-        return sorted(found)
-
-    def lose(self, kind: str, chosen: random.Random) -> None:
-        """Kills one rank, the agent, or all with the memory; what is gone is started again."""
-        ranks = self.ranks()
-        if kind == "rank":
-            _kill([chosen.choice(ranks)])
-            return
-        _kill([self.agent.pid, *(ranks if kind == "host" else ())])
-        self.agent.wait()
-        if kind == "host":
-            shutil.rmtree(self.memory, ignore_errors=True)
-        self.start()
-
-    def stop(self) -> None:
-        """Ends all of it."""
-        ranks = self.ranks()
-        if self.agent.poll() is None:
-            _kill([self.agent.pid])
-            self.agent.wait()
-        _kill(ranks)
-        shutil.rmtree(self.memory, ignore_errors=True)
-
-
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+MARGIN = 10
+"""Steps at the end in which nothing is killed."""
 
 
 @dataclass
@@ -183,19 +83,13 @@ def launcher(store: dist.TCPStore, hosts: int, ranks: int, last_call: int = 60) 
     return [sys.executable, "-m", "torch.distributed.run", *flags.split()]
 
 
-def cores_of(number: int, hosts: int) -> list[int]:
-    """Returns the share that one of several hosts has of this machine's cores, one at least."""
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[number % len(cores) :: hosts]
-
-
 @contextmanager
-def run_on(options: argparse.Namespace, memory: Path, disk: Path) -> Iterator[Run]:
+def run_on(options: argparse.Namespace, memory: Path, disk: Path, step_seconds: float = 0.0) -> Iterator[Run]:
     """Starts a run on several hosts, which end with the context."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     training = (
         f"--lose-at-most {options.lose_at_most} --steps {options.steps} --disk {disk} "
-        f"--disk-every {options.disk_every} --width {options.width}"
+        f"--disk-every {options.disk_every} --width {options.width} --step-seconds {step_seconds}"
     )
     data = ["--data", str(options.data)] if options.data else []
     script = [str(ROOT / "examples" / "elastic.py"), *training.split(), *data]
@@ -217,16 +111,18 @@ def run_on(options: argparse.Namespace, memory: Path, disk: Path) -> Iterator[Ru
 def disturbed(run: Run, steps: int, kinds: Sequence[str], chosen: random.Random) -> tuple[list[Event], float]:
     """Follows a run and kills; returns the events and the loss of the last step.
 
+    If the steps come to their end before the kinds do, the rest is not killed.
+
     Args:
         run: It has been started.
         steps: How many it takes.
         kinds: What is killed, in this order.
         chosen: Draws steps, hosts and ranks.
     """
-    moments = sorted(chosen.sample(range(10, steps - 10), len(kinds)))
     events: list[Event] = []
     killed: str | None = None
     resumed: int | None = None  # until the next step
+    moment = 2 + chosen.randint(*GAP)
     last: dict[str, Any] = {"step": 0, "time": 0.0, "loss": float("nan")}
     for line in run.lines():
         if "resumed" in line:
@@ -236,69 +132,19 @@ def disturbed(run: Run, steps: int, kinds: Sequence[str], chosen: random.Random)
             seconds = line["time"] - last["time"]
             events.append(Event(killed, last["step"], resumed, seconds, line["ranks"]))
             print(events[-1], file=sys.stderr, flush=True)
-            killed = None
+            killed, moment = None, last["step"] + chosen.randint(*GAP)
         last, resumed = line, None
-        if killed is None and len(events) < len(kinds) and last["step"] >= moments[len(events)]:
+        if killed is None and len(events) < len(kinds) and moment <= last["step"] <= steps - MARGIN:
             time.sleep(chosen.uniform(0, 0.05))
             killed = kinds[len(events)]
-            chosen.choice(run.hosts).lose(killed, chosen)
+            _lose(run, killed, chosen)
     if killed is not None:  # an agent went, and the ranks that it left were done before another one came
         events.append(Event(killed, last["step"], last["step"], 0.0, last["ranks"]))
     return events, last["loss"]
 
 
-def table(events: Sequence[Event]) -> list[str]:
-    """Returns the lines of a table in markdown: a row for each kind."""
-    lines = [
-        "| killed | times | steps taken again: median, most | seconds until training went on: median, most |",
-        "|---|---|---|---|",
-    ]
-    for kind in sorted({event.kind for event in events}):
-        of_kind = [event for event in events if event.kind == kind]
-        lost = [event.lost for event in of_kind]
-        seconds = [event.seconds for event in of_kind]
-        lines.append(
-            f"| {kind} | {len(of_kind)} | {statistics.median(lost):g}, {max(lost)} | "
-            f"{statistics.median(seconds):.1f}, {max(seconds):.1f} |"
-        )
-    return lines
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--events", type=int, default=10, help="kills in a run")
-    parser.add_argument("--steps", type=int, default=500, help="of a run")
-    parser.add_argument("--lose-at-most", type=int, default=5, help="steps that a lost host may cost")
-    parser.add_argument("--disk-every", type=int, default=100, help="steps between saves on disk")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="of each host")
-    parser.add_argument("--width", type=int, default=64, help="of the model")
-    parser.add_argument("--data", type=Path, help="text; Python's own library if left out")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
-    in_memory = IN_MEMORY if IN_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir=in_memory) as memory:
-        with run_on(options, Path(memory, "none"), Path(disk, "none")) as run:
-            _, undisturbed = disturbed(run, options.steps, (), random.Random(0))
-        print(f"undisturbed: {undisturbed:.6f} is the loss of step {options.steps}", flush=True)
-        events: list[Event] = []
-        for number in range(options.seed, options.seed + options.runs):
-            chosen = random.Random(number)
-            kinds = [KINDS[at % len(KINDS)] for at in range(options.events)]
-            chosen.shuffle(kinds)
-            with run_on(options, Path(memory, str(number)), Path(disk, str(number))) as run:
-                found, loss = disturbed(run, options.steps, kinds, chosen)
-            events += found
-            apart = abs(loss - undisturbed) / undisturbed
-            print(f"seed {number}: {loss:.6f} after {len(found)} kills, {apart:.4%} apart", flush=True)
-        print("\n".join(table(events)))
-
-
-if __name__ == "__main__":
-    main()
+def _lose(run: Run, kind: str, chosen: random.Random) -> None:
+    if kind == ALL_HOSTS:
+        Host.lose_all(run.hosts)
+    else:
+        chosen.choice(run.hosts).lose(kind, chosen)

@@ -7,36 +7,99 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from operator import truediv
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 import fsdp_wrap
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, compare, interleave, run_ranks
 from benchmarks.implementations import SHARED, Trained
-from benchmarks.meters import tensors
-from benchmarks.models import SHORT_CASES, Case, stacked
+from benchmarks.meters import received, tensors
+from benchmarks.models import SHORT_CASES, Block, Case, SplitTransformerBlock, stacked, transformer
+from fsdp_wrap.weights import apply_changes
 
 STATE_DICT, FULL_TENSOR = "fsdp1", "fsdp2"
 BASELINES = {"full_tensor": (FULL_TENSOR,), "state_dict": (STATE_DICT,)}
-MODELS = {"gpt": SHORT_CASES["gpt"], "lora": SHORT_CASES["lora"], "288 parameters": stacked(24, 12)}
 RATES, CHANGES, WARM = (1e-3, 1e-5, 1e-6), "changes", 3
 USUAL = ["fsdp_wrap", "fully_shard", *SHARED.values(), STATE_DICT, FULL_TENSOR]
+RANK, SCALE = 8, 2.0
 
 
-def reader(name: str, case: Case) -> Callable[[], object]:
+class LoraLinear(nn.Module):
+    """A frozen linear layer with an adapter, of the parts that peft's layers have."""
+
+    merged = disable_adapters = False
+    active_adapters = ("default",)
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, RANK, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, layer.out_features, bias=False)})
+        self.lora_embedding_A = nn.ParameterDict()
+        self.scaling = {"default": SCALE}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base_layer(x)
+        return out + SCALE * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def with_lora(case: Case) -> Case:
+    """The same with an adapter on every linear layer of its blocks."""
+
+    def model() -> nn.Module:
+        made = case.model()
+        for block in [each for each in made.modules() if isinstance(each, Block)]:
+            for name, layer in [*block.named_children()]:
+                if isinstance(layer, nn.Linear):
+                    setattr(block, name, LoraLinear(layer))
+        return made
+
+    return replace(case, model=model)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is read of which model.
+
+    Attributes:
+        case: The model.
+        options: Of `weight_source`.
+    """
+
+    case: Case
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+GPT = transformer(8, 512, 8, 16, 4096, 1, SplitTransformerBlock)
+TINY = transformer(2, 16, 2, 4, 16, 2, SplitTransformerBlock)
+FUSED = {"fuse": {"qkv": ("query", "key", "value")}}
+READS = {
+    "gpt": Read(GPT),
+    "gpt, fused": Read(GPT, FUSED),
+    "gpt, LoRA merged": Read(with_lora(GPT)),
+    "288 parameters": Read(stacked(24, 12)),
+    "tiny": Read(with_lora(TINY), FUSED),
+}
+ASKED = [title for title in READS if title != "tiny"]
+
+
+def reader(name: str, read: Read) -> Callable[[], object]:
     """Called on every rank: what reads all full tensors once."""
-    each = Trained(name, case)
+    each = Trained(name, read.case)
     each.step()
     model = each.model
     if name == FULL_TENSOR:
         return lambda: [param.full_tensor() is None for param in model.parameters()]
     if name == STATE_DICT:
         return lambda: _state_dict(model)
-    source = fsdp_wrap.weight_source(model)
+    source = fsdp_wrap.weight_source(model, **read.options)
     return lambda: [value is None for _, value in source]
 
 
@@ -48,18 +111,24 @@ def _state_dict(model: Any) -> None:
         model.state_dict()
 
 
-def measure(case: str, names: list[str], rounds: int) -> Table:
-    """Called on every rank: milliseconds of reading all, and the most megabytes of tensors meanwhile."""
-    readers = {name: reader(name, MODELS[case]) for name in names}
+def measure(title: str, names: list[str], rounds: int) -> Table:
+    """Called on every rank: milliseconds of reading all; what comes in meanwhile, and takes memory at most."""
+    readers = {name: reader(name, READS[title]) for name in names}
     table = compare(interleave(readers, rounds), BASELINES)
     for name, read in readers.items():
+        before = received()
+        read()
+        table[name]["received MB"] = (received() - before) / 1e6
         table[name]["peak MB"] = tensors(read).peak / 1e6
     return table
 
 
-def changes(rounds: int) -> Table:
-    """Called on every rank: what one step of AdamW changes in bf16, by learning rate."""
-    each = Trained("fsdp_wrap", SHORT_CASES["gpt"])
+def changes(case: Case, rounds: int) -> Table:
+    """Called on every rank: what one step of AdamW changes in bf16, by learning rate.
+
+    A receiver is played on every rank, and holds the same bits after each round.
+    """
+    each = Trained("fsdp_wrap", case)
     source = fsdp_wrap.weight_source(each.model, dtype=torch.bfloat16)
     full = sum(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in source.metadata())
     table: Table = {}
@@ -68,37 +137,45 @@ def changes(rounds: int) -> Table:
         for _ in range(WARM):
             each.step()
         following = fsdp_wrap.weight_changes(each.model, torch.bfloat16)
-        seconds: dict[str, list[float]] = {"changes": [], "all": []}
+        receiver = dict(source)
+        seconds: dict[str, list[float]] = {"ms": [], "ms without checksums": [], "ms of all": []}
+        counts: list[int] = []
         for _ in range(rounds):
-            each.step()
-            dist.barrier()
-            begin = time.perf_counter()
-            found = following.collect(checksums=False)
-            seconds["changes"].append(time.perf_counter() - begin)
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in source:
-                pass
-            seconds["all"].append(time.perf_counter() - begin)
-        count = sum(len(change.index) for change in found)
+            for column in ("ms", "ms without checksums"):
+                each.step()
+                found = _timed(lambda: following.collect(checksums=column == "ms"), seconds[column])
+                apply_changes(receiver, found)
+                counts.append(sum(len(change.index) for change in found))
+            _timed(lambda: [value is None for _, value in source], seconds["ms of all"])
+            for name, value in source:
+                if dist.get_rank() == 0 and not torch.equal(receiver[name], value):
+                    raise AssertionError(f"the receiver has other bits of {name}")
         table[f"lr {rate:g}"] = {
-            "elements %": 100 * count / (full / 2),
+            "elements %": 100 * statistics.median(counts) / (full / 2),
             "bytes / all": found.nbytes / full,
-            "ms": 1e3 * statistics.median(seconds["changes"]),
-            "ms of all": 1e3 * statistics.median(seconds["all"]),
+            **{column: 1e3 * statistics.median(times) for column, times in seconds.items()},
+            "time / all": statistics.median(map(truediv, seconds["ms"], seconds["ms of all"])),
         }
     return table
+
+
+def _timed(action: Callable[[], Any], seconds: list[float]) -> Any:
+    dist.barrier()
+    begin = time.perf_counter()
+    result = action()
+    seconds.append(time.perf_counter() - begin)
+    return result
 
 
 def ask(settings: Settings) -> Figures:
     """A table for each model, and one of changes."""
     figures: Figures = {}
     names = settings.implementations(USUAL)
-    for case in settings.cases_of([*MODELS, CHANGES]):
-        if case == CHANGES:
-            figures[case] = run_ranks(changes, settings.ranks, settings.rounds or 5)
+    for title in settings.cases_of([*READS, CHANGES], [*ASKED, CHANGES]):
+        if title == CHANGES:
+            figures[title] = run_ranks(changes, settings.ranks, SHORT_CASES["gpt"], settings.rounds or 5)
         else:
-            figures[case] = run_ranks(measure, settings.ranks, case, names, settings.rounds or 20)
+            figures[title] = run_ranks(measure, settings.ranks, title, names, settings.rounds or 12)
     return figures
 
 
@@ -108,11 +185,14 @@ QUESTION = Question(
     """\
 Milliseconds of reading all full tensors once, one after the other, on 2 ranks: by `weight_source` (`_shared`
 through memory), by torch's `state_dict` for the first rank (`fsdp1`), and by `full_tensor()` of each
-parameter of torch's `fully_shard` (`fsdp2`); and the most megabytes of tensors meanwhile. `changes`: what one
-step of AdamW changes in bf16, for `gpt`: `weight_changes` to reading all of it.""",
+parameter of torch's `fully_shard` (`fsdp2`); megabytes that the first rank receives over TCP meanwhile, and the
+most megabytes of its tensors beyond the model. `fused` joins q, k and v; `LoRA merged` adds adapters of rank
+8 to their weights, where torch's two read weights and adapters as they are. `changes`: what one step of AdamW
+changes in bf16, for `gpt`: `weight_changes` to reading all of it; a receiver that applies the changes holds
+the same bits after each round, or there would be no figures.""",
     ask,
     chart="ms",
-    cases=[*MODELS, CHANGES],
+    cases=[*READS, CHANGES],
     implementations=USUAL,
 )
 

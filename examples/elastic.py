@@ -116,6 +116,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--disk", type=Path, help="a folder that all hosts share")
     parser.add_argument("--disk-every", type=int, default=100, help="steps between saves on disk")
     parser.add_argument("--steps", type=int, default=500, help="in all")
+    parser.add_argument("--step-seconds", type=float, default=0, help="to add to each, as of a larger model")
     parser.add_argument("--global-batch", type=int, default=16, help="windows in a step, over all ranks")
     parser.add_argument("--batch", type=int, default=8, help="most windows in a rank's forward")
     parser.add_argument("--data", type=Path, help="text; Python's own library if left out")
@@ -135,6 +136,7 @@ def main() -> None:
     tell(world, **found)
     for step in range(found["resumed"] + 1, options.steps + 1):
         loss = trainer.train_step(step)
+        time.sleep(options.step_seconds)
         tell(world, step=step, loss=loss)
         trainer.keep(step)
     trainer.finish()

@@ -88,6 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, required=True, help="number of this replica group")
     parser.add_argument("--front", choices=("fully_shard", "wrapper"), default="fully_shard")
     parser.add_argument("--steps", type=int, default=500, help="in all")
+    parser.add_argument("--step-seconds", type=float, default=0, help="to add to each, as of a larger model")
     parser.add_argument("--global-batch", type=int, default=16, help="windows in a step, over all ranks")
     parser.add_argument("--timeout", type=float, default=30, help="seconds until a silent group is left out")
     parser.add_argument("--data", type=Path, help="text; Python's own library if left out")
@@ -120,6 +121,7 @@ def main() -> None:
     while manager.current_step() < options.steps:
         stepping.zero_grad()  # agrees with the other groups on who takes this step
         loss = train_step(model, manager, corpus, world, options)
+        time.sleep(options.step_seconds)
         before = manager.current_step()
         stepping.step()
         if world.is_first and manager.current_step() > before:

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_weight_transfer import free_port, net, step
 from torch import nn
 
 from bed import ranks

@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from lm.data import Corpus, Share
 
-from benchmarks.kills import Event, Host, Run, cores_of, disturbed, launcher, run_on, table
+from benchmarks.host_kills import HOST, RANK, Run, disturbed, launcher, run_on
+from benchmarks.victims import Event, Host, cores_of, table
 
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4"
 LONG = f"{TINY} --steps 80 --checkpoint-every 5 --global-batch 8"
@@ -59,8 +60,11 @@ def test_a_step_has_the_same_windows_for_any_number_of_ranks(text, ranks):
 
 
 def test_the_table_of_kills_counts_rightly():
-    events = [Event("rank", 12, 10, 3.0, 4), Event("rank", 19, 15, 5.0, 4), Event("agent", 30, 30, 0.0, 2)]
-    assert table(events)[2:] == ["| agent | 1 | 0, 0 | 0.0, 0.0 |", "| rank | 2 | 3, 4 | 4.0, 5.0 |"]
+    events = [Event("rank", 12, 10, 3.0, 4), Event("rank", 19, 15, 5.0, 4), Event("group", 30, 30, 0.0, 2, 7.0)]
+    assert table(events, {"group": 0, "rank": 5, "agent": 5})[2:] == [
+        "| group | 1 | 0, 0 | 0 | 0.0, 0.0 | 7.0, 7.0 |",
+        "| rank | 2 | 3, 4 | 5 | 4.0, 5.0 |  |",
+    ]
 
 
 # what is killed
@@ -89,7 +93,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
         wait_for(saved, 10)
         hosts[1].stop()
         newest = wait_for(saved, 15 + max(steps(saved)))  # alone
-        hosts[0].lose("rank", random.Random(0))
+        hosts[0].lose(RANK, random.Random(0))
         wait_for(saved, newest + 5)
         assert hosts[0].agent.wait(timeout=120) == 0, log.with_suffix(".err").read_text()[-3000:]
     finally:
@@ -123,9 +127,9 @@ def test_a_lost_host_costs_no_more_than_the_steps_since_the_copy(text, tmp_path)
         events, undisturbed = disturbed(run, 80, (), random.Random(0))
     assert events == []
     with run_on(options, tmp_path / "memory", tmp_path / "disk") as run:
-        events, loss = disturbed(run, 80, ("host",), random.Random(1))
+        events, loss = disturbed(run, 80, (HOST,), random.Random(1))
         assert resumptions(run) == [(0, "the beginning"), (events[0].resumed, "memory")]
-    assert [event.kind for event in events] == ["host"]
+    assert [event.kind for event in events] == [HOST]
     assert events[0].resumed >= 3 and events[0].ranks == 2
     assert 0 <= events[0].lost <= options.lose_at_most
     assert loss == undisturbed
