@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import truediv
 from typing import Any
 
@@ -22,7 +23,7 @@ from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, co
 from benchmarks.implementations import SHARED, Trained
 from benchmarks.meters import received, tensors
 from benchmarks.models import SHORT_CASES, Block, Case, SplitTransformerBlock, stacked, transformer
-from fsdp_wrap.weights import apply_changes
+from fsdp_wrap.weights import WeightSource, apply_changes
 
 STATE_DICT, FULL_TENSOR = "fsdp1", "fsdp2"
 BASELINES = {"full_tensor": (FULL_TENSOR,), "state_dict": (STATE_DICT,)}
@@ -100,7 +101,12 @@ def reader(name: str, read: Read) -> Callable[[], object]:
     if name == STATE_DICT:
         return lambda: _state_dict(model)
     source = fsdp_wrap.weight_source(model, **read.options)
-    return lambda: [value is None for _, value in source]
+    return partial(_read, source)
+
+
+def _read(source: WeightSource) -> None:
+    for _ in source:
+        pass
 
 
 def _state_dict(model: Any) -> None:
@@ -112,7 +118,7 @@ def _state_dict(model: Any) -> None:
 
 
 def measure(title: str, names: list[str], rounds: int) -> Table:
-    """Called on every rank: milliseconds of reading all; what comes in meanwhile, and takes memory at most."""
+    """Called on every rank: milliseconds of reading all; megabytes that come in and are alive meanwhile."""
     readers = {name: reader(name, READS[title]) for name in names}
     table = compare(interleave(readers, rounds), BASELINES)
     for name, read in readers.items():
@@ -143,10 +149,11 @@ def changes(case: Case, rounds: int) -> Table:
         for _ in range(rounds):
             for column in ("ms", "ms without checksums"):
                 each.step()
-                found = _timed(lambda: following.collect(checksums=column == "ms"), seconds[column])
+                collect = partial(following.collect, checksums=column == "ms")
+                found = _timed(collect, seconds[column])
                 apply_changes(receiver, found)
                 counts.append(sum(len(change.index) for change in found))
-            _timed(lambda: [value is None for _, value in source], seconds["ms of all"])
+            _timed(partial(_read, source), seconds["ms of all"])
             for name, value in source:
                 if dist.get_rank() == 0 and not torch.equal(receiver[name], value):
                     raise AssertionError(f"the receiver has other bits of {name}")
@@ -185,11 +192,11 @@ QUESTION = Question(
     """\
 Milliseconds of reading all full tensors once, one after the other, on 2 ranks: by `weight_source` (`_shared`
 through memory), by torch's `state_dict` for the first rank (`fsdp1`), and by `full_tensor()` of each
-parameter of torch's `fully_shard` (`fsdp2`); megabytes that the first rank receives over TCP meanwhile, and the
-most megabytes of its tensors beyond the model. `fused` joins q, k and v; `LoRA merged` adds adapters of rank
-8 to their weights, where torch's two read weights and adapters as they are. `changes`: what one step of AdamW
-changes in bf16, for `gpt`: `weight_changes` to reading all of it; a receiver that applies the changes holds
-the same bits after each round, or there would be no figures.""",
+parameter of torch's `fully_shard` (`fsdp2`); megabytes that the first rank receives over TCP meanwhile, and
+the most megabytes of its tensors beyond the model. `fused` joins q, k and v; `LoRA merged` adds adapters of
+rank 8 to their weights, where torch's two read weights and adapters as they are. `changes`: what one step of
+AdamW changes in bf16, for `gpt`: `weight_changes` to reading all of it; a receiver that applies the changes
+holds the same bits after each round, or there would be no figures.""",
     ask,
     chart="ms",
     cases=[*READS, CHANGES],

@@ -60,7 +60,8 @@ def test_a_step_has_the_same_windows_for_any_number_of_ranks(text, ranks):
 
 
 def test_the_table_of_kills_counts_rightly():
-    events = [Event("rank", 12, 10, 3.0, 4), Event("rank", 19, 15, 5.0, 4), Event("group", 30, 30, 0.0, 2, 7.0)]
+    ranks = [Event("rank", 12, 10, 3.0, 4), Event("rank", 19, 15, 5.0, 4)]
+    events = [*ranks, Event("group", 30, 30, 0.0, 2, 7.0)]
     assert table(events, {"group": 0, "rank": 5, "agent": 5})[2:] == [
         "| group | 1 | 0, 0 | 0 | 0.0, 0.0 | 7.0, 7.0 |",
         "| rank | 2 | 3, 4 | 5 | 4.0, 5.0 |  |",
