@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -25,23 +25,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.following import WAYS
 from benchmarks.harness import run_ranks
 from benchmarks.implementations import Trained
 from benchmarks.models import CASES
 from benchmarks.victims import PATIENCE, ROOT, Event
 from fsdp_wrap import weight_changes, weight_source
-from fsdp_wrap.weights import (
-    Channel,
-    GlooChannel,
-    PeerLost,
-    SharedMemoryChannel,
-    WeightSender,
-    checksum,
-    received,
-)
+from fsdp_wrap.weights import Channel, PeerLost, WeightSender, checksum
 
 RECEIVER = "receiver"
-WAYS = {"gloo": GlooChannel, "memory": SharedMemoryChannel}
 DTYPE = torch.bfloat16
 GAP = (2, 10)
 """Updates that a receiver gets before it is killed, at least and at most."""
@@ -62,7 +54,7 @@ class Link:
         where = str(self._folder / f"socket{self._count}") if way == "memory" else f"localhost:{_free_port()}"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.receiver_kills", way, where],
+            [sys.executable, "-m", "benchmarks.following", way, where],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -83,8 +75,6 @@ class Link:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
@@ -199,18 +189,3 @@ def disturbed(count: int, seed: int) -> tuple[list[Event], bool]:
         for each in found["events"]
     ]
     return events, found["equal"] and found["loss"] == alone
-
-
-def follow(way: str, where: str) -> None:
-    """What the receiver does: takes updates, and in the end tells the checksums of what it has."""
-    state: dict[str, torch.Tensor] = {}
-    for update in received(WAYS[way](where, receives=True, timeout=PATIENCE)):
-        if update.whole:
-            state = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in update.metadata}
-        update.apply(state)
-    print(json.dumps({name: checksum(value) for name, value in state.items()}))
-
-
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        follow(*sys.argv[1:])
