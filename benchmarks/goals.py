@@ -218,6 +218,16 @@ GOALS: list[Goal] = [
     ),
     *(
         Goal(
+            "W1",
+            f"weights out of {case}, to full_tensor() of fsdp2",
+            0.50,
+            ("weights", case, "/ full_tensor"),
+            rows=(*WRAPPED, *SHARED.values()),
+        )
+        for case in ("gpt", "gpt, fused", "gpt, LoRA merged", "288 parameters")
+    ),
+    *(
+        Goal(
             "P9",
             f"at rest, {case}, to FSDP1 with original parameters",
             0.78,
