@@ -1,9 +1,8 @@
 """Kills replica groups of a training run at seeded moments, and tells what that cost.
 
-Runs two groups of `examples/replicas.py` by torchft (extra `elastic`), each under its own torchrun. A group
-that is killed is started again at once, and the next kill waits until it is back. What counts is the group
-that lived: how many steps it took again, and the seconds between its steps. `benchmarks.kills` is the
-command.
+Runs two groups of `examples/replicas.py` by torchft (extra `elastic`). A group that is killed is started
+again at once, and the next kill waits until it is back. What counts is the group that lived: how many steps
+it took again, and the seconds between its steps. `benchmarks.kills` is the command.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.victims import PATIENCE, ROOT, Event, Host, cores_of
+from benchmarks.victims import PATIENCE, ROOT, Event, cores_of, free_port, kill
 
 GROUP = "replica group"
 ENDLESS = 1_000_000
@@ -63,37 +62,87 @@ def lighthouse(join_ms: int = 500, heartbeat_ms: int = 2000) -> Iterator[str]:
             process.kill()
 
 
+class Group:
+    """The ranks of a replica group, and what the first of them prints.
+
+    Args:
+        command: Of each rank.
+        size: How many ranks there are.
+        log: Where what they print goes.
+        cores: Those that they share.
+    """
+
+    def __init__(self, command: Sequence[str], size: int, log: Path, cores: Sequence[int]) -> None:
+        self.log = log
+        self._command, self._size, self._cores = command, size, cores
+        self.start()
+
+    def start(self) -> None:
+        """Starts all ranks, as torchrun would."""
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        world = {"WORLD_SIZE": self._size, "LOCAL_WORLD_SIZE": self._size, "MASTER_PORT": free_port()}
+        common = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost"}
+        common.update({name: str(value) for name, value in world.items()})
+        self._ranks = []
+        for rank in map(str, range(self._size)):
+            with self.log.open("ab") as out, self.log.with_suffix(".err").open("ab") as errors:
+                environment = {**common, "RANK": rank, "LOCAL_RANK": rank}
+                self._ranks.append(
+                    subprocess.Popen(
+                        self._command,
+                        stdout=out,
+                        stderr=errors,
+                        env=environment,
+                        preexec_fn=lambda: os.sched_setaffinity(0, self._cores),
+                    )
+                )
+
+    def stop(self) -> None:
+        """Kills all ranks."""
+        kill([rank.pid for rank in self._ranks if rank.poll() is None])
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits until all ranks have ended."""
+        for rank in self._ranks:
+            rank.wait()
+
+    @property
+    def ended(self) -> bool:
+        """Whether any rank has ended."""
+        return any(rank.poll() is not None for rank in self._ranks)
+
+
 @contextmanager
 def groups_of(
     options: argparse.Namespace, folder: Path, steps: int = ENDLESS, step_seconds: float = 0.0
-) -> Iterator[list[Host]]:
+) -> Iterator[list[Group]]:
     """Starts two groups, which end with the context."""
     folder.mkdir()
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {options.ranks}"
     training = f"--steps {steps} --width {options.width} --timeout 20 --step-seconds {step_seconds}"
     data = ["--data", str(options.data)] if options.data else []
-    groups: list[Host] = []
+    groups: list[Group] = []
     with lighthouse() as address:
         os.environ["TORCHFT_LIGHTHOUSE"] = address
         try:
             for number in range(2):
                 script = [str(ROOT / "examples" / "replicas.py"), "--group", str(number), *training.split()]
-                command = [sys.executable, *launcher.split(), *script, *data]
+                command = [sys.executable, *script, *data]
                 log, cores = folder / f"group{number}.log", cores_of(number, 2)
-                groups.append(Host(command, folder / f"memory{number}", log, cores))
+                groups.append(Group(command, options.group_ranks, log, cores))
             yield groups
         finally:
             for group in groups:
                 group.stop()
 
 
-def told(group: Host) -> list[dict[str, Any]]:
+def told(group: Group) -> list[dict[str, Any]]:
     """Returns the steps that a group has told so far."""
     lines = group.log.read_text(errors="replace").split("\n")[:-1]
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def wait_for(group: Host, number: int, least_groups: int, after: int = 0) -> dict[str, Any] | None:
+def wait_for(group: Group, number: int, least_groups: int, after: int = 0) -> dict[str, Any] | None:
     """Waits for a step; returns its line, None if the run ended before.
 
     Args:
@@ -107,7 +156,7 @@ def wait_for(group: Host, number: int, least_groups: int, after: int = 0) -> dic
     """
     until, seen = time.monotonic() + PATIENCE, 0
     while time.monotonic() < until:
-        ended = group.agent.poll() is not None
+        ended = group.ended
         lines = told(group)
         if len(lines) > seen:
             until, seen = time.monotonic() + PATIENCE, len(lines)
@@ -121,7 +170,7 @@ def wait_for(group: Host, number: int, least_groups: int, after: int = 0) -> dic
     raise RuntimeError(f"nothing has gone on for {PATIENCE:.0f} s:\n{errors}")
 
 
-def disturbed(groups: Sequence[Host], count: int, chosen: random.Random) -> tuple[list[Event], int, float]:
+def disturbed(groups: Sequence[Group], count: int, chosen: random.Random) -> tuple[list[Event], int, float]:
     """Kills a group so many times; returns the events, and number and loss of a step after the last one.
 
     Raises:
@@ -136,7 +185,8 @@ def disturbed(groups: Sequence[Host], count: int, chosen: random.Random) -> tupl
         number = chosen.randrange(2)
         living = groups[1 - number]
         before = len(told(living))
-        groups[number].lose(GROUP, chosen)
+        groups[number].stop()
+        groups[number].start()
         after = wait_for(living, 0, 1, before)
         line = wait_for(living, after["step"] + 1, 2, before + 1) if after else None
         if after is None or line is None:
@@ -156,5 +206,5 @@ def undisturbed(options: argparse.Namespace, folder: Path, steps: int) -> float:
     """Returns the loss of the last step of a run that nobody disturbs."""
     with groups_of(options, folder, steps) as groups:
         for group in groups:
-            group.agent.wait()
+            group.wait()
         return float(told(groups[0])[-1]["loss"])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from benchmarks.following import WAYS
 from benchmarks.harness import run_ranks
 from benchmarks.implementations import Trained
 from benchmarks.models import CASES
-from benchmarks.victims import PATIENCE, ROOT, Event
+from benchmarks.victims import PATIENCE, ROOT, Event, free_port
 from fsdp_wrap import weight_changes, weight_source
 from fsdp_wrap.weights import Channel, PeerLost, WeightSender, checksum
 
@@ -51,7 +50,7 @@ class Link:
         """Starts a receiver; its channel is there later."""
         self._count += 1
         way = self._chosen.choice([*WAYS])
-        where = str(self._folder / f"socket{self._count}") if way == "memory" else f"localhost:{_free_port()}"
+        where = str(self._folder / f"socket{self._count}") if way == "memory" else f"localhost:{free_port()}"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.following", way, where],
@@ -72,12 +71,6 @@ class Link:
     def kill_soon(self) -> None:
         """Kills the receiver at a moment of the next steps."""
         Timer(self._chosen.uniform(0, 0.1), self.process.kill).start()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 class Trainer:

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,13 @@ def kill(pids: Sequence[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Returns a port at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def cores_of(number: int, hosts: int) -> list[int]:
