@@ -6,14 +6,10 @@ Slow, and needs `pip install "fsdp-wrap[elastic]"`; test_replica_groups.py has w
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,61 +17,26 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
-from benchmarks.group_kills import lighthouse
 from fronts import each_front, full_state
 from fsdp_wrap.replica_groups import join_replica_groups
 from replica_managers import Manager, sharded
 from resuming import net, train
 from state_nets import adamw, assert_close
 
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks.group_kills import Group, lighthouse, told, wait_for
+
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow
 
-LIMIT = 120.0
 FLAGS = "--layers 1 --width 16 --context 16 --global-batch 8 --timeout 20"
 
 
-class Group:
-    """A replica group of two ranks under torchrun."""
-
-    def __init__(self, number: int, folder: Path, lighthouse: str, *flags: str) -> None:
-        self.log = folder / f"group{number}.log"
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        script = [str(ROOT / "examples" / "replicas.py"), "--group", str(number), *FLAGS.split(), *flags]
-        with self.log.open("ab") as out, self.log.with_suffix(".err").open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, *launcher, *script],
-                stdout=out,
-                stderr=errors,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": path,
-                    "TORCHFT_LIGHTHOUSE": lighthouse,
-                    "OMP_NUM_THREADS": "1",
-                },
-                start_new_session=True,
-            )
-
-    def steps(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}")]
-
-    def wait_for(self, what: str, value: int) -> None:
-        until = time.monotonic() + LIMIT
-        while not any(line[what] >= value for line in self.steps()):
-            assert self.process.poll() is None and time.monotonic() < until, self.errors()
-            time.sleep(0.02)
-
-    def errors(self) -> str:
-        return self.log.with_suffix(".err").read_text(errors="replace")[-4000:]
-
-    def kill(self) -> None:
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                if int(stat.read_text().rpartition(")")[2].split()[1]) == self.process.pid:
-                    os.kill(int(stat.parent.name), signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
+def started(number: int, folder: Path, *flags: str) -> Group:
+    script = [str(ROOT / "examples" / "replicas.py"), "--group", str(number), *FLAGS.split(), *flags]
+    cores = sorted(os.sched_getaffinity(0))
+    return Group([sys.executable, *script], 2, folder / f"group{number}.log", cores)
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +48,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
-def test_a_group_that_was_killed_heals_while_the_other_goes_on(front, tmp_path, text):
+def test_a_group_that_was_killed_heals_while_the_other_goes_on(front, tmp_path, text, monkeypatch):
     flags = ("--front", front, "--steps", "100000", "--data", str(text))
     with lighthouse(join_ms=200, heartbeat_ms=1000) as address, contextlib.ExitStack() as stack:
-        living, dying = (Group(number, tmp_path, address, *flags) for number in (0, 1))
-        stack.callback(living.kill)
-        stack.callback(lambda: dying.kill())
-        living.wait_for("groups", 2)
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        living, dying = (started(number, tmp_path, *flags) for number in (0, 1))
+        stack.callback(living.stop)
+        stack.callback(dying.stop)
+        assert wait_for(living, 0, least_groups=2)
         time.sleep(0.5)
-        dying.kill()
-        last = dying.steps()[-1]["step"]
-        living.wait_for("step", last + 20)
+        dying.stop()
+        last = told(dying)[-1]["step"]
+        assert wait_for(living, last + 20, 1)
         dying.log.unlink()
-        dying = Group(1, tmp_path, address, *flags)
-        dying.wait_for("groups", 2)
-        dying.wait_for("step", dying.steps()[0]["step"] + 10)
-    lived, healed = living.steps(), dying.steps()
+        dying.start()
+        first = wait_for(dying, 0, least_groups=2)
+        assert first and wait_for(dying, first["step"] + 10, 1)
+    lived, healed = told(living), told(dying)
     steps = [line["step"] for line in lived]
     assert steps == list(range(1, steps[-1] + 1))  # none is lost, none is taken twice
     assert {line["groups"] for line in lived} == {1, 2}
