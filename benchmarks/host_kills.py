@@ -84,12 +84,24 @@ def launcher(store: dist.TCPStore, hosts: int, ranks: int, last_call: int = 60) 
 
 
 @contextmanager
-def run_on(options: argparse.Namespace, memory: Path, disk: Path, step_seconds: float = 0.0) -> Iterator[Run]:
-    """Starts a run on several hosts, which end with the context."""
+def run_on(
+    options: argparse.Namespace, memory: Path, disk: Path, step_seconds: float = 0.0, keeps: bool = True
+) -> Iterator[Run]:
+    """Starts a run on several hosts, which end with the context.
+
+    Args:
+        options: Of the command line.
+        memory: The folder of the hosts' memories.
+        disk: The folder that all hosts share.
+        step_seconds: What a step takes beside the computation.
+        keeps: Whether steps are kept in memory and on disk, as is needed where anything is killed.
+    """
+    seldom = options.steps
+    copies, saves = (options.lose_at_most, options.disk_every) if keeps else (seldom, seldom)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     training = (
-        f"--lose-at-most {options.lose_at_most} --steps {options.steps} --disk {disk} "
-        f"--disk-every {options.disk_every} --width {options.width} --step-seconds {step_seconds}"
+        f"--lose-at-most {copies} --steps {options.steps} --disk {disk} --disk-every {saves} "
+        f"--width {options.width} --step-seconds {step_seconds}"
     )
     data = ["--data", str(options.data)] if options.data else []
     script = [str(ROOT / "examples" / "elastic.py"), *training.split(), *data]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -45,7 +46,7 @@ def of_hosts(
     worst = 0.0
     in_memory = IN_MEMORY if IN_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir=in_memory) as memory:
-        with host_kills.run_on(options, Path(memory, "quiet"), Path(disk, "quiet")) as run:
+        with host_kills.run_on(options, Path(memory, "quiet"), Path(disk, "quiet"), keeps=False) as run:
             _, undisturbed = host_kills.disturbed(run, options.steps, (), chosen)
         print(f"hosts: {undisturbed:.6f} is the loss of step {options.steps}, undisturbed", flush=True)
         while len(events) < len(kinds):
@@ -81,8 +82,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=500, help="of a run of hosts")
     parser.add_argument("--step-seconds", type=float, default=0.06, help="added to a step of disturbed runs")
-    parser.add_argument("--lose-at-most", type=int, default=5, help="steps that a lost host may cost")
-    parser.add_argument("--disk-every", type=int, default=25, help="steps between saves on disk")
+    parser.add_argument("--lose-at-most", type=int, default=10, help="steps that a lost host may cost")
+    parser.add_argument("--disk-every", type=int, default=50, help="steps between saves on disk")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of each host")
     parser.add_argument("--group-ranks", type=int, default=2, help="of each replica group")
@@ -96,6 +97,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that what was started ends as well
     preload()
     chosen = random.Random(options.seed)
     kinds = drawn(options.events, options.kinds, chosen)

@@ -124,7 +124,7 @@ def test_a_lost_host_costs_no_more_than_the_steps_since_the_copy(text, tmp_path)
     options = argparse.Namespace(
         hosts=2, ranks=1, lose_at_most=5, steps=80, disk_every=10, width=32, data=text, seed=0
     )
-    with run_on(options, tmp_path / "quiet", tmp_path / "quiet.disk") as run:
+    with run_on(options, tmp_path / "quiet", tmp_path / "quiet.disk", keeps=False) as run:
         events, undisturbed = disturbed(run, 80, (), random.Random(0))
     assert events == []
     with run_on(options, tmp_path / "memory", tmp_path / "disk") as run:
