@@ -34,6 +34,9 @@ from fsdp_wrap.weights import Channel, PeerLost, WeightSender, checksum
 
 RECEIVER = "receiver"
 DTYPE = torch.bfloat16
+STEP_SECONDS = 0.05
+"""Added to a step, so that there are not too many until another receiver has started."""
+
 GAP = (2, 10)
 """Updates that a receiver gets before it is killed, at least and at most."""
 
@@ -93,6 +96,7 @@ class Trainer:
 
     def _step(self) -> bool:
         self.trained.step()
+        time.sleep(STEP_SECONDS)
         found = self._changes.collect()
         channel = self._link.opened() if self._link is not None else None
         over = self._left == 0 and self._engine is not None and not self._killed

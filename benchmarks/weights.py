@@ -129,12 +129,12 @@ def measure(title: str, names: list[str], rounds: int) -> Table:
     return table
 
 
-def changes(case: Case, rounds: int) -> Table:
+def changes(rounds: int) -> Table:
     """Called on every rank: what one step of AdamW changes in bf16, by learning rate.
 
     A receiver is played on every rank, and holds the same bits after each round.
     """
-    each = Trained("fsdp_wrap", case)
+    each = Trained("fsdp_wrap", SHORT_CASES["gpt"])
     source = fsdp_wrap.weight_source(each.model, dtype=torch.bfloat16)
     full = sum(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in source.metadata())
     table: Table = {}
@@ -180,7 +180,7 @@ def ask(settings: Settings) -> Figures:
     names = settings.implementations(USUAL)
     for title in settings.cases_of([*READS, CHANGES], [*ASKED, CHANGES]):
         if title == CHANGES:
-            figures[title] = run_ranks(changes, settings.ranks, SHORT_CASES["gpt"], settings.rounds or 5)
+            figures[title] = run_ranks(changes, settings.ranks, settings.rounds or 5)
         else:
             figures[title] = run_ranks(measure, settings.ranks, title, names, settings.rounds or 12)
     return figures
