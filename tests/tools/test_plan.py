@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import re
 import sys
 from functools import partial
 
@@ -323,6 +324,20 @@ def test_a_plan_goes_to_json_and_back_and_is_read_by_people(tmp_path):
     page = str(plan)
     assert max(map(len, page.splitlines())) <= 80
     assert all(text in page for text in ("at rest", "peak", "layers.0", "all_gather", "Predicted on small"))
+
+
+@each_front
+def test_padding_of_aligned_shards_is_shown(front, group):
+    """As much as `repr` tells; `fully_shard` has none, since it moves nothing."""
+    aligned = partial(made, front, shard_alignment=3)
+    found, usual = fsdp_wrap.plan(aligned, RANKS), fsdp_wrap.plan(partial(made, front), RANKS)
+    told = [int(each) for each in re.findall(r"aligned to [^)]*, (\d+) of padding", repr(aligned()[0]))]
+    assert [unit.padding_bytes for unit in found.units] == [4 * each for each in told]
+    assert len(told) == 4 and all(told)
+    assert not any(unit.padding_bytes for unit in usual.units) and "padding" not in str(usual)
+    whole, most = sum(told) * 4 / 1e3, max(told) * 4 / 1e3
+    assert f"take {whole:.2f} kB of padding in all ranks together" in str(found)
+    assert str(found).endswith(f": {most:.2f} kB")
 
 
 def test_a_picture_of_a_plan(tmp_path):
