@@ -363,9 +363,10 @@ class _Sleeping(torch.optim.SGD):
 
 class _SlowBlock(Block):
     def forward(self, x):
-        x = super().forward(x)
-        x.register_hook(lambda grad: time.sleep(0.03))
-        return x
+        x = 1.0 * x
+        if x.requires_grad:
+            x.register_hook(lambda grad: time.sleep(0.03))
+        return super().forward(x)
 
 
 class _SlowNet(Net):
@@ -396,9 +397,13 @@ def test_updates_in_the_backward(rank, world_size, front, tmp_path):
         told = [line for line in recorded.report().splitlines() if line.startswith("The host updates units")]
         assert len(told) == in_thread
         if in_thread:
-            first, second = (each for each in record.compute if (each.what, each.unit) == ("backward", "blocks.0"))
+            first, second = (
+                each for each in record.compute if (each.what, each.unit) == ("backward", "blocks.0")
+            )
             beside = [each for each in updates if each.unit == "blocks.1"]
-            assert all(each.begin < slow.end and slow.begin < each.end for each, slow in zip(beside, (first, second)))
+            assert all(
+                each.begin < slow.end and slow.begin < each.end for each, slow in zip(beside, (first, second))
+            )
             assert int(told[0].split("%")[0].split()[-1]) >= 10
 
 
