@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import is_owned
-from fsdp_wrap._core.torch_private import foreach_copy_
+from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass, foreach_copy_
 from fsdp_wrap._params import copyable, holding, memory_around
 
 _PADDING = 16
@@ -157,7 +157,8 @@ class Runs:
     def _all_gradients(self) -> dict[Run, torch.Tensor] | None:
         """The same, if all are placed as they were when all of them lay so; else None."""
         try:
-            grads = [*map(_GRAD, self._params)]
+            with DisableTorchFunctionSubclass():  # which a getter would look for on each
+                grads = [*map(_GRAD, self._params)]
             if not same([*map(_SPEC, grads)], self._specs):
                 return None
             locals_ = [*map(_LOCAL, grads)]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
+from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
 from fsdp_wrap._params import Layout, ParamHandle, Segment, held_by_this_rank
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.originals import Original, Originals, handles_of
@@ -249,7 +250,8 @@ class _Blocks:
     def find(self) -> list[torch.Tensor]:
         """Returns them as `Layout.gradient_blocks` does: none empty, zero padding perhaps among them."""
         try:
-            grads = [*map(self._gradient_of, self._params)]
+            with DisableTorchFunctionSubclass():  # which a getter would look for on each
+                grads = [*map(self._gradient_of, self._params)]
             shards = [*map(_BASE, map(grads.__getitem__, self._firsts))]
             if [*map(_NUMEL, shards)] == self._numels:
                 expected = [*map(operator.add, self._spread(shards), self._offsets)]
@@ -272,15 +274,15 @@ def _blocks_of(handles: Iterable[ParamHandle | None]) -> list[_Blocks]:
     return [_Blocks(layouts, of_dtensors) for of_dtensors, layouts in kinds.items()]
 
 
-def _part_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Returns where in a shard its pieces begin, and how many elements later they end."""
+def _part_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> slice:
+    """Returns where in a shard its pieces lie."""
     begin, size = shard.data_ptr(), shard.element_size()
     starts = [(piece.data_ptr() - begin) // size for piece in pieces]
-    return min(starts), max(map(operator.add, starts, map(_NUMEL, pieces))) - min(starts)
+    return slice(min(starts), max(map(operator.add, starts, map(_NUMEL, pieces))))
 
 
-def _cut(shard: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:
-    return shard if part is None else shard.narrow(0, *part)
+def _cut(shard: torch.Tensor, part: slice | None) -> torch.Tensor:
+    return shard if part is None else shard[part]
 
 
 def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:
