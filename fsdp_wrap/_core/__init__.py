@@ -83,6 +83,7 @@ from fsdp_wrap._core.modules import (
 from fsdp_wrap._core.optimizer_steps import (
     FACTORED,
     NOT_ELEMENTWISE,
+    note_elsewhere,
     refuse_in_steps,
     refuse_in_steps_at_times,
     steps_taken,

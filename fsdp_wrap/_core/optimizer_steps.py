@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ _ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each s
 
 _steps = 0
 _refused = WeakIdKeyDictionary()  # for a parameter: the kinds of optimizers, and what tells why
+_noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps tell by themselves what they write
 _refused_at_times = WeakIdKeyDictionary()  # for a parameter: what tells whether, and why
 
 
@@ -54,6 +56,11 @@ def watch_steps() -> None:
     """Lets steps be counted and refused, and those of fused kernels be seen as writing to parameters."""
     register_optimizer_step_pre_hook(_refuse)
     register_optimizer_step_post_hook(_note)
+
+
+def note_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves it to an optimizer to move the version counters of what its steps write to."""
+    _noted_elsewhere.add(optimizer)
 
 
 def refuse_in_steps(
@@ -101,6 +108,8 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     global _steps
     _steps += 1
+    if optimizer in _noted_elsewhere:
+        return
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])

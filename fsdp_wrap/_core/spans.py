@@ -29,6 +29,7 @@ class SpanKind(Enum):
         AWAIT_REDUCTION: Waits for the reduction, and hands on what came of it.
         SEND_AHEAD: Issues the copy of a unit's shards from host memory.
         AWAIT_COPIES: Lets the host wait for copies from and to its memory.
+        UPDATE: Lets an optimizer update a unit in the backward.
     """
 
     GATHER = "gather"
@@ -37,6 +38,7 @@ class SpanKind(Enum):
     AWAIT_REDUCTION = "await reduction"
     SEND_AHEAD = "send ahead"
     AWAIT_COPIES = "await copies"
+    UPDATE = "update"
 
 
 class Computing(Enum):
@@ -66,6 +68,7 @@ class Span:
         owners: The units, each the object itself: names of two models may be equal.
         nbytes: Bytes of the buffers concerned, on this rank; of a reduction known when the span ends.
         together: The names of the units whose buffers travel in one collective; none where it is one.
+        beside: Whether it goes on in a thread of its own, beside what units compute.
     """
 
     kind: SpanKind
@@ -74,6 +77,7 @@ class Span:
     owners: Sequence[Any] = ()
     nbytes: int = 0
     together: tuple[str, ...] = ()
+    beside: bool = False
 
     def __enter__(self) -> Span:
         for watcher in step_watchers:

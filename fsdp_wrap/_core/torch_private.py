@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -154,6 +154,7 @@ PURPOSES = {
     "torch._C._get_dispatch_mode": "whether a `DTensor` asks for shapes, by fake tensors, in a plan",
     "torch._C._autograd._push_saved_tensors_default_hooks": "hooks of saved tensors, in a plan",
     "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
+    "torch._C.DisableTorchFunctionSubclass": "reads gradients of many `DTensor`s in a third of the time",
     "torch._C._has_storage": "which tensors have memory",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
     "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",

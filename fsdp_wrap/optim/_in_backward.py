@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
+from fsdp_wrap._core import Span, SpanKind, step_watchers
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
@@ -171,12 +172,12 @@ class BackwardSteps:
         assert handle is not None
         self._began = True
         if not self.communicates:
-            self._issue(partial(self._apply, unit.name, part, norm, handle, arrive))
+            self._issue(partial(self._apply, unit, part, norm, handle, arrive))
             return
         if arrive is not None:
             arrive()
         self._unscale(unit)
-        self._step_scaled(unit, partial(self._apply, unit.name, part, norm, handle))
+        self._step_scaled(unit, partial(self._apply, unit, part, norm, handle))
 
     def finish(self, left: Sequence[Unit]) -> None:
         """All gradients are there: updates the units that are left, and waits for all updates."""
@@ -215,8 +216,16 @@ class BackwardSteps:
         else:
             self._lane.issue(work)
 
+    def _apply(self, unit: Unit, *work: Any) -> None:
+        """Updates a unit, as `_clip_and_step` says, and tells who watches for how long."""
+        if step_watchers:
+            with Span(SpanKind.UPDATE, unit.fqn, None, (unit,), beside=self._lane is not None):
+                self._clip_and_step(unit.name, *work)
+        else:
+            self._clip_and_step(unit.name, *work)
+
     @torch.no_grad()
-    def _apply(
+    def _clip_and_step(
         self,
         name: str,
         part: Part,
@@ -266,7 +275,7 @@ class BackwardSteps:
         elif self.communicates:
             self._overflowed = True
         for unit in left:
-            work = partial(self._apply, unit.name, self._parts[unit], total)
+            work = partial(self._apply, unit, self._parts[unit], total)
             if self.communicates:
                 self._step_scaled(unit, work)
             else:

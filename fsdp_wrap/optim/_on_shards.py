@@ -19,11 +19,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import NOT_ELEMENTWISE
+from fsdp_wrap._core import NOT_ELEMENTWISE, note_elsewhere
 from fsdp_wrap._core.torch_private import DTensorSpec
 from fsdp_wrap._params import held_by_this_rank, holding
 from fsdp_wrap._state import is_state_offloaded
-from fsdp_wrap.optim._runs import Run, State, runs_in
+from fsdp_wrap.optim._runs import Run, Runs, State, same
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -59,6 +59,7 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
     check_elementwise(optimizer, "on_shards")
     kind = type(optimizer)
     optimizer.__dict__[_SHARDS] = _Shards(joins=kind.__module__.startswith("torch.optim."))
+    note_elsewhere(optimizer)
     optimizer.__class__ = _stepping_on_shards(kind)  # type: ignore[arg-type]
     return optimizer
 
@@ -165,9 +166,10 @@ class _Shards:
         self.joins = joins
         self._known: list[nn.Parameter] = []  # all parameters
         self._all: list[Any] = []  # the `DTensor`s among them
-        self._locals: list[torch.Tensor] = []  # their memory
+        self._plain: list[nn.Parameter] = []  # all others
+        self._locals: list[torch.Tensor] = []  # the memory of the `DTensor`s
         self._keeps_state = True  # to the next step, also what others have put elsewhere meanwhile
-        self._runs: list[Run] = []
+        self._runs = Runs(())
         self._wanted: list[Run] = []  # those whose gradients lie as the shards do
         self._joint: list[Run] = []  # those of them that are updated as one
         self._params: list[Any] = []  # the `DTensor`s in none of these
@@ -182,7 +184,7 @@ class _Shards:
         """Gives an optimizer shards, with gradients and state, in place of `DTensor`s."""
         groups, public = optimizer.param_groups, optimizer.state
         self._follow(groups)
-        grads = {run: grad for run in self._runs if (grad := run.joint_gradient()) is not None}
+        grads = self._runs.joint_gradients()
         self._arrange(groups, public, [*grads])
         lists = [group["params"] for group in groups]
         with self._gradients([grads[run] for run in self._joint]):
@@ -200,14 +202,15 @@ class _Shards:
     def _follow(self, groups: Sequence[dict[str, Any]]) -> None:
         """Notes the parameters, where they or their memory are others than before."""
         params = [*chain.from_iterable(group["params"] for group in groups)]
-        if _same(params, self._known) and _same([*map(_LOCAL, self._all)], self._locals):
+        if same(params, self._known) and same([*map(_LOCAL, self._all)], self._locals):
             return
         distributed = [[each for each in group["params"] if isinstance(each, DTensor)] for group in groups]
         self._known, self._all = params, [*chain.from_iterable(distributed)]
+        self._plain = [each for each in params if not isinstance(each, DTensor)]
         self._locals = [*map(_LOCAL, self._all)]
         self._keeps_state = not any(map(is_state_offloaded, self._all))
         joins = self.joins and self._keeps_state
-        self._runs = [run for each in distributed for run in runs_in(each)] if joins else []
+        self._runs = Runs(distributed if joins else ())
         self._public = _Contents()  # so that all of it is taken over
 
     def _arrange(self, groups: Sequence[dict[str, Any]], public: dict[Any, State], runs: list[Run]) -> None:
@@ -218,10 +221,9 @@ class _Shards:
             public: Its state.
             runs: Those whose gradients lie as the shards do.
         """
-        untouched = all(run.is_untouched for run in self._joint)
-        if untouched and _same(runs, self._wanted) and self._public.is_in(public):
+        if self._runs.are_untouched and same(runs, self._wanted) and self._public.is_in(public):
             return
-        joint = {run: state for run in runs if (state := run.take_state(public)) is not None}
+        joint = self._runs.take_state(runs, public)
         self._wanted, self._joint = runs, [*joint]
         in_runs = {param for run in joint for param in run.params}
         self._params = [param for param in self._all if param not in in_runs]
@@ -249,7 +251,8 @@ class _Shards:
         """
         grads = self._local_gradients()
         written = [param for param, grad in zip(self._params, grads) if grad is not None]
-        written += [param for run in self._joint for param in run.params]
+        written += chain.from_iterable(run.params for run in self._joint)
+        written += [param for param in self._plain if param.grad is not None]
         shards = [*self._shards, *(run.shard for run in self._joint)]
         _set_all(shards, "grad", [*grads, *joint])
         try:
@@ -260,7 +263,7 @@ class _Shards:
 
     def _local_gradients(self) -> list[torch.Tensor | None]:
         try:
-            if _same([*map(_GRAD_SPEC, self._params)], self._grad_specs):
+            if same([*map(_GRAD_SPEC, self._params)], self._grad_specs):
                 return [*map(_GRAD_LOCAL, self._params)]
         except AttributeError:  # there is none
             pass
@@ -270,8 +273,7 @@ class _Shards:
 
     def _hand_back(self, public: dict[Any, State]) -> None:
         """Lets the `DTensor`s have what state a step has made or replaced."""
-        changed = [run.hand_back(public) for run in self._joint]
-        if any(changed) or not self._own.is_in(self._state):
+        if self._runs.hand_back(public) or not self._own.is_in(self._state):
             self._hand_back_singly(public)
             self._note(public)
         if not self._keeps_state:
@@ -313,15 +315,11 @@ class _Contents:
 
     def is_in(self, state: dict[Any, dict[str, Any]]) -> bool:
         """Whether a state is the same, and has the same."""
-        same = state is self._state and _same([*state.values()], self._by_param)
-        return same and _same(self._found(), self._values)
+        known = state is self._state and same([*state.values()], self._by_param)
+        return known and same(self._found(), self._values)
 
     def _found(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self._looked_at))]
-
-
-def _same(found: Sequence[Any], known: Sequence[Any]) -> bool:
-    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -> None:

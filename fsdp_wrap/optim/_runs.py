@@ -1,23 +1,28 @@
-"""`Run`: several `DTensor`s whose shards lie one after the other, updated as one plain tensor."""
+"""`Run`: several `DTensor`s whose shards lie one after the other, updated as one plain tensor.
+
+`Runs` are those of an optimizer. What changes from step to step is looked at for all of them at once.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_wrap._core import is_owned
+from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass, foreach_copy_
 from fsdp_wrap._params import copyable, holding, memory_around
 
 _PADDING = 16
 """Units begin each shard at a multiple of so many bytes; what is between is nobody's."""
 
-_VERSION = operator.attrgetter("_version")
-_GRAD_LOCAL = operator.attrgetter("grad._local_tensor")
+_VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_GRAD, _SPEC = operator.attrgetter("grad"), operator.attrgetter("_spec")
+_LOCAL, _GRAD_LOCAL = operator.attrgetter("_local_tensor"), operator.attrgetter("grad._local_tensor")
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 State = dict[str, Any]
@@ -35,6 +40,10 @@ class Run:
     Attributes:
         params: The same.
         shard: What an optimizer updates in their place.
+        offsets: Where each begins there, in elements.
+        numel: Its elements.
+        state: What the optimizer keeps of it.
+        numbers: Of the state, by name: those of all `DTensor`s.
     """
 
     def __init__(self, params: Sequence[Any]) -> None:
@@ -42,22 +51,15 @@ class Run:
         self._locals = [param._local_tensor for param in params]
         first, sizes = self._locals[0], [local.numel() for local in self._locals]
         begin, size = first.data_ptr(), first.element_size()
-        self._offsets = [(local.data_ptr() - begin) // size for local in self._locals]
-        self._bounds = [*zip(self._offsets, map(operator.add, self._offsets, sizes))]
-        self._numel = self._bounds[-1][1]
-        memory = torch.as_strided(first.detach(), (self._numel,), (1,))
+        self.offsets = [(local.data_ptr() - begin) // size for local in self._locals]
+        self._bounds = [*zip(self.offsets, map(operator.add, self.offsets, sizes))]
+        self.numel = self._bounds[-1][1]
+        memory = torch.as_strided(first.detach(), (self.numel,), (1,))
         self.shard = nn.Parameter(memory, requires_grad=params[0].requires_grad)
         if self.shard.requires_grad:
             self.shard.grad_dtype = params[0].grad_dtype
-        self._state: State = {}
-        self._known: list[Any] = []  # its values
-        self._numbers: dict[str, torch.Tensor] = {}  # for each name those of all `DTensor`s
-        self._versions: list[int] = []
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nobody has written to the numbers in public."""
-        return [*map(_VERSION, self._numbers.values())] == self._versions
+        self.state: State = {}
+        self.numbers: dict[str, torch.Tensor] = {}
 
     def joint_gradient(self) -> torch.Tensor | None:
         """Returns the memory in which the gradients lie as the shards do; None if they do not."""
@@ -68,7 +70,7 @@ class Run:
         return self._around(grads)
 
     def _around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        return memory_around(tensors, self._offsets, self._numel)
+        return memory_around(tensors, self.offsets, self.numel)
 
     def take_state(self, public: dict[Any, State]) -> State | None:
         """Joins what state the `DTensor`s have; returns None, and changes nothing, if it cannot be joined."""
@@ -78,8 +80,8 @@ class Run:
         joint = {name: self._joined(name, [state[name] for state in states]) for name in states[0]}
         if any(value is _UNLIKE for value in joint.values()):
             return None
-        self._state, self._numbers = joint, {}
-        self._show_in(public)
+        self.state, self.numbers = joint, {}
+        self.show_in(public)
         return joint
 
     def _joined(self, name: str, values: list[Any]) -> Any:
@@ -97,7 +99,7 @@ class Run:
         return locals_[0].clone() if same else _UNLIKE
 
     def _copied(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        joint = values[0].new_zeros(self._numel)
+        joint = values[0].new_zeros(self.numel)
         for view, value in zip(self._views(joint), values):
             view.copy_(value)
         return joint
@@ -105,26 +107,14 @@ class Run:
     def _views(self, joint: torch.Tensor) -> Iterator[torch.Tensor]:
         return (joint[start:stop].view_as(local) for (start, stop), local in zip(self._bounds, self._locals))
 
-    def hand_back(self, public: dict[Any, State]) -> bool:
-        """Lets the `DTensor`s have what a step has made of the state; returns whether any of it is new."""
-        values = [*self._state.values()]
-        if len(values) != len(self._known) or not all(map(operator.is_, values, self._known)):
-            self._show_in(public)
-            return True
-        for name, numbers in self._numbers.items():
-            numbers.fill_(self._state[name])
-        self._versions = [*map(_VERSION, self._numbers.values())]
-        return False
-
-    def _show_in(self, public: dict[Any, State]) -> None:
+    def show_in(self, public: dict[Any, State]) -> None:
+        """Lets the `DTensor`s have what there is of the state, in place of what they have."""
         for param in self.params:
-            for name in public.get(param, {}).keys() - self._state.keys():
+            for name in public.get(param, {}).keys() - self.state.keys():
                 del public[param][name]
-        for name, value in self._state.items():
+        for name, value in self.state.items():
             for param, shown in zip(self.params, self._shown(name, value)):
                 public.setdefault(param, {})[name] = shown
-        self._known = [*self._state.values()]
-        self._versions = [*map(_VERSION, self._numbers.values())]
 
     def _shown(self, name: str, value: Any) -> Iterable[Any]:
         """Returns what stands for a joint value in the states of the `DTensor`s."""
@@ -132,12 +122,111 @@ class Run:
             return repeat(value)
         if name != "step" and value.shape == self.shard.shape:
             return (copyable(holding(param, view)) for param, view in zip(self.params, self._views(value)))
-        self._numbers[name] = value.expand(len(self.params)).clone()
-        return self._numbers[name].unbind()
+        self.numbers[name] = value.expand(len(self.params)).clone()
+        return self.numbers[name].unbind()
 
 
 _UNLIKE = object()
 """Stands for values that cannot be one."""
+
+
+class Runs:
+    """The runs of an optimizer, and what it was seen to keep of those that it updates as one.
+
+    Args:
+        groups: The `DTensor`s of each group of the optimizer.
+    """
+
+    def __init__(self, groups: Iterable[Iterable[Any]]) -> None:
+        self._runs = [run for params in groups for run in runs_in(params)]
+        self._params = [*chain.from_iterable(run.params for run in self._runs)]
+        self._counts = [len(run.params) for run in self._runs]
+        self._firsts = [*accumulate(self._counts, initial=0)][:-1]
+        self._specs: list[Any] = []  # of gradients that all lay as the shards do
+        self._distances: list[int] = []  # of these from the first of their run, in bytes
+        self._joint: Sequence[Run] = ()
+        self._values: list[Any] = []  # what is kept of those
+        self._numbers: list[torch.Tensor] = []  # what the `DTensor`s have of it, by name and run
+        self._sources: list[torch.Tensor] = []  # what that is to be
+        self._versions: list[int] = []  # of the numbers
+
+    def joint_gradients(self) -> dict[Run, torch.Tensor]:
+        """Returns the memory in which the gradients of a run lie as its shards do, where they do."""
+        return self._all_gradients() or self._gradients_by_run()
+
+    def _all_gradients(self) -> dict[Run, torch.Tensor] | None:
+        """The same, if all are placed as they were when all of them lay so; else None."""
+        try:
+            with DisableTorchFunctionSubclass():  # which a getter would look for on each
+                grads = [*map(_GRAD, self._params)]
+            if not same([*map(_SPEC, grads)], self._specs):
+                return None
+            locals_ = [*map(_LOCAL, grads)]
+        except AttributeError:  # there is none
+            return None
+        firsts = [*map(locals_.__getitem__, self._firsts)]
+        begins = chain.from_iterable(map(repeat, map(_DATA_PTR, firsts), self._counts))
+        if [*map(_DATA_PTR, locals_)] != [*map(operator.add, begins, self._distances)]:
+            return None
+        if not all(map(_has_room, firsts, self._runs)):
+            return None
+        with torch.no_grad():
+            return {
+                run: torch.as_strided(first, (run.numel,), (1,)) for run, first in zip(self._runs, firsts)
+            }
+
+    def _gradients_by_run(self) -> dict[Run, torch.Tensor]:
+        found = {run: grad for run in self._runs if (grad := run.joint_gradient()) is not None}
+        self._specs = []
+        if len(found) == len(self._runs):
+            self._specs = [param.grad._spec for param in self._params]
+            self._distances = [each * grad.itemsize for run, grad in found.items() for each in run.offsets]
+        return found
+
+    @property
+    def are_untouched(self) -> bool:
+        """Whether nobody has written to the numbers in public."""
+        return [*map(_VERSION, self._numbers)] == self._versions
+
+    def take_state(self, runs: Iterable[Run], public: dict[Any, State]) -> dict[Run, State]:
+        """Returns the state of those runs that are updated as one from now on: of which it can be joined."""
+        joint = {run: state for run in runs if (state := run.take_state(public)) is not None}
+        self._joint = [*joint]
+        self._note()
+        return joint
+
+    def hand_back(self, public: dict[Any, State]) -> bool:
+        """Lets the `DTensor`s have what a step has made of the state; returns whether any of it is new."""
+        if same(self._found(), self._values):
+            if self._numbers:
+                foreach_copy_(self._numbers, self._sources)
+            self._versions = [*map(_VERSION, self._numbers)]
+            return False
+        for run in self._joint:
+            run.show_in(public)
+        self._note()
+        return True
+
+    def _found(self) -> list[Any]:
+        return [value for run in self._joint for value in run.state.values()]
+
+    def _note(self) -> None:
+        self._values = self._found()
+        pairs = [(numbers, run.state[name]) for run in self._joint for name, numbers in run.numbers.items()]
+        self._numbers = [numbers for numbers, _ in pairs]
+        self._sources = [value.detach().expand_as(numbers) for numbers, value in pairs]
+        self._versions = [*map(_VERSION, self._numbers)]
+
+
+def same(found: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether two lists have the same objects."""
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+def _has_room(first: torch.Tensor, run: Run) -> bool:
+    """Whether the memory of a run fits where its first gradient begins; else neighbours lie so by chance."""
+    end = (first.storage_offset() + run.numel) * first.itemsize
+    return bool(end <= first.untyped_storage().nbytes())
 
 
 def runs_in(params: Iterable[Any]) -> list[Run]:

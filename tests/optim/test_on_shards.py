@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
 import sys
 import weakref
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tp_nets
 from bed import ranks
-from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.optim import on_shards
 
@@ -194,6 +195,44 @@ def test_neighbours_are_updated_as_one(rank, world_size):
         seldom = {*model.sometimes.parameters()}
         assert all(count == (3 if param in seldom else 4) for param, count in steps.items())
         assert len({count.data_ptr() for count in steps.values()}) == 7  # each its own
+
+
+@ranks(2)
+def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size):
+    """After steps in which all lay side by side; also clipping takes them as they are. Versions move."""
+    models = [sharded(), sharded()]
+    one, other = make("AdamW", models[0]), on_shards(make("AdamW", models[1]))
+
+    def elsewhere(model: Any) -> None:
+        model.first.weight.grad = model.first.weight.grad.clone()
+
+    def otherwise(model: Any) -> None:
+        """The same memory, with other strides."""
+        grad = model.first.weight.grad
+        local = grad._local_tensor
+        turned = local.as_strided(local.shape, (1, local.shape[0]))
+        model.first.weight.grad = DTensor.from_local(
+            turned, grad.device_mesh, grad.placements, shape=grad.shape, stride=grad.stride()
+        )
+
+    def nothing(model: Any) -> None:
+        model.first.bias.grad = None
+
+    for change in (None, None, elsewhere, otherwise, None, nothing, None):
+        for model, optimizer in zip(models, (one, other)):
+            optimizer.zero_grad()
+            backward(model, 0, rank)
+            params = [*model.parameters()]
+            if change is not None:
+                change(model)
+            clip_grad_norm_(model, 0.01)
+            versions = [param._version for param in params if param.grad is not None]
+            optimizer.step()
+            after = [param._version for param in params if param.grad is not None]
+            assert all(map(operator.lt, versions, after))
+        assert_alike([*models[0].parameters()], [*models[1].parameters()])
+        plain = [param.grad.full_tensor() for param in models[1].parameters() if param.grad is not None]
+        assert nn.utils.get_total_norm(plain) <= 0.01
 
 
 def _groups(model: nn.Module, lrs: tuple[float, ...]) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.utils.checkpoint import checkpoint
 
-from bed import ranks
+import mesh_nets
+from bed import ranks, run_ranks
 from fronts import each_front, full, full_state, no_sync, shard, twins
 from fsdp_wrap import (
     CPUOffload,
@@ -24,6 +25,8 @@ from fsdp_wrap import (
     clip_grad_norm_,
     set_gradients_in_place,
 )
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import checkpoint as saved
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_wrap.optim import backward_steps, on_shards, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
@@ -606,6 +609,79 @@ def test_resuming_with_and_without_steps_in_backward(rank, world_size, front, ba
     set_optimizer_state_dict(resumed, second, copy.deepcopy(state), options=FULL)
     train(resumed, second, range(2, 4))
     assert_same_bits(resumed, usual)
+
+
+def _trained(rank: int, world_size: int, front: str, before: int, path: Any) -> None:
+    """Saves a run after two steps on `before` ranks, or ends what was saved there as a plain model would."""
+    torch.manual_seed(0)
+    plain = Chain().double()
+    model = shard(front, copy.deepcopy(plain), POLICY)
+    optimizer = step_in_backward(model, adamw, max_norm=1e9)
+    resumed = world_size != before
+    if resumed:
+        saved.load(path, model, optimizer)
+    for step in range(2, 4) if resumed else range(2):
+        model(batch(0, step)).square().sum().backward()  # all ranks see the same
+    if not resumed:
+        saved.save(path, model, optimizer, step=1)
+        return
+    reference = adamw(plain.parameters())
+    for step in range(4):
+        reference.zero_grad()
+        plain(batch(0, step)).square().sum().backward()
+        reference.step()
+    found, parameters = full_state(model), dict(plain.named_parameters())
+    for name, param in parameters.items():
+        torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-10)
+    for name, entry in get_optimizer_state_dict(model, optimizer, options=FULL)["state"].items():
+        for key, value in reference.state[parameters[name]].items():
+            torch.testing.assert_close(entry[key], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("giver", "before", "taker", "after"),
+    [("flat", 2, "composable", 3), ("composable", 3, "orig", 1), ("orig", 1, "flat", 2)],
+)
+def test_checkpoints_fit_other_numbers_of_ranks(tmp_path, giver, before, taker, after):
+    run_ranks(before, _trained, giver, before, tmp_path)
+    run_ranks(after, _trained, taker, before, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front", ["ours", "orig", "flat"])
+@ranks(4)
+def test_tensor_parallelism_and_hybrid_meshes(rank, world_size, front):
+    """Against a plain model, with the norm and without; the two bounds of a norm hold nothing back."""
+    for kind in ("tp", "hybrid", "hybrid_tp"):
+        plain, model = mesh_nets.net(0), mesh_nets.on_mesh(front, kind, seed=0)
+        optimizer = step_in_backward(model, adamw, max_norm=None if kind == "hybrid" else 1e9)
+        reference = adamw(plain.parameters())
+        for step in range(3):
+            norm = _plain_norm(plain, step)
+            mesh_nets.train(plain, reference, step)
+            mesh_nets.train(model, optimizer, step)
+            if kind != "hybrid":
+                torch.testing.assert_close(backward_steps(optimizer).total_norm, norm, rtol=1e-9, atol=0)
+        with FSDP.summon_full_params(model, writeback=False):
+            found = {
+                name.replace("_fsdp_wrapped_module.", ""): full(param.detach()).clone()
+                for name, param in model.named_parameters()
+            }
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-9, msg=f"{kind}: {name}")
+
+
+def _plain_norm(plain: nn.Module, step: int) -> torch.Tensor:
+    copied = copy.deepcopy(plain)
+    norms: list[torch.Tensor] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            norms.append(nn.utils.get_total_norm([param.grad for param in copied.parameters()]))
+
+    mesh_nets.train(copied, Noting(copied.parameters()), step)
+    return norms[0]
 
 
 def _like(param: Any, value: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import re
 import sys
 from functools import partial
 
@@ -24,6 +25,7 @@ from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, reco
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap.tools.memory import tell_of_memory
+from fsdp_wrap.tools.planning.page import size
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
@@ -323,6 +325,22 @@ def test_a_plan_goes_to_json_and_back_and_is_read_by_people(tmp_path):
     page = str(plan)
     assert max(map(len, page.splitlines())) <= 80
     assert all(text in page for text in ("at rest", "peak", "layers.0", "all_gather", "Predicted on small"))
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+def test_padding_of_aligned_shards_is_shown(front):
+    """As much as `repr` tells, where shards are aligned."""
+    aligned = partial(made, front, shard_alignment=700)
+    found, usual = fsdp_wrap.plan(aligned, RANKS), fsdp_wrap.plan(partial(made, front), RANKS)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    shown = repr(aligned()[0])
+    dist.destroy_process_group()
+    told = [int(each) for each in re.findall(r"aligned to [^)]*, (\d+) of padding", shown)]
+    assert [unit.padding_bytes for unit in found.units] == [4 * each for each in told]
+    assert len(told) == 4 and all(told)
+    assert not any(unit.padding_bytes for unit in usual.units) and "padding" not in str(usual)
+    assert f"take {size(4 * sum(told))} of padding in all ranks together" in str(found)
+    assert str(found).endswith(f": {size(4 * max(told))}")
 
 
 def test_a_picture_of_a_plan(tmp_path):

@@ -28,6 +28,7 @@ from fronts import each_front, shard
 from fsdp_wrap import CPUOffload, EventKind, record_events, timeline
 from fsdp_wrap._comm import messages
 from fsdp_wrap._core import Computing, step_watchers
+from fsdp_wrap.optim import step_in_backward
 from fsdp_wrap.tools.timeline import Timeline, load, merge
 from fsdp_wrap.tools.timeline.assemble import Assembler
 from fsdp_wrap.tools.timeline.clocks import align
@@ -319,7 +320,7 @@ def test_files_that_are_no_timelines(tmp_path):
     path.write_text('{"fsdp_wrap": {"format": 99, "ranks": []}}')
     with pytest.raises(ValueError, match="format 99"):
         load(path)
-    path.write_text('{"fsdp_wrap": {"format": 1, "ranks": [{"rank": 0}]}}')
+    path.write_text('{"fsdp_wrap": {"format": 2, "ranks": [{"rank": 0}]}}')
     with pytest.raises(ValueError, match="is damaged.*host"):
         load(path)
 
@@ -352,6 +353,58 @@ def test_on_an_accelerator(front, tmp_path):
             assert transfer.waits and transfer.begin <= transfer.end <= transfer.waits[0].end
         _nests(record.compute)
     assert "2 ranks on one host" in recorded.report()
+
+
+class _Sleeping(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(0.03)
+        super().step(closure)
+
+
+class _SlowBlock(Block):
+    def forward(self, x):
+        x = 1.0 * x
+        if x.requires_grad:
+            x.register_hook(lambda grad: time.sleep(0.03))
+        return super().forward(x)
+
+
+class _SlowNet(Net):
+    block = _SlowBlock
+
+
+@each_front
+@ranks(1)
+def test_updates_in_the_backward(rank, world_size, front, tmp_path):
+    """In a thread they are a track of their own, beside the backward of other units; else part of it."""
+    for in_thread in (True, False):
+        model = shard(front, _SlowNet(), ModuleWrapPolicy({_SlowBlock}))
+        step_in_backward(model, lambda params: _Sleeping(params, lr=0.1), in_thread=in_thread)
+        with timeline(model) as recorded:
+            for _ in range(STEPS):
+                model(torch.ones(2, WIDTH)).sum().backward()
+        recorded.save(tmp_path / "trace.json")
+        processes, tracks = _checked(_events_in(tmp_path / "trace.json"))
+        assert load(tmp_path / "trace.json").ranks == recorded.ranks
+        (record,) = recorded.ranks
+        within = [each for each in record.compute if each.what == "update"]
+        updates = [*record.updates] if in_thread else within
+        assert (not within) if in_thread else (not record.updates)
+        assert sorted(each.unit for each in updates) == sorted(["", "blocks.0", "blocks.1"] * STEPS)
+        assert all(each.end - each.begin >= 25_000_000 for each in updates)
+        assert not any(each.what == "optimizer" for each in record.compute)
+        _nests(record.compute)
+        told = [line for line in recorded.report().splitlines() if line.startswith("The host updates units")]
+        assert len(told) == in_thread
+        if in_thread:
+            first, second = (
+                each for each in record.compute if (each.what, each.unit) == ("backward", "blocks.0")
+            )
+            beside = [each for each in updates if each.unit == "blocks.1"]
+            assert all(
+                each.begin < slow.end and slow.begin < each.end for each, slow in zip(beside, (first, second))
+            )
+            assert int(told[0].split("%")[0].split()[-1]) >= 10
 
 
 @ranks(1)

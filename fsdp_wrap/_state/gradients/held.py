@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
+from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
 from fsdp_wrap._params import Layout, ParamHandle, Segment, held_by_this_rank
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 
-_TRAINS, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
-_BASE = operator.attrgetter("grad._base")
+_TRAINS, _BASE = operator.attrgetter("requires_grad"), operator.attrgetter("_base")
+_GRAD, _GRAD_LOCAL = operator.attrgetter("grad"), operator.attrgetter("grad._local_tensor")
 _GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")
 _END = object()  # of what is watched: more there would go unseen
 _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
@@ -56,6 +57,8 @@ class HeldGradients:
         units: The units.
         shares: The gradients, by the ranks that hold them.
         device: Where the units compute.
+        distributed: Whether tensor parallelism has distributed a parameter, so that ranks of other units hold
+            parts.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,8 +69,11 @@ class HeldGradients:
         self.device = next((one.communicator.device for one in self._handles), torch.device("cpu"))
         sharded = {id(source) for segment in self._segments for source in segment.layout.sources}
         self._others = [param for param in module.parameters() if id(param) not in sharded]
+        self.distributed = any(isinstance(param, DTensor) for param in self._others) or any(
+            segment.layout.distributed is not None for segment in self._segments
+        )
         self.shares = _shares([*self._handles, None] if self._others else self._handles)
-        self._blocks = {share: _Blocks(share.handles) for share in self.shares}
+        self._blocks = {share: _blocks_of(share.handles) for share in self.shares}
         self._generations = [*map(_GENERATION, self._handles)]
         self._watch(module)
 
@@ -131,18 +137,12 @@ class HeldGradients:
             without: Those of these are passed over.
         """
         handles = [each for each in share.handles if each not in without] if without else share.handles
-        found = (_Blocks(handles) if without else self._blocks[share]).find()
+        blocks = _blocks_of(handles) if without else self._blocks[share]
+        found = [block for each in blocks for block in each.find()]
         if None in handles:
             strided = map(_strided, self.replicated)
             found += [grad for grad in strided if grad is not None and grad.numel() > 0]
         return found
-
-    @property
-    def distributed(self) -> bool:
-        """Whether tensor parallelism has distributed a parameter, so that ranks of other units hold parts."""
-        if any(isinstance(param, DTensor) for param in self._others):
-            return True
-        return any(segment.layout.distributed is not None for segment in self._segments)
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
         """Returns what this rank holds of gradients, by the ranks that hold the rest; none of them empty.
@@ -218,43 +218,71 @@ def over_of(grad: torch.Tensor) -> Over:
 class _Blocks:
     """The gradients of several units, in as few tensors as possible.
 
-    Slices of one shard have gradients that are views of one reduced shard, most of the time, and lie in it
-    as the slices lie in theirs. Whether they do is seen for all at once, in a fraction of the time that it
-    takes to ask the layouts.
+    What a rank holds of a unit's gradients are views of one reduced shard, most of the time, and lie in it as
+    the sharded parameters lie in theirs. Whether they do is seen for all at once, in a fraction of the time
+    that it takes to ask the layouts.
 
     Args:
-        handles: Of the units; None among them stands for none.
+        layouts: Of the units.
+        of_dtensors: Whether their sharded parameters are `DTensor`s: all, or else none.
     """
 
-    def __init__(self, handles: Iterable[ParamHandle | None]) -> None:
-        self._layouts = [segment.layout for segment in _segments(handles)]
+    def __init__(self, layouts: Sequence[Layout], of_dtensors: bool) -> None:
+        self._layouts, self._gradient_of = layouts, _GRAD_LOCAL if of_dtensors else _GRAD
         held = [
             [param for param in dict.fromkeys(layout.sources) if held_by_this_rank(param).numel()]
-            for layout in self._layouts
+            for layout in layouts
         ]
         self._params = [*chain.from_iterable(held)]
-        shards = [(layout.flat_param, params) for layout, params in zip(self._layouts, held) if params]
-        self._firsts = [params[0] for _, params in shards]
-        self._counts = [len(params) for _, params in shards]
-        self._numels = [shard.numel() for shard, _ in shards]
-        begins = self._spread([shard for shard, _ in shards])
-        self._offsets = [*map(operator.sub, map(_DATA_PTR, self._params), begins)]
+        filled = [(layout, params) for layout, params in zip(layouts, held) if params]
+        shards = [layout.flat_param for layout, _ in filled]
+        self._counts = [len(params) for _, params in filled]
+        self._firsts = [*accumulate(self._counts, initial=0)][:-1]
+        self._numels = [shard.numel() for shard in shards]
+        pieces = [*map(held_by_this_rank, self._params)]
+        self._offsets = [*map(operator.sub, map(_DATA_PTR, pieces), self._spread(shards))]
+        # Numbers by which ranks tell each other something are no gradients, but padding is zero.
+        self._parts = [
+            _part_of(layout.flat_param, [*map(held_by_this_rank, params)]) if layout.noted_numel else None
+            for layout, params in filled
+        ]
 
     def find(self) -> list[torch.Tensor]:
         """Returns them as `Layout.gradient_blocks` does: none empty, zero padding perhaps among them."""
         try:
-            blocks = [*map(_BASE, self._firsts)]
-            expected = [*map(operator.add, self._spread(blocks), self._offsets)]
-            if [*map(_NUMEL, blocks)] == self._numels:
-                if [*map(_DATA_PTR, map(_GRAD, self._params))] == expected:
-                    return blocks
+            with DisableTorchFunctionSubclass():  # which a getter would look for on each
+                grads = [*map(self._gradient_of, self._params)]
+            shards = [*map(_BASE, map(grads.__getitem__, self._firsts))]
+            if [*map(_NUMEL, shards)] == self._numels:
+                expected = [*map(operator.add, self._spread(shards), self._offsets)]
+                if [*map(_DATA_PTR, grads)] == expected:
+                    return [*map(_cut, shards, self._parts)]
         except (AttributeError, TypeError):  # a parameter has no gradient, or one that is no view
             pass
         return [block for layout in self._layouts for block in layout.gradient_blocks()]
 
-    def _spread(self, blocks: Sequence[torch.Tensor]) -> chain[int]:
-        """For each parameter, the address of its block."""
-        return chain.from_iterable(map(repeat, map(_DATA_PTR, blocks), self._counts))
+    def _spread(self, shards: Sequence[torch.Tensor]) -> chain[int]:
+        """For each parameter, the address of its shard."""
+        return chain.from_iterable(map(repeat, map(_DATA_PTR, shards), self._counts))
+
+
+def _blocks_of(handles: Iterable[ParamHandle | None]) -> list[_Blocks]:
+    kinds: dict[bool, list[Layout]] = {}
+    for segment in _segments(handles):
+        layout = segment.layout
+        kinds.setdefault(any(isinstance(each, DTensor) for each in layout.sources), []).append(layout)
+    return [_Blocks(layouts, of_dtensors) for of_dtensors, layouts in kinds.items()]
+
+
+def _part_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> slice:
+    """Returns where in a shard its pieces lie."""
+    begin, size = shard.data_ptr(), shard.element_size()
+    starts = [(piece.data_ptr() - begin) // size for piece in pieces]
+    return slice(min(starts), max(map(operator.add, starts, map(_NUMEL, pieces))))
+
+
+def _cut(shard: torch.Tensor, part: slice | None) -> torch.Tensor:
+    return shard if part is None else shard[part]
 
 
 def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:

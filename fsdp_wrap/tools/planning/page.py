@@ -79,6 +79,11 @@ def _units(plan: Plan) -> Iterator[str]:
         yield f"{_short(name):<{_NAME}}{cells}"
     if len(rows) > _MOST_UNITS:
         yield f"... and {len(rows) - _MOST_UNITS} more lines: see Plan.units"
+    most = max(plan.units, key=lambda unit: unit.padding_bytes, default=None)
+    if most is not None and most.padding_bytes:
+        padding = sum(unit.padding_bytes for unit in plan.units)
+        yield f"Aligned shards take {size(padding)} of padding in all ranks together,"
+        yield f"most in {most.name or '(root)'}: {size(most.padding_bytes)}"
 
 
 def _alike(units: Sequence[UnitPlan]) -> Iterable[tuple[str, UnitPlan]]:

@@ -92,6 +92,8 @@ class UnitPlan:
         compute_seconds: Predicted seconds in which it computes; None without a machine.
         communication_seconds: Predicted seconds in which its collectives run; None without a machine.
         wait_seconds: Predicted seconds in which its computation waits for them; None without a machine.
+        padding_bytes: Bytes of all ranks' shards that belong to no parameter, in the master dtype, where
+            `shard_alignment` says where these begin; else 0.
     """
 
     name: str
@@ -105,6 +107,7 @@ class UnitPlan:
     compute_seconds: float | None = None
     communication_seconds: float | None = None
     wait_seconds: float | None = None
+    padding_bytes: int = 0
 
 
 @dataclass(frozen=True)

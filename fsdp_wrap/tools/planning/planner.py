@@ -248,6 +248,11 @@ class _Planner:
             reductions=self._recorder.reductions[name],
             payload_bytes=self._recorder.payload[name],
             wire_bytes=dict(wire),
+            padding_bytes=sum(
+                layout.padding_numel * layout.dtype.itemsize
+                for layout in layouts
+                if layout.alignment is not None
+            ),
             **prediction.of_unit(name),
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from fsdp_wrap._core import Computing
 from fsdp_wrap.tools.timeline.records import AT_MOST, GATHER, RankRecord, Transfer, Wait
 
 _COMPUTES = ("forward", "recompute", "backward")
@@ -196,6 +197,12 @@ class Analysis:
         )
 
     @property
+    def updates(self) -> tuple[int, int]:
+        """How many nanoseconds all updates took in threads of the host, and how many of them beside units."""
+        found = [_beside_units(record) for record in self._ranks.values()]
+        return sum(whole for whole, _ in found), sum(beside for _, beside in found)
+
+    @property
     def waits(self) -> Iterator[SplitWait]:
         """All waits of all units."""
         for unit in self.units.values():
@@ -261,3 +268,17 @@ def _joined(ranks: Iterable[RankRecord]) -> Iterator[Joint]:
                 last = max(begins, key=lambda rank: begins[rank])
                 joints.append(Joint(own, begins, last, len(begins) == len(needed)))
     yield from sorted(joints, key=lambda joint: min(joint.begins.values()))
+
+
+def _beside_units(record: RankRecord) -> tuple[int, int]:
+    """Returns how long the updates of a rank took in a thread, and how long backwards went on meanwhile."""
+    whole = beside = 0
+    computing = [each for each in record.compute if each.what == Computing.BACKWARD.value]
+    for update in record.updates:
+        whole += update.end - update.begin
+        reached = update.begin
+        for each in computing:  # in the order of their beginnings; they may nest
+            begin, end = max(each.begin, reached), min(each.end, update.end)
+            if begin < end:
+                beside, reached = beside + end - begin, end
+    return whole, beside

@@ -16,10 +16,11 @@ BLOCKED_NS = 50_000
 
 _ISSUES = {SpanKind.GATHER: GATHER, SpanKind.REDUCE: REDUCE}
 _AWAITED = {SpanKind.AWAIT_GATHER: GATHER, SpanKind.AWAIT_REDUCTION: REDUCE}
-_WAITS = {
+_SLICES = {
     SpanKind.AWAIT_GATHER: "wait for gather",
     SpanKind.AWAIT_REDUCTION: "wait for reduction",
     SpanKind.AWAIT_COPIES: "wait for copies",
+    SpanKind.UPDATE: "update",
 }
 OPTIMIZER = "optimizer"
 
@@ -140,12 +141,12 @@ class Assembler:
         issued = _ISSUES.get(span.kind)
         if issued is not None:
             self._issue(span, issued, entry)
-        elif span.kind in _WAITS:
+        elif span.kind in _SLICES:
             unit = self._name(span.owners[0])
             number = self._awaited.get((_AWAITED.get(span.kind, ""), span.owners[0]), -1)
             track = self.host if self._on_device and span.kind is SpanKind.AWAIT_COPIES else self.track
             at = entry.at if track is self.host else self._time(entry)
-            track.begin(_Open(_WAITS[span.kind], unit, at, span, number))
+            track.begin(_Open(_SLICES[span.kind], unit, at, span, number))
 
     def _issue(self, span: Span, kind: str, entry: Entry) -> None:
         units = tuple(map(self._name, span.owners))
@@ -161,9 +162,10 @@ class Assembler:
     def _end_span(self, entry: Entry) -> None:
         span = entry.subject
         kind, awaited = _ISSUES.get(span.kind), _AWAITED.get(span.kind)
-        track = self.host if self._on_device and awaited is None else self.track
+        on_track = awaited is not None or span.kind is SpanKind.UPDATE
+        track = self.host if self._on_device and not on_track else self.track
         at = entry.at if track is self.host else self._time(entry)
-        opened = track.end(at) if kind or span.kind in _WAITS else None
+        opened = track.end(at) if kind or span.kind in _SLICES else None
         if kind is not None and span in self._of_span:
             self._transfers[self._of_span[span]].issued = entry.at
             if kind == REDUCE:
@@ -256,6 +258,11 @@ class Assembler:
             if purpose not in (GATHER, REDUCE):
                 times = self._recorder.time_of(begin), self._recorder.time_of(end)
                 yield Slice(purpose, self._name(span.owners[0]), *times, -1, span.nbytes)
+
+    def updates(self) -> Iterable[Slice]:
+        """Yields the updates of units beside the backward."""
+        for span, begin, end in self._recorder.updates:
+            yield Slice(_SLICES[span.kind], self._name(span.owners[0]), begin, end)
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_wrap._comm import Accelerator, when_completed
-from fsdp_wrap._core import Computing, Span
+from fsdp_wrap._core import Computing, Span, SpanKind
 
 
 class Mark(Enum):
@@ -59,6 +59,14 @@ class Lane(NamedTuple):
     end: Any
 
 
+class Update(NamedTuple):
+    """An update of a unit beside the backward, in a thread of its own, by the host's clock."""
+
+    span: Span
+    begin: int
+    end: int
+
+
 class Recorder:
     """A `StepWatcher` that keeps what concerns some units.
 
@@ -71,6 +79,7 @@ class Recorder:
         completed: Of each span, when its works were complete.
         works: Of each span, of how many works that is told.
         lanes: What was issued on streams.
+        updates: Of units, beside the backward.
         base: The host's clock and a timing event of the same moment; None for the CPU.
     """
 
@@ -88,6 +97,8 @@ class Recorder:
         self.completed: dict[Span, list[int]] = {}
         self.works: dict[Span, int] = {}
         self.lanes: list[Lane] = []
+        self.updates: list[Update] = []
+        self._updating: dict[Span, int] = {}  # those that are beside it now, and since when
         self._accelerator = accelerator
         self._running: dict[int, list[Span]] = {}  # by thread: those of one thread nest
         self._hooks = ExitStack()
@@ -116,15 +127,24 @@ class Recorder:
     # as a StepWatcher
 
     def begin(self, span: Span) -> None:
-        if span.owners and span.owners[0] in self.names:
-            self._running.setdefault(get_ident(), []).append(span)
+        if not span.owners or span.owners[0] not in self.names:
+            return
+        running = self._running.setdefault(get_ident(), [])
+        running.append(span)
+        if span.beside:
+            self._updating[span] = perf_counter_ns()
+        elif not running[0].beside:  # two threads must not write to one log
             self._note(Mark.BEGIN, span)
 
     def end(self, span: Span) -> None:
         running = self._running.get(get_ident())
-        if running and running[-1] is span:
+        if not running or running[-1] is not span:
+            return
+        running.pop()
+        if span.beside:
+            self.updates.append(Update(span, self._updating.pop(span), perf_counter_ns()))
+        elif not running or not running[0].beside:
             self._note(Mark.END, span)
-            running.pop()
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
         if owner in self.names:
@@ -165,6 +185,8 @@ class Recorder:
 
     def _optimizer_hook(self, mark: Mark) -> Callable[[Any, Any, Any], None]:
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if any(each.kind is SpanKind.UPDATE for each in self._running.get(get_ident(), ())):
+                return  # a step in the backward, which its span tells
             if any(
                 id(param) in self._params for group in optimizer.param_groups for param in group["params"][:1]
             ):

@@ -165,6 +165,7 @@ def _record_of(recorder: Recorder, rank: int, device: str, clock: Clock, begin: 
         tuple(found.transfers()),
         found.levels,
         found.peaks,
+        tuple(found.updates()),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 """Of saved records; another one is refused."""
 
 GATHER, REDUCE = "gather", "reduce"
@@ -77,7 +77,7 @@ class Slice:
 
     Attributes:
         what: "forward", "recompute", "backward", "issue gather", "issue reduce", "wait for gather",
-            "wait for reduction", "wait for copies", "optimizer", "to device" or "to host".
+            "wait for reduction", "wait for copies", "optimizer", "update", "to device" or "to host".
         unit: Of whom; "" for the root, or where it is nobody's.
         begin: When it began.
         end: When it ended.
@@ -129,6 +129,7 @@ class RankRecord:
         transfers: Gathers and reductions, in the order of their issue.
         levels: What was held.
         peaks: The most bytes of each unit's full parameters and of its gradients on their way at once.
+        updates: Of units by `step_in_backward`, in a thread of the host beside the backward.
     """
 
     rank: int
@@ -145,6 +146,7 @@ class RankRecord:
     transfers: tuple[Transfer, ...]
     levels: tuple[Level, ...]
     peaks: Mapping[str, int]
+    updates: tuple[Slice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the same as JSON knows it: lists of values in place of objects."""
@@ -170,6 +172,7 @@ _ROWS: Mapping[str, type[Any]] = {
     "compute": Slice,
     "host_side": Slice,
     "copies": Slice,
+    "updates": Slice,
     "transfers": Transfer,
     "levels": Level,
 }

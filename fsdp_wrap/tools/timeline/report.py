@@ -44,6 +44,7 @@ def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
         f"The computation waits {_ms(waited)} ms of a pass ({share:.0%}): {_ms(late)} ms for late ranks, "
         f"{_ms(waited - late)} ms for transfers."
     )
+    yield from _updates(found, passes)
     yield from _late_rank(found, waits, len(ranks))
     error = max(record.clock_error for record in ranks)
     if error:
@@ -51,6 +52,16 @@ def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
     incomplete = not all(joint.complete for joint in found.joint)
     if incomplete:
         yield "Some ranks' records are missing: waits for those ranks count as transfers. Merge all files."
+
+
+def _updates(found: Analysis, passes: int) -> Iterator[str]:
+    """Tells how long units were updated in threads of the host, if they were."""
+    whole, beside = found.updates
+    if whole:
+        yield (
+            f"The host updates units for {_ms(whole / passes)} ms of a pass in a thread of its own, "
+            f"{beside / whole:.0%} of that beside the backward of others."
+        )
 
 
 def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:

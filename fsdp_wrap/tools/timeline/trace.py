@@ -16,8 +16,8 @@ from typing import Any
 from fsdp_wrap.tools.timeline.records import FORMAT, GATHER, REDUCE, RankRecord, Slice, Transfer
 
 _KEY = "fsdp_wrap"
-COMPUTE, HOST, COPIES = "compute", "host", "host copies"
-_FIRST = {COMPUTE: 1, HOST: 2, GATHER: 10, REDUCE: 30, COPIES: 50}
+COMPUTE, HOST, COPIES, UPDATES = "compute", "host", "host copies", "host updates"
+_FIRST = {COMPUTE: 1, HOST: 2, GATHER: 10, REDUCE: 30, COPIES: 50, UPDATES: 60}
 """The number of each kind of track; those of transfers that overlap follow."""
 
 Event = dict[str, Any]
@@ -77,8 +77,9 @@ def _events_of(record: RankRecord, begin: int) -> Iterator[Event]:
         transfer = record.transfers[number]
         yield tracks.transfer(_FIRST[transfer.kind] + row, transfer)
         yield from tracks.flow(number, _FIRST[transfer.kind] + row, _FIRST[on])
-    for each in record.copies:
-        yield tracks.slice(_FIRST[COPIES], each)
+    for name, slices in ((COPIES, record.copies), (UPDATES, record.updates)):
+        for each in slices:
+            yield tracks.slice(_FIRST[name], each)
     yield from tracks.counters()
 
 
@@ -120,6 +121,7 @@ class _Tracks:
         )
         yield {**self._meta("process_sort_index", 0, ""), "args": {"sort_index": record.rank}}
         used = {COMPUTE: 1, HOST: bool(record.host_side), COPIES: bool(record.copies)}
+        used[UPDATES] = bool(record.updates)
         for row, number in _rows(record.transfers):
             kind = record.transfers[number].kind
             used[kind] = max(used.get(kind, 0), row + 1)
