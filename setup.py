@@ -31,7 +31,7 @@ setup(
     entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "ruff", "mypy"],
+        "dev": [*TEST, "build", "coverage>=7.10", "mypy", "pre-commit", "ruff", "twine"],
         "clients": CLIENTS,
         "benchmarks": PICTURES,
         "tools": PICTURES,

@@ -26,7 +26,7 @@ atexit.register(_pool.close)
 
 def shutdown() -> None:
     """End the pool's processes; a later job starts new ones."""
-    _pool.close()
+    _pool.dismiss()
 
 
 def run_ranks(
@@ -61,7 +61,7 @@ def run_isolated(
     try:
         return crew.run(make_job(fn, args, {}, world_size, timeout, backend), grace)
     finally:
-        crew.close()
+        crew.dismiss()
 
 
 def make_job(
