@@ -127,6 +127,6 @@ if TYPE_CHECKING:
 else:
     __getattr__ = _names_of_folders(__name__, "tools", "weights", "optim")
 
-# It gives the front-ends what programs for torch's read of them, as soon as it is imported. It may be left out.
+# It gives the front-ends what programs for torch's read of them. It may be left out.
 if find_spec("fsdp_wrap.compat"):
     import_module("fsdp_wrap.compat")
