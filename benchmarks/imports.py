@@ -1,4 +1,4 @@
-"""Milliseconds of `import fsdp_wrap`: its own files, and what it needs beyond `import torch`; cases take turns.
+"""Milliseconds of `import fsdp_wrap`: its own files, and what it needs beyond `import torch`; all take turns.
 
     python -m benchmarks.imports [--rounds 15]
 
