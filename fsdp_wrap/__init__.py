@@ -105,6 +105,9 @@ __all__ = [
 
 # Importing these would take as long as all of the above. Who asks for one of their names imports them.
 if TYPE_CHECKING:
+    from fsdp_wrap import optim as optim
+    from fsdp_wrap import tools as tools
+    from fsdp_wrap import weights as weights
     from fsdp_wrap.tools import (
         Choice,
         Fit,

@@ -40,7 +40,7 @@ def test_record_has_what_users_call():
     lines = public_api.lines_of(fsdp_wrap)
     for start in (
         "fsdp_wrap.fully_shard(module, *, mesh=None, ",
-        "fsdp_wrap.FullyShardedDataParallel.no_sync()",
+        "fsdp_wrap.FullyShardedDataParallel.no_sync(*, reduce_within_copy=False)",
         "fsdp_wrap.ShardingStrategy.FULL_SHARD = 1",
         "fsdp_wrap.checkpoint.save(",
         "fsdp_wrap.optim.Muon.step(",
