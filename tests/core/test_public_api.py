@@ -47,7 +47,7 @@ def test_record_has_what_users_call():
         "fsdp_wrap.wrap.",
     ):
         assert any(line.startswith(start) for line in lines), start
-    assert not any("._" in line.partition("(")[0] for line in lines)
+    assert not any("._" in line.partition("(")[0] for line in lines if " = " not in line)
     assert not any("forward(*args" in line and "FSDPModule" in line for line in lines)
 
 
