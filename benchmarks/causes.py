@@ -128,7 +128,8 @@ class Profiled:
                 cause = cause_of(entry.code.co_filename)
                 calls[phase][cause] += entry.callcount
                 built_in = (called for called in entry.calls or () if isinstance(called.code, str))
-                seconds[phase][cause] += entry.inlinetime + sum(called.inlinetime for called in built_in)
+                spent = entry.inlinetime + sum(called.inlinetime for called in built_in)
+                seconds[phase][cause] += spent  # type: ignore[assignment]  # Counter's type knows integers only
         return calls, seconds
 
 

@@ -157,7 +157,8 @@ def measure(case_name: str, names: list[str], rounds: int, folder: str) -> dict[
     case = CASES[case_name]
     competitors = {name: COMPETITORS[name](case) for name in names}
     for competitor in competitors.values():
-        competitor.step(), competitor.step()
+        competitor.step()
+        competitor.step()
     folders = {name: Path(folder, name) for name in names}
 
     def save(name: str) -> None:

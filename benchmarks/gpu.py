@@ -289,7 +289,8 @@ def roofline(params: int, tokens: int, device: torch.device, size: int) -> float
 
 
 def _seconds(action: Callable[[], Any], repeats: int = 5) -> float:
-    action(), _synchronize()
+    action()
+    _synchronize()
     started = time.perf_counter()
     for _ in range(repeats):
         action()

@@ -42,6 +42,7 @@ class GatherEverything:
     @torch.no_grad()
     def step(self) -> None:
         for param, momentum in zip(self._params, self._momentum):
+            assert param.grad is not None
             momentum.lerp_(param.grad, 0.05)
             update: Any = param.grad.lerp(momentum, 0.95)
             full = _orthogonalized(update.full_tensor())

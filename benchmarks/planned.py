@@ -103,7 +103,7 @@ class Way:
         options: dict[str, Any] = {"mp_policy": mixed} if self.mixed else {}
         if self.offload:
             options["offload_policy"] = fsdp_wrap.CPUOffloadPolicy()
-        shard = partial(fsdp_wrap.fully_shard, **options)
+        shard: Callable[[nn.Module], Any] = partial(fsdp_wrap.fully_shard, **options)
         for block in [each for each in model.modules() if _is_outer(each, model)]:
             shard(block)
         if self.around:

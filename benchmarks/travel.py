@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +74,8 @@ class Competitor:
     def __init__(self, case: str, front: str, nbytes: int | None, shared_memory: bool) -> None:
         make, batch = MODELS[case]
         torch.manual_seed(0)
-        model, options = make(), {"shared_memory": shared_memory, "travel_together_bytes": nbytes}
+        model = make()
+        options: dict[str, Any] = {"shared_memory": shared_memory, "travel_together_bytes": nbytes}
         if front == "wrapper":
             policy = ModuleWrapPolicy({Block})
             model = fsdp_wrap.FullyShardedDataParallel(

@@ -20,6 +20,7 @@ Prints, beside what the `Trainer` logs:
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
@@ -40,12 +41,13 @@ def main() -> None:
     parser.add_argument("folder", help="where the Trainer saves")
     folder = parser.parse_args().folder
     set_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, **sizes))
     windows = read_windows()
     arguments = TrainingArguments(
         folder,
-        fsdp=True,
+        fsdp=True,  # type: ignore[arg-type]  # transformers takes it, and its types do not say so
         fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         per_device_train_batch_size=8,
         learning_rate=3e-3,

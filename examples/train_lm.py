@@ -43,6 +43,8 @@ from fsdp_wrap.wrap import NameWrapPolicy
 EVAL_BATCH = 32
 PROMPT = b"def "
 TEMPERATURE = 0.8
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+"""Without tqdm's own rate, so that all figures fit into a terminal of 80 columns."""
 
 
 @dataclass
@@ -154,7 +156,7 @@ def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
     recording = Recording(options.timeline, world)
     tokens = run.share.global_batch * options.context
     todo = range(first_step, options.steps + 1)
-    bar = tqdm(todo, initial=first_step - 1, total=options.steps, unit="step", disable=not world.is_first)
+    bar = tqdm(todo, initial=first_step - 1, total=options.steps, bar_format=BAR, disable=not world.is_first)
     seconds, shown = 0.0, {}
     for done, step in enumerate(bar, 1):
         started = time.perf_counter()
@@ -164,7 +166,7 @@ def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
         if step % options.eval_every == 0 and step < options.steps:
             shown["val"] = f"{run.evaluate():.3f}"
         speed, peak = done * tokens / seconds, launch.peak_memory_bytes(world.device) / 2**20
-        shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{speed:.0f}", "peak MB": f"{peak:.0f}"}
+        shown |= {"loss": f"{loss:.3f}", "tok/s": f"{speed:.0f}", "MB": f"{peak:.0f}"}
         bar.set_postfix(shown, refresh=False)
         if folder and (step % options.checkpoint_every == 0 or step == options.steps):
             folder.save(step, run.model, run.optimizer)

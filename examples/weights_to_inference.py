@@ -85,7 +85,8 @@ def train(way: str, where: str, steps: int, every: int) -> None:
     model = FSDP(GPT(CONFIG), auto_wrap_policy=NameWrapPolicy("Block"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     corpus = Corpus.load(None, CONFIG.context)
-    engine, generator = WeightSender(None), None
+    engine: WeightSender | WeightFolder = WeightSender(None)
+    generator = None
     if dist.get_rank() == 0:
         command = [sys.executable, __file__, "--generate", "--way", way, "--where", where]
         generator = subprocess.Popen(command)

@@ -2,10 +2,12 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
 from fsdp_wrap._core import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._core import __version__ as __version__
+from fsdp_wrap._core import names_of_folders as _names_of_folders
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import set_travel_together_bytes
@@ -37,25 +39,6 @@ from fsdp_wrap.forward_methods import register_fsdp_forward_method
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.replicate import ReplicateModule, replicate
-from fsdp_wrap.tools import (
-    Choice,
-    Fit,
-    HostMemory,
-    Machine,
-    Moment,
-    Place,
-    Plan,
-    PlanningError,
-    Timeline,
-    UnitPlan,
-    explain_memory_errors,
-    fit,
-    measure_machine,
-    plan,
-    preset,
-    timeline,
-)
-from fsdp_wrap.weights import weight_changes, weight_source
 
 __all__ = [
     "BackwardPrefetch",
@@ -120,7 +103,33 @@ __all__ = [
     "weight_source",
 ]
 
-# Add-ons fill the seams that the core keeps for them as soon as they are imported. Each may be left out.
-for _add_on in ("_comm.shared_memory", "_compression", "optim", "compat"):
-    if find_spec(f"fsdp_wrap.{_add_on}"):
-        import_module(f"fsdp_wrap.{_add_on}")
+# Importing these would take as long as all of the above. Who asks for one of their names imports them.
+if TYPE_CHECKING:
+    from fsdp_wrap import optim as optim
+    from fsdp_wrap import tools as tools
+    from fsdp_wrap import weights as weights
+    from fsdp_wrap.tools import (
+        Choice,
+        Fit,
+        HostMemory,
+        Machine,
+        Moment,
+        Place,
+        Plan,
+        PlanningError,
+        Timeline,
+        UnitPlan,
+        explain_memory_errors,
+        fit,
+        measure_machine,
+        plan,
+        preset,
+        timeline,
+    )
+    from fsdp_wrap.weights import weight_changes, weight_source
+else:
+    __getattr__ = _names_of_folders(__name__, "tools", "weights", "optim")
+
+# It gives the front-ends what programs for torch's read of them. It may be left out.
+if find_spec("fsdp_wrap.compat"):
+    import_module("fsdp_wrap.compat")

@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -21,6 +21,12 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 
 class DataError(ValueError):
     """A corpus that cannot be trained on."""
+
+
+class Source(Protocol):
+    """What batches come from."""
+
+    def batch(self, key: str, size: int, context: int, taken: slice = slice(None)) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Share:
         """Factor of a rank's sum of losses, such that the mean over ranks is the mean over all windows."""
         return self.ranks / self.global_batch
 
-    def windows(self, corpus: Corpus, key: str, context: int) -> Iterator[tuple[Batch, int]]:
+    def windows(self, corpus: Source, key: str, context: int) -> Iterator[tuple[Batch, int]]:
         """The windows of each forward, and how many of them count.
 
         Ranks run in lockstep: where one has no window left, it computes on another's, which does not count.

@@ -36,7 +36,9 @@ SAME_SETTINGS = "Set variables and pass shared_memory alike on all ranks: they c
 
 _SAME_VERSIONS = "Install the same on all ranks: others communicate in ways of their own"
 
-shared_memory_between: Seam[Callable[[Ranks, torch.device, float], GroupCommunicator]] = Seam("shared memory")
+shared_memory_between: Seam[Callable[[Ranks, torch.device, float], GroupCommunicator]] = Seam(
+    "shared memory", "fsdp_wrap._comm.shared_memory"
+)
 """Makes the communicator of ranks of which some may share a host, given as to `between_any`."""
 
 

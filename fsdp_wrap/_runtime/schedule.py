@@ -58,7 +58,7 @@ from fsdp_wrap._runtime.unit import Unit, Use, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
-out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools")
+out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools", "fsdp_wrap.tools")
 """Adds to an error, if memory ran out, what the units held."""
 
 

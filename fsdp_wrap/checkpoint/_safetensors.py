@@ -300,6 +300,10 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
     found: dict[str, ReadsOnAccess] = {}
     for name in dict.fromkeys(weight_map.values()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise RuntimeError(
+                f"{path} names {name!r}, which is not in its folder: get the export from its maker"
+            )
         found |= _open(folder / name)
     lost = [f"{name} (in {file})" for name, file in weight_map.items() if name not in found]
     if lost:

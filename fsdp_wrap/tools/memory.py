@@ -25,7 +25,7 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 _MOST = 24
 """Units that are told one by one."""
 
-planned_memory: Seam[Callable[[Sequence[Unit]], Iterable[str]]] = Seam("plans")
+planned_memory: Seam[Callable[[Sequence[Unit]], Iterable[str]]] = Seam("plans", "fsdp_wrap.tools.planning")
 """Yields the lines of the plan that was made of some units, beside what they held; none without one."""
 
 

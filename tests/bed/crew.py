@@ -20,6 +20,8 @@ from bed.job import Job, Outcome
 _PRELOADED = ["torch.distributed.tensor.debug", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CLEAN_UP_LIMIT = 20.0
+_LEAVE_LIMIT = 2.0
+"""Seconds that ranks without a job have to leave by themselves, as a measuring of coverage needs."""
 _OUTPUT_TAIL = 6000
 _MOST_THREADS = 150
 """Those of gloo groups that something still holds wake up every 10 ms, and slow all tests that follow."""
@@ -104,6 +106,10 @@ class _Member:
         self.process.join()
         self.link.close()
 
+    def dismiss(self) -> None:
+        """Tells a rank that waits for a job that there is none any more."""
+        self.link.close()
+
     def _output(self) -> str:
         return self.log.read_text(errors="replace")[-_OUTPUT_TAIL:] if self.log.exists() else ""
 
@@ -136,7 +142,17 @@ class Crew:
             self.close()
         return outcomes
 
+    def dismiss(self) -> None:
+        """Lets the ranks leave by themselves; those that do not are ended."""
+        for member in self._members:
+            member.dismiss()
+        deadline = time.monotonic() + _LEAVE_LIMIT
+        for member in self._members:
+            member.process.join(max(0.0, deadline - time.monotonic()))
+        self.close()
+
     def close(self) -> None:
+        """Ends the ranks, whatever they are doing."""
         for member in self._members:
             member.kill()
         self._members.clear()

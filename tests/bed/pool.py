@@ -26,7 +26,7 @@ atexit.register(_pool.close)
 
 def shutdown() -> None:
     """End the pool's processes; a later job starts new ones."""
-    _pool.close()
+    _pool.dismiss()
 
 
 def run_ranks(

@@ -257,8 +257,9 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
     refused(tmp_path / INDEX, RuntimeError, b"{")
     refused(tmp_path / INDEX, RuntimeError, b"{}")
     index = json.loads((tmp_path / INDEX).read_text())
-    index["weight_map"]["of.another.model"] = files[0].name
-    refused(tmp_path / INDEX, RuntimeError, json.dumps(index).encode())
+    for file in (files[0].name, f"../{tmp_path.name}/{files[0].name}", str(files[0])):
+        index["weight_map"]["of.another.model"] = file
+        refused(tmp_path / INDEX, RuntimeError, json.dumps(index).encode())
     assert_equal(model.state_dict(), before)
     assert import_safetensors(model, tmp_path) == ([], [])
 

@@ -199,9 +199,7 @@ def test_transformers_adafactor_is_refused_where_it_gets_pieces(rank, world_size
         model = FSDP(net(), use_orig_params=use_orig_params, shard_alignment="rows")
         optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False)
         model(torch.ones(2, 64)).sum().backward()
-        with pytest.raises(
-            RuntimeError, match=r"Adafactor computes with whole .* of '0\.weight'"
-        ):
+        with pytest.raises(RuntimeError, match=r"Adafactor computes with whole .* of '0\.weight'"):
             optimizer.step()
         assert not optimizer.state
     plain, whole = net(), FSDP(net(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)

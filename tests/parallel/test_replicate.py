@@ -466,10 +466,12 @@ def test_a_full_state_dict_loads_into_a_plain_model_and_back(rank, world_size):
     model, plain = made("replicated", 1), net(0)
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor) and value.placements == (Replicate(),), name
-    model.load_state_dict({
-        name: distribute_tensor(value, param.device_mesh, [Replicate()])
-        for (name, value), param in zip(plain.state_dict().items(), model.parameters())
-    })
+    model.load_state_dict(
+        {
+            name: distribute_tensor(value, param.device_mesh, [Replicate()])
+            for (name, value), param in zip(plain.state_dict().items(), model.parameters())
+        }
+    )
     assert_same(model, plain)
 
 

@@ -254,7 +254,7 @@ class _Compress(Protocol):
     def __call__(self, module: nn.Module, *, gathers: str | None, reductions: str | None) -> None: ...
 
 
-compression: Seam[_Compress] = Seam("compression")
+compression: Seam[_Compress] = Seam("compression", "fsdp_wrap._compression")
 
 
 def compress(module: nn.Module, *, gathers: str | None = None, reductions: str | None = None) -> None:

@@ -1,0 +1,122 @@
+"""What a release gives away: complete, checked, and enough to train without the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bed.paths import ROOT
+from fsdp_wrap._core import __version__
+
+pytestmark = pytest.mark.slow
+
+TOOLS = ("build", "twine")
+
+NOT_COPIED = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".coverage*")
+
+TRAINING = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_wrap
+
+late = ("fsdp_wrap.tools", "fsdp_wrap.weights", "fsdp_wrap.optim")
+assert not any(name.startswith(late) for name in sys.modules)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+plain = nn.Linear(4, 4).double()
+model = fsdp_wrap.FullyShardedDataParallel(nn.Linear(4, 4).double(), use_orig_params=True)
+model.load_state_dict(plain.state_dict())
+inputs = torch.randn(2, 3, 4, dtype=torch.float64)
+for each, data in ((plain, inputs), (model, inputs[dist.get_rank()])):
+    optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        each(data).pow(2).mean().backward()
+        optimizer.step()
+torch.testing.assert_close(model.state_dict(), plain.state_dict())
+if dist.get_rank() == 0:
+    print("trained by", fsdp_wrap.__file__, fsdp_wrap.__version__)
+dist.destroy_process_group()
+"""
+
+
+def run(*command: str, **options: str | Path | dict[str, str]) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    return str(ran.stdout)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source archive, and the wheel that is built from it."""
+    for tool in TOOLS:
+        pytest.importorskip(tool, reason='needs pip install -e ".[dev]"')
+    root = tmp_path_factory.mktemp("release")
+    shutil.copytree(ROOT, root / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(root / "dist"), cwd=root / "source")
+    (archive,) = (root / "dist").glob("*.tar.gz")
+    (wheel,) = (root / "dist").glob("*.whl")
+    return archive, wheel
+
+
+def test_archives_hold_what_they_should(built):
+    archive, wheel = built
+    assert archive.name == f"fsdp_wrap-{__version__}.tar.gz"
+    assert wheel.name == f"fsdp_wrap-{__version__}-py3-none-any.whl"
+    with tarfile.open(archive) as tar:
+        inside = {Path(*Path(name).parts[1:]).as_posix() for name in tar.getnames()}
+    for name in (
+        *("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "pyproject.toml", ".ci/run"),
+        *("fsdp_wrap/py.typed", "tests/bed/crew.py", "tests/whole/test_distribution.py"),
+        *(
+            "docs/architecture.md",
+            "docs/public_api/release.txt",
+            "examples/lm/model.py",
+            "benchmarks/step.py",
+        ),
+    ):
+        assert name in inside, name
+    assert not any(name.endswith(".pyc") for name in inside)
+    with zipfile.ZipFile(wheel) as files:
+        tops = {name.partition("/")[0] for name in files.namelist()}
+        assert tops == {"fsdp_wrap", f"fsdp_wrap-{__version__}.dist-info"}
+        there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_wrap").rglob("*.py")}
+        assert there | {"fsdp_wrap/py.typed"} <= set(files.namelist())
+        assert any(name.endswith("LICENSE") for name in files.namelist())
+
+
+def test_metadata_are_in_order(built):
+    run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
+
+
+def test_installed_wheel_trains_without_the_repository(built, tmp_path):
+    _, wheel = built
+    place = tmp_path / "site"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(place),
+        str(wheel),
+    )
+    (tmp_path / "training.py").write_text(TRAINING)
+    environment = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "training.py")
+    said = run(sys.executable, *launch, cwd=tmp_path, env=environment)
+    assert f"trained by {place / 'fsdp_wrap' / '__init__.py'} {__version__}" in said
