@@ -27,4 +27,4 @@ def follow(way: str, where: str, timeout: float = 120.0) -> dict[str, torch.Tens
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: checksum(value) for name, value in follow(*sys.argv[1:]).items()}))
+    print(json.dumps({name: checksum(value) for name, value in follow(sys.argv[1], sys.argv[2]).items()}))
