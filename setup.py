@@ -8,6 +8,7 @@ VERSIONS = runpy.run_path(str(Path(__file__).parent / "fsdp_wrap" / "_core" / "v
 SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
 PICTURES = ["matplotlib"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "sybil>=9"]
 TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
@@ -31,7 +32,8 @@ setup(
     entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "ruff", "mypy"],
+        "dev": [*TEST, *DOCS, "ruff", "mypy"],
+        "docs": DOCS,
         "clients": CLIENTS,
         "benchmarks": PICTURES,
         "tools": PICTURES,
