@@ -1,15 +1,15 @@
 """The Python and the commands of README and of every page of the site, run as a reader would.
 
-Python blocks of a page run one after the other in one namespace, in two ranks with a process group, and with a
-temporary folder as the working folder. What a reader need not see stands in an invisible block:
+Python blocks of a page run one after the other in one namespace, in two ranks with a process group, and with
+a temporary folder as the working folder. What a reader need not see stands in an invisible block:
 `<!--- invisible-code-block: python ... -->`. What cannot run here is skipped, with a reason:
 `<!--- skip: next "needs a GPU" -->`.
 
-Commands in `bash` blocks run one after the other under `bash -euo pipefail` in a folder that holds a copy of the
-examples. Three are not taken as they stand. `pip` installs nothing: `test_site.py` compares what it would
-install with the extras that there are. `pytest` runs nothing: it would run these tests. The language model of
-`examples/train_lm.py` is small and trains for a few steps. Blocks of other languages are output, files, or
-commands for a cluster.
+Commands in `bash` blocks run one after the other under `bash -euo pipefail` in a folder that holds a copy of
+the examples. Three are not taken as they stand. `pip` installs nothing: `test_site.py` compares what it
+would install with the extras that there are. `pytest` runs nothing: it would run these tests. The language
+model of `examples/train_lm.py` is small and trains for a few steps. Blocks of other languages are output,
+files, or commands for a cluster.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ pytest() {{ :; }}
 short() {{ if [[ "$*" == *examples/train_lm.py* ]]; then echo {SHORT}; fi; }}
 torchrun() {{ command python -m torch.distributed.run --standalone "$@" $(short "$@"); }}
 python() {{ command python "$@" $(short "$@"); }}
-fsdp-wrap() {{ command python -c 'from fsdp_wrap.tools.command import main; main()' "$@"; }}
+fsdp-wrap() {{ command python -m fsdp_wrap "$@"; }}
 """
 
 
@@ -124,7 +124,9 @@ def test_commands_of_a_page_run(page, folder):
     assert code == 0, out[-6000:]
 
 
-@pytest.mark.parametrize("script", ["false | true\n:", "python -c 'raise SystemExit(3)'\n:", "torchrun absent.py\n:"])
+@pytest.mark.parametrize(
+    "script", ["false | true\n:", "python -c 'raise SystemExit(3)'\n:", "torchrun absent.py\n:"]
+)
 def test_a_command_that_fails_is_seen(script, folder):
     assert run_commands(script, folder)[0] != 0
 
