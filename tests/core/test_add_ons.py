@@ -104,6 +104,7 @@ OF_THE_WHOLE = [
     *(f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")),
     "core/test_message_page.py",
     "whole/test_gallery.py",
+    "site/",
 ]
 """What looks at all files and names of the package, those of add-ons too."""
 
