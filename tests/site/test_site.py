@@ -19,7 +19,7 @@ import fsdp_wrap
 from bed.paths import ROOT
 from site_pages import DOCS, blocks, name_of, pages
 
-LANGUAGES = {"python", "bash", "console", "text", "json", "yaml", "toml"}
+LANGUAGES = {"python", "bash", "sh", "console", "text", "json", "yaml", "toml"}
 COMMANDS = [
     "pip install -e . && torchrun --nproc-per-node 2 examples/train_lm.py",
     'pip install -e ".[test]" && pytest',
@@ -92,10 +92,11 @@ def test_what_pages_install_is_there(name):
                 assert word == "-e" or {*(found[1] or "").split(",")} - {""} <= extras, f"{name}: {word}"
 
 
-def test_shell_blocks_that_do_not_run_are_shell():
+def test_shell_blocks_are_shell():
+    """Those of `sh` are files for clusters, which do not run here."""
     for page in pages():
         for block in blocks(page):
-            if block.language == "bash":
+            if block.language in {"bash", "sh"}:
                 done = subprocess.run(["bash", "-n"], input=block.source, text=True, capture_output=True)
                 assert done.returncode == 0, f"{name_of(page)}:{block.line}: {done.stderr}"
 
