@@ -4,8 +4,8 @@
 
 It needs Playwright for Python (`pip install playwright`) and a Chromium, which `--chromium` names. Pictures
 are of the start page, a how-to and a page of the reference, at the widths of a phone and of a desktop, light
-and dark. It ends with 1, and says why, if a link leads nowhere, a picture is missing, a page is wider than the
-screen, something is asked of another host, or the search does not find what is there.
+and dark. It ends with 1, and says why, if a link leads nowhere, a picture is missing, a page is wider than
+the screen, something is asked of another host, or the search does not find what is there.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import shlex
 import subprocess
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,6 +108,18 @@ def test_readme_is_short_and_begins_with_two_commands():
     assert len(text.splitlines()) <= 100
     assert [block.source.strip() for block in blocks(ROOT / "README.md")][:2] == COMMANDS
     assert f"bash -c '{COMMANDS[1]}'" in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+def test_the_picture_shows_the_figures_that_were_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # benchmarks are not installed
+    from benchmarks.overview import NAME, ratios_of_memory, ratios_of_times
+
+    answers = json.loads((DOCS / "performance" / "figures.json").read_text("utf-8"))
+    drawn = re.findall(r">(\d\.\d\d)</text>", (DOCS / "performance" / NAME).read_text("utf-8"))
+    groups = [*ratios_of_times(answers).values(), *ratios_of_memory(answers).values()]
+    assert len(groups) == 6
+    kept = [f"{value:.2f}" for values in groups for value in values.values()]
+    assert Counter(kept) == Counter(drawn), "run python -m benchmarks.overview"
 
 
 # --- the reference --------------------------------------------------------------------------------------
