@@ -14,6 +14,7 @@ files, or commands for a cluster.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -95,6 +96,22 @@ def test_python_of_a_page_runs(page, folder):
         print("skipped", reason)
 
 
+def commands_of(page: str) -> str:
+    """The commands of a page in their order, with those that readers do not see, and without the skipped."""
+    from sybil import Example, Sybil
+    from sybil.parsers.markdown import CodeBlockParser, SkipParser
+
+    commands: list[str] = []
+
+    def collect(example: Example) -> None:
+        commands.append(str(example.parsed))
+
+    for example in Sybil([CodeBlockParser("bash", collect), SkipParser()]).parse(ROOT / page):
+        with contextlib.suppress(SkipTest):
+            example.evaluate()
+    return "\n".join(commands)
+
+
 def run_commands(script: str, folder: Path) -> tuple[int, str]:
     """The exit status of a script and what it printed; nothing of it is left running."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -119,8 +136,7 @@ def run_commands(script: str, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands_of_a_page_run(page, folder):
-    sources = [block.source for block in blocks(ROOT / page) if block.language == "bash"]
-    code, out = run_commands("\n".join(sources), folder)
+    code, out = run_commands(commands_of(page), folder)
     assert code == 0, out[-6000:]
 
 
