@@ -9,6 +9,7 @@ VERSIONS = runpy.run_path(str(ROOT / "fsdp_wrap" / "_core" / "version.py"))
 SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
 PICTURES = ["matplotlib"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "sybil>=9"]
 TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
@@ -54,7 +55,18 @@ setup(
     entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "build", "coverage>=7.10", "mypy", "pre-commit", "ruff", "setuptools>=68", "twine"],
+        "dev": [
+            *TEST,
+            *DOCS,
+            "build",
+            "coverage>=7.10",
+            "mypy",
+            "pre-commit",
+            "ruff",
+            "setuptools>=68",
+            "twine",
+        ],
+        "docs": DOCS,
         "clients": CLIENTS,
         "benchmarks": PICTURES,
         "tools": PICTURES,

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.goals import judged
 from benchmarks.harness import Figures, Question, as_markdown
+from benchmarks.overview import NAME, TITLE, draw_overview
 
 HEAD = """# Performance
 
@@ -51,8 +52,11 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
     asked = [question for question in questions if question.name in answers]
     sections = [_section(folder, question, answers[question.name]) for question in asked]
     goals = judged({name: answer["figures"] for name, answer in answers.items()})
+    drawn = draw_overview(folder / "performance" / NAME, answers)
+    overview = [f"![{TITLE}](performance/{NAME})\n"] if drawn else []
+    lines = [HEAD, *overview, *sections, GOALS, goals, "", DURATIONS, durations(answers), ""]
     page = folder / "performance.md"
-    page.write_text("\n".join([HEAD, *sections, GOALS, goals, "", DURATIONS, durations(answers), ""]))
+    page.write_text("\n".join(lines))
     return page
 
 

@@ -69,7 +69,7 @@ class Example:
     def section(self) -> list[str]:
         """Its part of the page."""
         commands, printed = "\n".join(self.commands), "\n".join(self.printed)
-        parts = [f"## `{self.file}`", self.title, f"```\n{commands}\n```", self.text, self.before]
+        parts = [f"## `{self.file}`", self.title, f"```bash\n{commands}\n```", self.text, self.before]
         return [*parts, f"```text\n{printed}\n```"]
 
 

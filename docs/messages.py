@@ -195,7 +195,7 @@ def page() -> str:
 
 def cell(text: str) -> str:
     """A text that Markdown shows as it stands; underscores inside of words it does."""
-    return re.sub(r"[\\|<>*]|\b_|_\b", r"\\\g<0>", text)
+    return re.sub(r"[\\|<>*]|(?<=\])\[|\b_|_\b", r"\\\g<0>", text)
 
 
 def main() -> int:

@@ -52,14 +52,6 @@ class IntervalTensor(torch.Tensor):
 
     Programs that expect a `DTensor` or a `ShardedTensor` find what they read of one: `isinstance` says that
     it is a `DTensor` (from torch 2.12 on), and the methods of both are here.
-
-    Args:
-        shape: Shape of the full tensor.
-        start: Index of the piece's first element in the flattened full tensor.
-        piece: 1-D, contiguous; it is not copied.
-        requires_grad: Whether the tensor claims to need a gradient.
-        spread: Which ranks hold the tensor between them, and how; None if that is not known.
-        part: What of the tensor these hold, if that is a part: then the interval is one of that, flattened.
     """
 
     start: int
@@ -77,6 +69,16 @@ class IntervalTensor(torch.Tensor):
         spread: Spread | None = None,
         part: LocalPart | None = None,
     ) -> IntervalTensor:
+        """Makes one around a piece.
+
+        Args:
+            shape: Shape of the full tensor.
+            start: Index of the piece's first element in the flattened full tensor.
+            piece: 1-D, contiguous; it is not copied.
+            requires_grad: Whether the tensor claims to need a gradient.
+            spread: Which ranks hold the tensor between them, and how; None if that is not known.
+            part: What of the tensor these hold, if that is a part: the interval is one of it, flattened.
+        """
         self: IntervalTensor = make_wrapper_subclass(
             cls, shape, dtype=piece.dtype, device=piece.device, requires_grad=requires_grad
         )

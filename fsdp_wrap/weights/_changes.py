@@ -44,7 +44,6 @@ class Changes:
     Attributes:
         of: The changes, one for each parameter with any, in the model's order.
         checksums: Of each parameter as it is now, with all its elements, by name.
-        nbytes: Of indices and values.
     """
 
     of: list[Change] = field(default_factory=list)
@@ -58,6 +57,7 @@ class Changes:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of indices and values."""
         return sum(change.index.nbytes + change.value.nbytes for change in self.of)
 
 

@@ -106,6 +106,7 @@ OF_THE_WHOLE = [
     "core/test_public_api.py",
     "whole/test_distribution.py",
     "whole/test_gallery.py",
+    "site/",
 ]
 """What looks at all files and names of the package, those of add-ons too."""
 

@@ -1,0 +1,114 @@
+"""The picture of README and of the site's first page: time and memory beside torch's own.
+
+    python -m benchmarks.overview
+
+draws it anew from the figures that were kept; `python -m benchmarks` does so as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TITLE = "Step time and peak memory, relative to torch's own"
+NAME = "overview.svg"
+MODELS = ("gpt", "small", "mlp", "lora")
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+class Bar(NamedTuple):
+    """One of our implementations, and the forms of torch's that it is compared with."""
+
+    label: str
+    row: str
+    beside: str
+    forms: tuple[str, ...]
+    color: str
+    ink: str
+
+
+BARS = (
+    Bar("wrapper, gloo", "fsdp_wrap", "fsdp1", ("fsdp1", "fsdp1_flat"), "#9ec5e8", "black"),
+    Bar("wrapper, shared memory", "fsdp_wrap_shared", "fsdp1", ("fsdp1", "fsdp1_flat"), "#2b6cb0", "white"),
+    Bar("fully_shard, gloo", "fully_shard", "fsdp2", ("fsdp2",), "#f5c28b", "black"),
+    Bar("fully_shard, shared memory", "fully_shard_shared", "fsdp2", ("fsdp2",), "#c05621", "white"),
+)
+
+
+def ratios_of_times(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """For each model and bar the time of a step as a part of torch's; of several forms the fastest counts."""
+    tables = answers.get("step", {}).get("figures", {})
+    return {
+        model: {bar.label: tables[model][bar.row][f"/ {bar.beside}"] for bar in BARS}
+        for model in MODELS
+        if model in tables and all(bar.row in tables[model] for bar in BARS)
+    }
+
+
+def ratios_of_memory(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """For each model and bar the peak of a host's resident memory as a part of torch's; the least counts."""
+    tables = answers.get("memory", {}).get("figures", {})
+    found = {}
+    for model in MODELS:
+        peaks = {row: cells["host peak MB"] for row, cells in tables.get(f"{model}, resident", {}).items()}
+        if all(name in peaks for bar in BARS for name in (bar.row, *bar.forms)):
+            found[model] = {bar.label: peaks[bar.row] / min(map(peaks.get, bar.forms)) for bar in BARS}
+    return found
+
+
+def draw_overview(path: Path, answers: Mapping[str, Any]) -> bool:
+    """Draws both as groups of bars on white; returns whether it could."""
+    panels = {
+        "Time of a step": ratios_of_times(answers),
+        "Peak memory of a host": ratios_of_memory(answers),
+    }
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return False
+    if not all(panels.values()):
+        return False
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    widths = [len(groups) for groups in panels.values()]
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9}):
+        figure, places = pyplot.subplots(
+            1, len(panels), figsize=(9, 3.3), sharey=True, layout="constrained", width_ratios=widths
+        )
+        for axes, (title, groups) in zip(places, panels.items()):
+            _draw_groups(axes, title, groups)
+        places[0].set_ylabel("relative to torch's, less is better")
+        handles, labels = places[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+    return True
+
+
+def _draw_groups(axes: Any, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
+    width = 1 / (len(BARS) + 1)
+    for index, bar in enumerate(BARS):
+        heights = [values[bar.label] for values in groups.values()]
+        places = [group + (index + 1) * width for group in range(len(groups))]
+        drawn = axes.bar(places, heights, width=width * 0.94, label=bar.label, color=bar.color)
+        axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=-10, color=bar.ink)
+    axes.axhline(1, color="#444444", linewidth=1, linestyle="--")
+    axes.text(0, 1.01, "torch's", fontsize=8, va="bottom")
+    axes.set_xticks([group + 0.5 for group in range(len(groups))], list(groups))
+    axes.set_title(title, fontsize=10)
+    axes.set_ylim(0, 1.2)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    """Draws the picture from the figures that `python -m benchmarks` kept."""
+    folder = DOCS / "performance"
+    if not draw_overview(folder / NAME, json.loads((folder / "figures.json").read_text())):
+        raise SystemExit("nothing drawn: it needs matplotlib, and figures of a step's time and of memory")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The pages of the site and README, and the fenced blocks in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from bed.paths import ROOT
+
+DOCS = ROOT / "docs"
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<source>.*?)^(?P=indent)```$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its text, and the line on which it begins."""
+
+    language: str
+    source: str
+    line: int
+
+
+def pages() -> list[Path]:
+    """README and every page below `docs/`."""
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order; those in comments, which readers do not see, are none."""
+    text = page.read_text("utf-8")
+    return [
+        Block(found["language"].strip(), found["source"], text.count("\n", 0, found.start()) + 1)
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def name_of(page: Path) -> str:
+    """A page's path in the repository."""
+    return page.relative_to(ROOT).as_posix()

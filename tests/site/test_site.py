@@ -1,0 +1,215 @@
+"""The site holds together without being built: links, navigation, kinds of blocks, and every public name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import shlex
+import subprocess
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fsdp_wrap
+from bed.paths import ROOT
+from site_pages import DOCS, blocks, name_of, pages
+
+LANGUAGES = {"python", "bash", "sh", "console", "text", "json", "yaml", "toml"}
+COMMANDS = [
+    "pip install -e . && torchrun --nproc-per-node 2 examples/train_lm.py",
+    'pip install -e ".[test]" && pytest',
+]
+WRITTEN_BY_HAND = [page for page in pages() if name_of(page) not in {"docs/messages.md", "docs/api.md"}]
+_LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+_FENCED = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
+_CODE = re.compile(r"`[^`\n]*`")
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [name_of(page) for page in paths]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks, comments and code."""
+    return _CODE.sub("", _FENCED.sub("", page.read_text("utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, made as the site makes them."""
+    lines = _FENCED.sub("", page.read_text("utf-8")).splitlines()
+    titles = [line.lstrip("#").strip() for line in lines if re.match("#+ ", line)]
+    kept = [re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)) for title in titles]
+    return {re.sub(r"[\s-]+", "-", title.strip().lower()) for title in kept}
+
+
+@pytest.mark.parametrize("name", names(pages()))
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    for found in _LINK.finditer(prose(page)):
+        target, _, anchor = found["target"].partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.is_file(), f"{name}: {found['target']}"
+        assert page.parent == ROOT or path.is_relative_to(DOCS), f"{name}: {target} is not on the site"
+        assert not anchor or anchor in anchors(path), f"{name}: no heading for {found['target']}"
+
+
+def navigation() -> list[str]:
+    """The pages that `mkdocs.yml` lists."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    return re.findall(r"[\w/-]+\.md", text)
+
+
+def test_every_page_is_in_the_navigation_once():
+    listed = navigation()
+    assert len(listed) == len(set(listed))
+    assert {*listed} == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+@pytest.mark.parametrize("name", names(pages()))
+def test_blocks_say_what_they_are(name):
+    """So that none is passed over when snippets run."""
+    found = blocks(ROOT / name)
+    assert {block.language for block in found} <= LANGUAGES, [block[::2] for block in found]
+    fences = re.findall(r"^ *```", (ROOT / name).read_text("utf-8"), re.M)
+    assert len(fences) == 2 * len(found), "a fence is not closed"
+
+
+@pytest.mark.parametrize("name", names(pages()))
+def test_what_pages_install_is_there(name):
+    extras = set(re.findall(r'^        "(\w+)": ', (ROOT / "setup.py").read_text("utf-8"), re.M))
+    for block in blocks(ROOT / name):
+        for command in re.findall(r"^pip install (.*?)(?: &&|$)", block.source, re.M):
+            for word in shlex.split(command):
+                found = re.fullmatch(r"(?:\.|fsdp-wrap)(?:\[([\w,]+)\])?", word)
+                assert word == "-e" or found, f"{name}: pip install {word}"
+                assert word == "-e" or {*(found[1] or "").split(",")} - {""} <= extras, f"{name}: {word}"
+
+
+def test_shell_blocks_are_shell():
+    """Those of `sh` are files for clusters, which do not run here."""
+    for page in pages():
+        for block in blocks(page):
+            if block.language in {"bash", "sh"}:
+                done = subprocess.run(["bash", "-n"], input=block.source, text=True, capture_output=True)
+                assert done.returncode == 0, f"{name_of(page)}:{block.line}: {done.stderr}"
+
+
+def test_readme_is_short_and_begins_with_two_commands():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 100
+    assert [block.source.strip() for block in blocks(ROOT / "README.md")][:2] == COMMANDS
+    assert f"bash -c '{COMMANDS[1]}'" in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+def test_the_picture_shows_the_figures_that_were_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # benchmarks are not installed
+    from benchmarks.overview import NAME, ratios_of_memory, ratios_of_times
+
+    answers = json.loads((DOCS / "performance" / "figures.json").read_text("utf-8"))
+    drawn = re.findall(r">(\d\.\d\d)</text>", (DOCS / "performance" / NAME).read_text("utf-8"))
+    groups = [*ratios_of_times(answers).values(), *ratios_of_memory(answers).values()]
+    assert len(groups) == 6
+    kept = [f"{value:.2f}" for values in groups for value in values.values()]
+    assert Counter(kept) == Counter(drawn), "run python -m benchmarks.overview"
+
+
+# --- the reference --------------------------------------------------------------------------------------
+
+
+def public_modules() -> list[ModuleType]:
+    """The modules that users import: those without an underscore that say what they have."""
+    found = pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap.")
+    doors = [each.name for each in found if each.ispkg or each.name.count(".") == 1]
+    paths = [path for path in doors if "._" not in path]
+    modules = [importlib.import_module(path) for path in ["fsdp_wrap", *paths]]
+    return [module for module in modules if hasattr(module, "__all__")]
+
+
+def listed() -> list[Any]:
+    """What the pages of the reference list, resolved, in their order."""
+    found = []
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for path in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M):
+            module, _, name = path.rpartition(".")
+            found.append(getattr(importlib.import_module(module), name))
+    return found
+
+
+def is_torchs(value: Any) -> bool:
+    return getattr(value, "__module__", "").startswith("torch.")
+
+
+def public_values() -> dict[str, Any]:
+    """Every public value by one of its paths; a value that stands under several is there several times."""
+    return {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in public_modules()
+        for name in module.__all__
+    }
+
+
+def test_every_public_name_is_in_the_reference_once():
+    of_reference = [id(value) for value in listed()]
+    assert len(of_reference) == len(set(of_reference)), "a value is listed under two paths"
+    values = public_values()
+    absent = [
+        path for path, value in values.items() if id(value) not in of_reference and not is_torchs(value)
+    ]
+    assert not absent
+    assert set(of_reference) <= {*map(id, values.values())}, "the reference lists what is not public"
+
+
+def test_names_of_torchs_are_told_in_the_reference():
+    text = "".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md"))
+    absent = [
+        path
+        for path, value in public_values().items()
+        if is_torchs(value) and f"`{path.rpartition('.')[2]}`" not in text
+    ]
+    assert not absent
+
+
+def documented_constants() -> set[str]:
+    """The names in the package to which a text is attached that says what they are."""
+    found = set()
+    for path in Path(fsdp_wrap.__path__[0]).rglob("*.py"):
+        body = ast.parse(path.read_text("utf-8")).body
+        for statement, after in zip(body, body[1:]):
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if told and isinstance(statement, ast.Assign | ast.AnnAssign):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def members(kind: type) -> list[tuple[str, Any]]:
+    """The public functions and properties that a class adds, or takes from private classes of ours."""
+    classes = [each for each in kind.__mro__ if each.__module__.startswith("fsdp_wrap")]
+    names = dict.fromkeys(name for each in classes for name in vars(each) if not name.startswith("_"))
+    found = [(f"{kind.__qualname__}.{name}", inspect.getattr_static(kind, name)) for name in names]
+    functions = (staticmethod, classmethod, property)
+    return [
+        (name, member)
+        for name, member in found
+        if inspect.isfunction(member) or isinstance(member, functions)
+    ]
+
+
+def test_every_public_name_has_a_docstring():
+    constants, bare = documented_constants(), []
+    for path, value in public_values().items():
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            bare += [path] if path.rpartition(".")[2] not in constants else []
+            continue
+        parts = members(value) if inspect.isclass(value) else []
+        bare += [name for name, part in [(path, value), *parts] if not inspect.getdoc(part)]
+    assert not bare

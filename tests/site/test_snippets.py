@@ -1,0 +1,155 @@
+"""The Python and the commands of README and of every page of the site, run as a reader would.
+
+Python blocks of a page run one after the other in one namespace, in two ranks with a process group, and with
+a temporary folder as the working folder. What a reader need not see stands in an invisible block:
+`<!--- invisible-code-block: python ... -->`. What cannot run here is skipped, with a reason:
+`<!--- skip: next "needs a GPU" -->`.
+
+Commands in `bash` blocks run one after the other under `bash -euo pipefail` in a folder that holds a copy of
+the examples. Three are not taken as they stand. `pip` installs nothing: `test_site.py` compares what it
+would install with the extras that there are. `pytest` runs nothing: it would run these tests. The language
+model of `examples/train_lm.py` is small and trains for a few steps. Blocks of other languages are output,
+files, or commands for a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest import SkipTest
+
+import pytest
+
+from bed import run_isolated
+from bed.paths import ROOT
+from bed.report import RankFailure
+from site_pages import blocks, name_of, pages
+
+pytestmark = pytest.mark.slow
+sybil = pytest.importorskip("sybil")
+
+LIMIT = 150.0
+ELSEWHERE = {"docs/examples.md"}
+"""`test_gallery.py` runs the commands of these pages, and compares what they print."""
+SHORT = (
+    "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4 --steps 12"
+)
+PROLOGUE = f"""
+set -euo pipefail
+pip() {{ :; }}
+pytest() {{ :; }}
+short() {{ if [[ "$*" == *examples/train_lm.py* ]]; then echo {SHORT}; fi; }}
+torchrun() {{ command python -m torch.distributed.run --standalone "$@" $(short "$@"); }}
+python() {{ command python "$@" $(short "$@"); }}
+fsdp-wrap() {{ command python -m fsdp_wrap "$@"; }}
+"""
+
+
+def pages_with(language: str) -> list[str]:
+    """The pages that have blocks of a language."""
+    found = [page for page in pages() if name_of(page) not in ELSEWHERE]
+    return [name_of(page) for page in found if any(block.language == language for block in blocks(page))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a page's blocks run: it has the examples, and what the blocks write."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def run_python(rank: int, world_size: int, page: str, folder: str, port: int) -> list[str]:
+    """Runs a page's Python in this rank; returns why some was skipped."""
+    from sybil import Sybil
+    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+    os.chdir(folder)
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"})
+    document = Sybil([PythonCodeBlockParser(), SkipParser()]).parse(ROOT / page)
+    document.namespace.update(__name__="__main__", rank=rank, world_size=world_size)
+    reasons = []
+    for example in document:
+        try:
+            example.evaluate()
+        except SkipTest as skipped:
+            reasons.append(f"{page}:{example.line}: {skipped}")
+    return reasons
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_of_a_page_runs(page, folder):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    outcomes = run_isolated(run_python, page, str(folder), port, world_size=2, timeout=LIMIT)
+    if {outcome.kind for outcome in outcomes} != {"passed"}:
+        pytest.fail(str(RankFailure(outcomes)), pytrace=False)
+    for reason in outcomes[0].value:
+        print("skipped", reason)
+
+
+def commands_of(page: str) -> str:
+    """The commands of a page in their order, with those that readers do not see, and without the skipped."""
+    from sybil import Example, Sybil
+    from sybil.parsers.markdown import CodeBlockParser, SkipParser
+
+    commands: list[str] = []
+
+    def collect(example: Example) -> None:
+        commands.append(str(example.parsed))
+
+    for example in Sybil([CodeBlockParser("bash", collect), SkipParser()]).parse(ROOT / page):
+        with contextlib.suppress(SkipTest):
+            example.evaluate()
+    return "\n".join(commands)
+
+
+def run_commands(script: str, folder: Path) -> tuple[int, str]:
+    """The exit status of a script and what it printed; nothing of it is left running."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    source = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(
+        ["bash", "-c", PROLOGUE + script],
+        cwd=folder,
+        env={**os.environ, **quiet, "PATH": path, "PYTHONPATH": source},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = running.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGTERM)  # torchrun passes it on
+        out, _ = running.communicate(timeout=30)
+    return running.returncode, out
+
+
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_commands_of_a_page_run(page, folder):
+    code, out = run_commands(commands_of(page), folder)
+    assert code == 0, out[-6000:]
+
+
+@pytest.mark.parametrize(
+    "script", ["false | true\n:", "python -c 'raise SystemExit(3)'\n:", "torchrun absent.py\n:"]
+)
+def test_a_command_that_fails_is_seen(script, folder):
+    assert run_commands(script, folder)[0] != 0
+
+
+def test_python_that_fails_is_seen(folder):
+    broken = folder / "broken.md"
+    broken.write_text("# Page\n\n```python\nvalue = 1\n```\n\n```python\nassert value == 2\n```\n")
+    outcomes = run_isolated(run_python, str(broken), str(folder), 0, world_size=2, timeout=LIMIT)
+    assert {outcome.kind for outcome in outcomes} == {"failed"}
+    assert 'broken.md", line 8' in outcomes[0].text
