@@ -54,7 +54,9 @@ def ratios_of_memory(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     for model in MODELS:
         peaks = {row: cells["host peak MB"] for row, cells in tables.get(f"{model}, resident", {}).items()}
         if all(name in peaks for bar in BARS for name in (bar.row, *bar.forms)):
-            found[model] = {bar.label: peaks[bar.row] / min(peaks[form] for form in bar.forms) for bar in BARS}
+            found[model] = {
+                bar.label: peaks[bar.row] / min(peaks[form] for form in bar.forms) for bar in BARS
+            }
     return found
 
 
