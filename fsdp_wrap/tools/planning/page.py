@@ -60,7 +60,7 @@ def _wire(plan: Plan) -> Iterator[str]:
 
 def _time(plan: Plan) -> Iterator[str]:
     if plan.machine is None or plan.predicted_seconds is None:
-        yield "No time is predicted: pass machine="
+        yield "No time is predicted: pass machine= (--machine on the command line)"
         return
     yield f"Predicted on {plan.machine.name}"
     yield f"  step {seconds(plan.predicted_seconds)}: computes {seconds(plan.compute_seconds)}, " + (
