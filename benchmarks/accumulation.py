@@ -6,6 +6,7 @@ python -m benchmarks.accumulation
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -81,7 +82,9 @@ def _of(way: str) -> dict[str, float]:
 
 
 def _live_bytes() -> int:
-    """Bytes of the tensors that are there."""
+    """Bytes of the tensors that are there, once gloo's threads have let go of what has travelled."""
+    dist.barrier()
+    time.sleep(0.2)
     gc.collect()
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     storages = [each.untyped_storage() for each in found]
