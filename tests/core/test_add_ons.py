@@ -48,6 +48,7 @@ ADD_ONS = {
         [
             "optim/",
             "clients/test_low_bit_optimizers.py",
+            "tools/test_timelines.py",
             "whole/test_benchmarks.py",
             "whole/test_examples.py",
         ],
@@ -65,6 +66,7 @@ ADD_ONS = {
             "clients/test_low_bit_optimizers.py",
             "clients/test_torchao.py",
             "optim/test_muon.py",
+            "optim/test_step_in_backward.py",
             "parallel/test_checkpoints_across_meshes.py",
             "parallel/test_distributed_parameters.py",
             "parallel/test_mesh_per_parameter.py",

@@ -40,7 +40,7 @@ MB = 1 << 20
 def _of_ways(question, table):
     """Whether a table tells of something else than implementations."""
     others = ("accumulation", "collectives", "counts", "latency", "compression", "travel")
-    others += ("in_backward", "host_step")
+    others += ("in_backward", "host_step", "recording")
     return question in others or "hooks" in table
 
 
