@@ -84,10 +84,11 @@ def measure_beside(tiny: bool, rounds: int) -> Table:
 
     def without_step() -> Callable[[], object]:
         model, batch = make(case.model()), case.batch()
+        optimizer = HostAdamW(model.parameters())
 
         def run() -> None:
             model(batch).backward()
-            model.zero_grad()
+            optimizer.zero_grad()
 
         return run
 
