@@ -16,7 +16,8 @@ set -euo pipefail
 ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 first=$SLURM_JOB_NODELIST
 if command -v scontrol > /dev/null; then
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    first=${hosts[0]}
 fi
 launch=(torchrun
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks"
