@@ -159,6 +159,10 @@ class HostLane:
             if error is not None:
                 raise error
 
+    def settle(self) -> None:
+        """Waits for all that was issued; `finish` or `abandon` is still to come."""
+        wait([*self._issued])
+
     def abandon(self) -> None:
         """Waits for all that was issued, whatever became of it."""
         issued, self._issued = self._issued, deque()

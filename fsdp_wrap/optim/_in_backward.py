@@ -109,7 +109,6 @@ class BackwardSteps:
         lane: Where the updates run; None for the thread of the backward.
 
     Attributes:
-        updated: Names of the units that the running backward has updated, or the last one has.
         total_norm: The last finite norm of all gradients, before clipping, with `max_norm`: 0-d, float64, the
             same on all ranks. None before the first backward.
         communicates: Whether updates do.
@@ -124,7 +123,7 @@ class BackwardSteps:
         scaler: GradScaler | None,
         lane: HostLane | None,
     ) -> None:
-        self.updated: list[str] = []
+        self._updated: list[str] = []
         self.total_norm: torch.Tensor | None = None
         self.communicates = scaler is not None and scaler.is_enabled()
         self._max_norm, self._clip_value, self._scaler, self._lane = max_norm, clip_value, scaler, lane
@@ -140,6 +139,16 @@ class BackwardSteps:
                 unit.updater = self
         handles = [unit.handle for unit in self._parts if unit.handle is not None]
         self._norm = NormInParts(handles) if max_norm is not None and handles else None
+
+    @property
+    def updated(self) -> list[str]:
+        """Names of the units that the running backward has updated, or the last one has.
+
+        Waits for updates in a thread: after a backward that raised they may still go on.
+        """
+        if self._lane is not None:
+            self._lane.settle()
+        return self._updated
 
     @property
     def waits(self) -> bool:
@@ -162,7 +171,7 @@ class BackwardSteps:
 
     def begin(self) -> None:
         """A backward begins."""
-        self.updated, self._overflowed, self._began = [], False, False
+        self._updated, self._overflowed, self._began = [], False, False
         if self._norm is not None:
             self._norm.forget()  # what one that failed has left
 
@@ -254,7 +263,7 @@ class BackwardSteps:
                     grad.clamp_(-self._clip_value, self._clip_value)
             if part.has_gradients:
                 part.step()
-                self.updated.append(name)
+                self._updated.append(name)
         finally:
             part.free()
 
