@@ -235,13 +235,13 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
     files = sorted(path for path in tmp_path.iterdir() if path.name != INDEX)
     before = model.state_dict()
 
-    def refused(path: Path, error: type[Exception], content: bytes | None) -> None:
+    def refused(path: Path, error: type[Exception], content: bytes | None, why: str = "") -> None:
         kept = path.read_bytes()
         dist.barrier()
         if rank == 0:
             path.unlink() if content is None else path.write_bytes(content)
         dist.barrier()
-        with pytest.raises(error, match=path.name):
+        with pytest.raises(error, match=f"{path.name}.*{why}"):
             import_safetensors(model, tmp_path)
         dist.barrier()
         path.write_bytes(kept) if rank == 0 else None
@@ -260,6 +260,11 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
     for file in (files[0].name, f"../{tmp_path.name}/{files[0].name}", str(files[0])):
         index["weight_map"]["of.another.model"] = file
         refused(tmp_path / INDEX, RuntimeError, json.dumps(index).encode())
+    del index["weight_map"]["of.another.model"]
+    for file in (f"../{tmp_path.name}/{files[0].name}", str(files[0])):  # it is there, and has what is needed
+        moved = {key: file if name == files[0].name else name for key, name in index["weight_map"].items()}
+        content = json.dumps({**index, "weight_map": moved}).encode()
+        refused(tmp_path / INDEX, RuntimeError, content, "which is not in its folder")
     assert_equal(model.state_dict(), before)
     assert import_safetensors(model, tmp_path) == ([], [])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from bed.crew import Crew
 from bed.pool import make_job
+from bed.ports import free_port
 from bed.report import RankFailure
 from fsdp_wrap import compat
 
@@ -38,7 +38,7 @@ class Ranks:
 
     def __call__(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls `body(rank, world_size, port, *args)` on all ranks; returns their results."""
-        job = make_job(body, (_free_port(), *args), {}, self._world_size, TIMEOUT, None)
+        job = make_job(body, (free_port(), *args), {}, self._world_size, TIMEOUT, None)
         outcomes = self._crew.run(job, GRACE)
         if {outcome.kind for outcome in outcomes} != {"passed"}:
             pytest.fail(str(RankFailure(outcomes)), pytrace=False)
@@ -46,12 +46,6 @@ class Ranks:
 
     def close(self) -> None:
         self._crew.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,40 +18,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
+from bed.ports import free_port
 from fronts import full_state, shard
 from fsdp_wrap import weight_source
-from fsdp_wrap.wrap import ModuleWrapPolicy
+from sent_weights import POLICY, net, step
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 from lm.vllm_wire import GlooGroup, VLLMServer, VLLMTransfer
 
-POLICY = ModuleWrapPolicy({nn.Linear})
 WORKERS = 2
 INIT = {"master_address", "master_port", "rank_offset", "world_size"}
 PACKING = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def step(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(4, 10)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 class Worker:

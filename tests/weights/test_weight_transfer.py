@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
+from bed.ports import free_port
 from fronts import full_state, shard
 from fsdp_wrap import weight_changes, weight_source
 from fsdp_wrap.weights import (
@@ -33,29 +33,10 @@ from fsdp_wrap.weights import (
     received,
     stored,
 )
-from fsdp_wrap.wrap import ModuleWrapPolicy
+from sent_weights import POLICY, net, step
 
-POLICY = ModuleWrapPolicy({nn.Linear})
 WAYS = ["gloo", "memory", "folder"]
 BUCKET = 100  # bytes, so that tensors are cut
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def step(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(4, 10)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 class Way:
