@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fsdp_wrap"
 TARGET = ROOT / "docs" / "messages.md"
-WARNS = {"warn", "warning"}
+WARNS = {"warn", "warn_caller", "warning"}
 Texts = dict[str, list[ast.expr]]
 PLAINER = (
     (r"\bself\.", ""),

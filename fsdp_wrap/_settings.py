@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -30,6 +29,7 @@ from fsdp_wrap._core import (
     check_kind,
     check_nbytes,
     find_replicated,
+    warn_caller,
 )
 from fsdp_wrap._params import FlatParameterLayout, Layout, PackedLayout, SliceLayout, is_packable
 from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions
@@ -70,10 +70,9 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
             )
     modules = {child for item in given if isinstance(item, nn.Module) for child in item.modules()}
     if module in modules:
-        warnings.warn(
+        warn_caller(
             f"{argument} holds the {type(module).__name__} that is being wrapped: all its parameters stay as "
-            "they are, whole on every rank, and their gradients are not reduced",
-            stacklevel=3,
+            "they are, whole on every rank, and their gradients are not reduced"
         )
     params = {item for item in given if isinstance(item, nn.Parameter)}
     modules |= find_replicated([module])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from fsdp_wrap._core import (
     StateDictSettings,
     StateDictType,
     clean_fqn,
+    warn_caller,
 )
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
@@ -368,7 +368,7 @@ class OptimStateDictMethods:
 def _warn_of_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
         told = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
-        warnings.warn(told, FutureWarning, stacklevel=3)
+        warn_caller(told, FutureWarning)
 
 
 def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -35,6 +34,7 @@ from fsdp_wrap._core import (
     ShardPlacementResult,
     UnevenCutError,
     WrongKindError,
+    warn_caller,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_wrap._params import DataMesh, chunk_numel, held_by_this_rank, is_extension
@@ -243,10 +243,9 @@ def _resolved(reshard_after_forward: Any) -> bool | int | None:
             f"reshard_after_forward is a bool, an int or None, not {reshard_after_forward!r}"
         )
     if reshard_after_forward == 1:
-        warnings.warn(
+        warn_caller(
             "reshard_after_forward=1 lets each rank keep all of the unit's parameters, as False does; pass "
-            "True if they are to be freed",
-            stacklevel=3,
+            "True if they are to be freed"
         )
         return False
     return reshard_after_forward

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Set
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._runtime import Kwargs, Targets, WrapPlan, describe, plan_wrapping
 
 __all__ = [
@@ -140,7 +140,7 @@ class ModuleWrapPolicy(_Policy):
             present = Counter(type(module) for module in root_module.modules())
             wanted = ", ".join(sorted(_class_path(cls) for cls in classes)) or "no class at all"
             message = f"ModuleWrapPolicy: no module is an instance of {wanted}, so the whole is one unit"
-            warnings.warn(message + _suggest([cls.__name__ for cls in classes], present), stacklevel=2)
+            warn_caller(message + _suggest([cls.__name__ for cls in classes], present))
         return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
@@ -212,7 +212,7 @@ class NameWrapPolicy(_Policy):
             message += _suggest(unused, classes)
             if len(unused) == len(self._names):
                 raise ValueError(message)
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
         return set().union(*hits.values())
 
     def __repr__(self) -> str:

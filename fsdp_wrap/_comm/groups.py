@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_wrap._comm.device import device_type_for
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, all_groups
 
 _Made = TypeVar("_Made")
@@ -241,10 +241,9 @@ def groups_by_host(world: dist.ProcessGroup) -> tuple[Any, Any]:
 def _make_groups_by_host(size: int, local: int) -> tuple[Any, Any]:
     rank = dist.get_rank()
     if rank == 0:
-        warnings.warn(
+        warn_caller(
             f"no groups were given: sharding within each host ({local} ranks by LOCAL_WORLD_SIZE) and "
-            f"replicating across {size // local}",
-            stacklevel=2,
+            f"replicating across {size // local}"
         )
     within = [dist.new_group(range(start, start + local)) for start in range(0, size, local)]
     across = [dist.new_group(range(place, size, local)) for place in range(local)]

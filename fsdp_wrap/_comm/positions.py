@@ -24,7 +24,6 @@ import struct
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +36,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.agreement import Agreement
 from fsdp_wrap._comm.groups import CARRY_NOTHING
-from fsdp_wrap._core import Phase
+from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
 _ENTRY = struct.Struct("<Q235pIB")  # as `_Entry`
@@ -248,10 +247,9 @@ class _Job:
 
     def _disable(self, error: Exception) -> None:
         self._enabled = False
-        warnings.warn(
+        warn_caller(
             f"ranks cannot show each other where they stand ({error}): units that are mixed up between ranks "
-            "will not be noticed, and a failure will not be reported with the positions of all ranks",
-            stacklevel=2,
+            "will not be noticed, and a failure will not be reported with the positions of all ranks"
         )
 
 

@@ -33,6 +33,7 @@ from fsdp_wrap._core.api import (
     check_nbytes,
     nbytes_of,
 )
+from fsdp_wrap._core.cautions import warn_caller
 from fsdp_wrap._core.errors import (
     AlreadyShardedError,
     ChangedBetweenError,

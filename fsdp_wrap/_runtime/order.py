@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
-from fsdp_wrap._core import Phase
+from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
@@ -149,11 +147,11 @@ class OrderCheck:
         if name == expected or self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn_caller(
             "Forward order differs from that of the first iteration: "
             f"expected {expected or 'its end'}, got {name or 'its end'} (rank {dist.get_rank()}, iteration "
-            f"{self._iteration}). Prefetching follows the order of the last forward and may be less useful",
-            stacklevel=2,
+            f"{self._iteration}). Where all ranks changed alike, prefetching may be less useful; where only "
+            "some did, their collectives no longer fit together, and the step fails"
         )
 
 

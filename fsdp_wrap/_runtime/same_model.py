@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._params import Layout, held_by_this_rank, is_extension
 from fsdp_wrap._runtime.unit import Unit
 
@@ -141,10 +141,9 @@ class SameModel:
         if differs is not None:
             self._told_of_values = True
             fqns = [fqn for layout in handle.layouts for fqn in layout.fqns]
-            warnings.warn(
+            warn_caller(
                 f"the parameter '{unit.name_of(fqns[differs])}' began with other values on rank "
-                f"{dist.get_rank()} than on rank {rank}, and each rank keeps its own: {_CURE}",
-                stacklevel=2,
+                f"{dist.get_rank()} than on rank {rank}, and each rank keeps its own: {_CURE}"
             )
 
 

@@ -610,7 +610,8 @@ class Schedule:
             unit.end_unsharded(Phase.BACKWARD)
 
     def reshard(self, unit: Unit) -> None:
-        """Frees a unit's full parameters, unless its forward is running."""
+        """Frees a unit's full parameters, unless its forward is running; ends a backward that raised."""
+        self.end_failed_backward()
         unit.reshard(Phase.IDLE)
         if unit.handle is not None and not unit.running:
             unit.handle.reshard()  # what it keeps within a smaller group as well
@@ -795,7 +796,7 @@ class Schedule:
             )
 
     def require_idle(self, doing: str) -> None:
-        """Refuses what must not happen in the middle of a forward or backward.
+        """Refuses what must not happen in the middle of a forward or backward; ends a backward that raised.
 
         Raises:
             NotIdleError: If a unit's forward is running or a backward is in progress.
@@ -804,6 +805,7 @@ class Schedule:
         if running is not None or graph_task() != -1:
             where = f"the forward of {running.name}" if running is not None else "a backward"
             raise NotIdleError(f"{doing} must not run inside {where}")
+        self.end_failed_backward()
 
 
 def _completes(unit: Unit) -> bool:
@@ -822,6 +824,8 @@ def schedule_of(unit: Unit) -> Schedule:
 
 def require_idle(units: Iterable[Unit], doing: str) -> None:
     """Refuses what must not happen in the middle of a forward or backward of any of the units.
+
+    A backward that raised is ended, so that its updates are done and nothing of it is shown.
 
     Raises:
         NotIdleError: As `Schedule.require_idle`.

@@ -7,7 +7,6 @@ Two steps: `plan_wrapping` makes every decision and refuses what is wrong while 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_wrap._core import Place, children_first, walk
+from fsdp_wrap._core import Place, children_first, walk, warn_caller
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]
@@ -204,10 +203,9 @@ def _ask_policy_object(tree: _ModuleTree, policy: torch_wrap._Policy, kwargs: Kw
         if module not in chosen or module in tree.ignored or module is tree.root:
             continue
         if is_container(module):
-            warnings.warn(
+            warn_caller(
                 f"{tree.describe(module)} has no forward and is not wrapped; "
-                "what no unit in it owns belongs to the unit above",
-                stacklevel=2,
+                "what no unit in it owns belongs to the unit above"
             )
         else:
             targets[module] = dict(chosen[module])
@@ -230,11 +228,10 @@ def _with_those_apart(
         elif module in targets:
             result[module] = targets[module]
     if apart:
-        warnings.warn(
+        warn_caller(
             f"mixed_precision leaves out modules of {', '.join(each.__name__ for each in classes)} "
             "(_module_classes_to_ignore). These modules will be wrapped as separate FSDP units, in full "
-            f"precision: {', '.join(apart)}",
-            stacklevel=5,
+            f"precision: {', '.join(apart)}"
         )
     return result
 
@@ -263,10 +260,9 @@ def is_container(module: nn.Module) -> bool:
 def warn_of_container(module: nn.Module) -> None:
     """Warns if a module that the user wraps is a container without a forward."""
     if is_container(module):
-        warnings.warn(
+        warn_caller(
             f"a {type(module).__name__} was wrapped, and has no forward: its parameters are gathered for a "
-            "forward, so wrap the modules in it, or the one above",
-            stacklevel=4,
+            "forward, so wrap the modules in it, or the one above"
         )
 
 

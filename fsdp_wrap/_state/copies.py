@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._params import Layout
-from fsdp_wrap._runtime import REGISTRY, Unit, refuse_pieces, schedule_of, units_in
+from fsdp_wrap._runtime import REGISTRY, Unit, refuse_pieces, require_idle, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 
 Wrapper = TypeVar("Wrapper", bound=nn.Module)
@@ -57,9 +57,7 @@ def _with_lenders(units: Iterable[Unit]) -> list[Unit]:
 
 
 def _refuse_in_use(unit: Unit) -> None:
-    schedule = schedule_of(unit)
-    schedule.require_idle("copy.deepcopy()")
-    schedule.end_failed_backward()
+    require_idle([unit], "copy.deepcopy()")
     refuse_summoned([unit], "copying the wrapped module")
     if unit.handle is not None:
         unit.handle.shown.show_sharded()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from fsdp_wrap._core import warn_caller
 
 
 def initial_state(
@@ -41,10 +42,9 @@ def initial_state(
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             inspect.unwrap(type(inner).step)(double)  # without hooks and the schedulers' counting
     except Exception as error:
-        warnings.warn(
+        warn_caller(
             f"{type(inner).__name__} was never stepped, and what state it will have could not be found out "
-            f"({error}): step it before its state is loaded by torch.distributed.checkpoint",
-            stacklevel=2,
+            f"({error}): step it before its state is loaded by torch.distributed.checkpoint"
         )
         double.state.clear()
     found = [[double.state.get(zero, {}) for zero in of_group] for of_group in zeros]

@@ -15,12 +15,12 @@ import secrets
 import shutil
 import socket
 import time
-import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap.checkpoint._manifest import (
     MANIFEST,
     METADATA,
@@ -93,7 +93,7 @@ def find(path: Path, step: int | None) -> Path:
         lack = lack_of(folder)
         if lack is None:
             if passed:
-                warnings.warn(f"passing over {'; '.join(passed)}", stacklevel=2)
+                warn_caller(f"passing over {'; '.join(passed)}")
             return folder
         passed.append(f"{folder}: {lack}")
     why = "; ".join(passed) or ("it holds no step folder" if path.is_dir() else "there is no such folder")
@@ -208,7 +208,7 @@ def publish(written: Path, step: int, keep_last: int | None) -> None:
             for older in [*_complete_in(parent, step)][keep_last - 1 :]:
                 _remove(older.rename(_hidden(older, "deleted")))
     except OSError as error:  # the new step is there all the same
-        warnings.warn(f"an old checkpoint in {parent} could not be removed: {error}", stacklevel=2)
+        warn_caller(f"an old checkpoint in {parent} could not be removed: {error}")
 
 
 def keep_newest(parent: Path, count: int) -> None:
@@ -302,10 +302,9 @@ def _locked(path: Path) -> Iterator[int]:
                 owner = path.read_text(errors="replace") if path.exists() else ""
                 raise _refusal(path.parent, owner or "another process") from None
             except OSError as error:
-                warnings.warn(
+                warn_caller(
                     f"{path.parent} takes no file locks ({error}): two runs that save there at the same time "
-                    "would not notice each other",
-                    stacklevel=2,
+                    "would not notice each other"
                 )
             if _is_there(path, file.fileno()):  # and was not removed by its last owner meanwhile
                 yield file.fileno()

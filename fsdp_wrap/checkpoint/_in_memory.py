@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
@@ -231,10 +231,9 @@ class MemorySave(Save):
         team = self.team
         hosts = Hosts.of(team, self.folder)
         if len(hosts.heads) == 1 and team.is_first:
-            warnings.warn(
+            warn_caller(
                 f"all ranks keep their checkpoint in the memory of one host ({place_of(self.folder)}): it is "
-                "lost with that host. Run on several hosts, or save to disk as well",
-                stacklevel=2,
+                "lost with that host. Run on several hosts, or save to disk as well"
             )
         step = self.step if self.step is not None else _next_step(hosts, self.folder)
         doing = f"saving step {step} in the memory of {len(hosts.heads)} hosts (other steps are as they were)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import unflatten_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
@@ -308,10 +308,9 @@ class _Reading:
         size = manifest.world_size
         differing = [name for name, found in sums.items() if len(found) < size or len(set(found)) > 1]
         if differing:
-            warnings.warn(
+            warn_caller(
                 f"{folder} was saved by {size} ranks, and {listed(differing)} of extra differed between "
-                "them: every rank gets the first rank's",
-                stacklevel=2,
+                "them: every rank gets the first rank's"
             )
 
     def _allocated(self, model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -86,10 +86,8 @@ def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
         RuntimeError: Inside a forward or backward, which clean up by themselves; on an instance that another
             one encloses.
     """
-    schedule = schedule_of(state._unit)
     require_root(state._unit, "_post_backward_final_callback()")
-    schedule.require_idle("_post_backward_final_callback()")
-    schedule.end_failed_backward()
+    schedule_of(state._unit).require_idle("_post_backward_final_callback()")
     for unit in units_in(state).values():
         schedule_of(unit).reshard(unit)
 

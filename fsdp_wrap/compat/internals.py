@@ -293,9 +293,7 @@ class FlatHandle:
         Raises:
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
         """
-        schedule = schedule_of(self._unit)
-        schedule.require_idle("flat_param_to()")
-        schedule.end_failed_backward()
+        schedule_of(self._unit).require_idle("flat_param_to()")
         handle = self._unit.handle
         if handle is None or not handle.become_sharded():
             raise RuntimeError(
@@ -417,7 +415,6 @@ def _computes(unit: Unit) -> bool:
 def _dissolve(schedule: Schedule) -> None:
     """Lets the units of an idle schedule join another, or a new one, when they are used next."""
     schedule.require_idle("a change of _is_root")
-    schedule.end_failed_backward()
     for unit in schedule.units:
         schedule.reshard(unit)
         unit.leave()

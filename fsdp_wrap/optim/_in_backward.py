@@ -6,7 +6,6 @@ parameters; between backwards it is what it always was, and so are its state dic
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
-from fsdp_wrap._core import Span, SpanKind, step_watchers
+from fsdp_wrap._core import Span, SpanKind, step_watchers, warn_caller
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
@@ -210,11 +209,10 @@ class BackwardSteps:
         for unit in left:
             self._parts[unit].free()
         if self.updated:
-            warnings.warn(
+            warn_caller(
                 f"a backward raised after {len(self.updated)} of {len(self._parts)} units had been updated "
                 f"(step_in_backward) on rank {dist.get_rank()}: {', '.join(self.updated)}; the others have "
-                "kept their values: load a checkpoint, or go on with the next batch",
-                stacklevel=2,
+                "kept their values: load a checkpoint, or go on with the next batch"
             )
 
     # steps that several of the above share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.utils.checkpoint import checkpoint
 
+import fronts
 import mesh_nets
 from bed import ranks, run_ranks
 from fronts import each_front, full, full_state, no_sync, shard, twins
@@ -386,10 +388,41 @@ def test_a_backward_that_raises(rank, world_size, front, in_thread):
     updated = [name for name in backward_steps(optimizer).updated if "layers.2" in name]
     assert updated == backward_steps(optimizer).updated and len(updated) == 1
     kept = {name for name, value in full_state(usual).items() if "layers.2" not in name}
-    found, expected = full_state(model), full_state(usual)
+    with pytest.warns(UserWarning, match=r"after 1 of 4 units .*layers\.2'; the others have kept") as caught:
+        found = full_state(model)
+    assert [warning.filename for warning in caught] == [fronts.__file__]  # the line that asks for the state
+    expected = full_state(usual)
     assert {name for name in found if torch.equal(found[name], expected[name])} == kept
-    with pytest.warns(UserWarning, match=r"after 1 of 4 units .*layers\.2'; the others have kept"):
-        model(batch(rank, 1)).square().sum().backward()
+    model(batch(rank, 1)).square().sum().backward()
+
+
+class Slow(torch.optim.SGD):
+    """Takes longer for an update than a state dict needs to begin."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.2)
+        return super().step(closure)
+
+
+@each_front
+@ranks(2)
+def test_what_is_saved_after_a_backward_that_raised_holds_its_updates(rank, world_size, front):
+    """A thread still updates when the error arrives."""
+
+    class Fails(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[2](self.layers[1](Failing.apply(self.layers[0](x * self.scale))))
+
+    model, _ = pair(front, Fails, travel_together_bytes=0)
+    before = full_state(model)
+    optimizer = step_in_backward(model, lambda params: Slow(params, lr=0.1), in_thread=True)
+    with pytest.raises(ArithmeticError):
+        model(batch(rank, 0)).square().sum().backward()
+    with pytest.warns(UserWarning, match="after 1 of 4 units"):
+        found = full_state(model)
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert len(backward_steps(optimizer).updated) == 1
+    assert changed == {name for name in found if "layers.2" in name}
 
 
 # clipping

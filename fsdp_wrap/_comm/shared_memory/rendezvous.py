@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
 from fsdp_wrap._comm.watching.watch import InFlight, Watch
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
 
@@ -187,10 +187,9 @@ def _refused(answers: list[Any], ranks: Ranks) -> bool:
     by_rank = zip(ranks.members, answers)
     errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, str)]
     if errors and ranks.rank == 0:
-        warnings.warn(
+        warn_caller(
             f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
-            "process group, which is slower; with FSDP_WRAP_SHARED_MEMORY=0 this is not tried",
-            stacklevel=2,
+            "process group, which is slower; with FSDP_WRAP_SHARED_MEMORY=0 this is not tried"
         )
     return bool(errors)
 

@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from queue import Empty, SimpleQueue
@@ -24,6 +23,7 @@ from fsdp_wrap._comm.device import Accelerator
 from fsdp_wrap._comm.positions import GroupPositions
 from fsdp_wrap._comm.watching.bulletin import Bulletin, bulletin_of
 from fsdp_wrap._comm.watching.watch import Watch, flight_records
+from fsdp_wrap._core import warn_caller
 
 _log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Monitor:
             _log.error(text)
             return
         try:
-            warnings.warn(text, stacklevel=2)
+            warn_caller(text)
         except UserWarning:  # where warnings are errors: there is nobody here to catch one
             _log.warning(text)
 

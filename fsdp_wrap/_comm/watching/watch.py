@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.groups import time_limit
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import all_groups, dump_flight_records
 
 _FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
@@ -137,7 +137,7 @@ class Watch:
         """Warns if a collective takes unusually long; returns whether it does."""
         late = self.is_late(waited)
         if late:
-            warnings.warn(self.report(waited), stacklevel=2)
+            warn_caller(self.report(waited))
         return late
 
     def report(self, waited: float, what: str = "") -> str:

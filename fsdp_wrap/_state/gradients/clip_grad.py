@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable
 from itertools import chain
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import require_root, schedule_of, units_in
+from fsdp_wrap._runtime import require_idle, require_root, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients, Named
 from fsdp_wrap._state.gradients.norms import (
@@ -80,7 +80,7 @@ class GradientNorms:
         known = self._found("clip_grad_norm_()")
         require_root(known.units[0], "clip_grad_norm_()")
         if unreduced := known.unreduced:
-            warnings.warn(_UNREDUCED, stacklevel=4)
+            warn_caller(_UNREDUCED)
         if known.distributed:
             return self._clip_parts(known, unreduced, p, bound, error_if_nonfinite)
         grads = {share: by_kind(known.held(share)) for share in known.shares}
@@ -91,7 +91,7 @@ class GradientNorms:
         if unreduced:
             grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
         elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
-            warnings.warn("clip_grad_norm_() found no gradients: the norm is zero", stacklevel=4)
+            warn_caller("clip_grad_norm_() found no gradients: the norm is zero")
         scale(chain.from_iterable(grads.values()), total, bound)
         first = next(known.params(), total)
         return total.to(first.device, known.widest_dtype())
@@ -144,9 +144,7 @@ class GradientNorms:
     def _found(self, doing: str) -> HeldGradients:
         known = self._known if self._known is not None and self._known.is_current else None
         units = units_in(self._module()).values() if known is None else known.units
-        for schedule in dict.fromkeys(map(schedule_of, units)):
-            schedule.require_idle(doing)
-            schedule.end_failed_backward()
+        require_idle(units, doing)
         refuse_summoned(units, doing)
         self._known = HeldGradients(self._module()) if known is None else known
         return self._known
