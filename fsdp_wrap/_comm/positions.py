@@ -570,10 +570,8 @@ class UnitCollective(Collective):
     def with_others(self, others: Iterable[UnitCollective]) -> Collective:
         """Returns one in the same groups that does for several units, all known, what this does for one."""
         every = [self, *others]
-        return Collective(
-            [(group, Note(" and ".join(each._text_in(group) for each in every))) for group in self._groups],
-            self._issued,
-        )
+        texts = ((group, [each._text_in(group) for each in every]) for group in self._groups)
+        return Collective([(group, Note(_all_of(told))) for group, told in texts], self._issued)
 
     def _find_places(self) -> Sequence[tuple[GroupPositions, Note]]:
         self._places = [(group, self._note_in(group)) for group in self._groups]
@@ -587,6 +585,11 @@ class UnitCollective(Collective):
     def _text_in(self, group: GroupPositions) -> str:
         number = self._tree.number_in(group)
         return self._text if number == 1 else f"{self._text} of root number {number}"
+
+
+def _all_of(texts: Sequence[str]) -> str:
+    """Joins what several units do, which is the same: "gathers a" and "gathers b" make "gathers a and b"."""
+    return " and ".join([texts[0], *(text.partition(" ")[2] for text in texts[1:])])
 
 
 class UnitPositions:

@@ -238,7 +238,7 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def watched(things: Iterable[T], doing: str, size_of: Callable[[T], int], total: int) -> Iterator[T]:
-    """Yields things, and shows how far the one who takes them has come.
+    """Yields things, and shows at a terminal how far the one who takes them has come.
 
     Args:
         things: What is yielded.
@@ -246,9 +246,9 @@ def watched(things: Iterable[T], doing: str, size_of: Callable[[T], int], total:
         size_of: The bytes of one.
         total: The bytes of all.
     """
-    with tqdm(
-        total=total, desc=doing, unit="B", unit_scale=True, delay=PATIENCE, leave=False, file=sys.stderr
-    ) as bar:
+    # `None` shows none where standard error is no terminal.
+    how = {"delay": PATIENCE, "leave": False, "disable": None, "file": sys.stderr}
+    with tqdm(total=total, desc=doing, unit="B", unit_scale=True, **how) as bar:
         for thing in things:
             yield thing
             bar.update(size_of(thing))

@@ -1,4 +1,4 @@
-"""What people who wait see: a bar on standard error, once something has taken two seconds."""
+"""What people who wait at a terminal see: a bar on standard error, once something has taken two seconds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Bar:
         if over.wait(_PATIENCE):
             return
         style = "{desc} [{elapsed}]" if self._total is None else "{desc}: {n_fmt} of {total_fmt} [{elapsed}]"
-        with tqdm(total=self._total, bar_format=style, leave=False, file=sys.stderr) as bar:
+        # `None` shows none where standard error is no terminal.
+        with tqdm(total=self._total, bar_format=style, leave=False, disable=None, file=sys.stderr) as bar:
             while not over.wait(_PACE):
                 bar.n = self._done
                 bar.set_description_str(self._doing)

@@ -233,5 +233,8 @@ def test_bars_appear_for_what_takes_long(capsys):
     with mock.patch.object(_sources, "PATIENCE", 0.0), mock.patch.object(sys.stderr, "isatty", lambda: True):
         assert [*_sources.watched(things, "reading x", lambda _: 10, 30)] == [0, 1, 2]
     assert "reading x" in capsys.readouterr().err
-    assert [*_sources.watched(iter(range(3)), "reading y", lambda _: 10, 30)] == [0, 1, 2]
+    with mock.patch.object(_sources, "PATIENCE", 0.0):  # standard error is no terminal
+        assert [*_sources.watched(iter(range(3)), "reading y", lambda _: 10, 30)] == [0, 1, 2]
+    with mock.patch.object(sys.stderr, "isatty", lambda: True):  # it takes no time
+        assert [*_sources.watched(iter(range(3)), "reading z", lambda _: 10, 30)] == [0, 1, 2]
     assert capsys.readouterr().err == ""

@@ -632,8 +632,8 @@ def test_a_rank_that_runs_another_order_is_told(rank, world_size, front, shared_
         for _ in range(2):
             model(batch(rank, 2), [0, 1, 2, 3, 4, 5][:: 1 - 2 * rank]).sum().backward()
     last, first = ("layers.5", "layers.0")
-    assert f"rank 0 gathers unit '{last}' and gathers unit 'layers.4'" in str(caught.value)
-    assert f"rank 1 gathers unit '{first}' and gathers unit 'layers.1'" in str(caught.value)
+    assert f"rank 0 gathers unit '{last}' and unit 'layers.4'" in str(caught.value)
+    assert f"rank 1 gathers unit '{first}' and unit 'layers.1'" in str(caught.value)
 
 
 @ranks(2)

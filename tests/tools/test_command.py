@@ -266,11 +266,17 @@ def test_ranks_that_cannot_meet_say_why(monkeypatch):
 
 
 def test_a_bar_appears_after_two_seconds_and_goes(capsys):
-    with mock.patch.multiple(progress, _PATIENCE=0.0, _PACE=0.01), progress.shown(3) as bar:
-        bar.begins("planning 8 ranks")
-        bar.ended()
-        time.sleep(0.2)
-    assert "planning 8 ranks: 1 of 3" in capsys.readouterr().err
+    for terminal in (True, False):
+        with (
+            mock.patch.object(sys.stderr, "isatty", lambda terminal=terminal: terminal),
+            mock.patch.multiple(progress, _PATIENCE=0.0, _PACE=0.01),
+            progress.shown(3) as bar,
+        ):
+            bar.begins("planning 8 ranks")
+            bar.ended()
+            time.sleep(0.2)
+        told = capsys.readouterr().err
+        assert "planning 8 ranks: 1 of 3" in told if terminal else not told
     with progress.shown(3) as bar:
         bar.begins("something quick")
     assert capsys.readouterr().err == ""
