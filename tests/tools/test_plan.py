@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import re
 import sys
 from functools import partial
@@ -195,6 +196,13 @@ def hybrid(front):
     strategy = {"sharding_strategy": fsdp_wrap.ShardingStrategy.HYBRID_SHARD} if front != "composable" else {}
     key = "mesh" if front == "composable" else "device_mesh"
     return made(front, device="cuda", **{key: mesh}, **strategy)
+
+
+def test_under_torchrun_the_device_need_not_be_there_either(monkeypatch):
+    expected = fsdp_wrap.plan(partial(hybrid, "orig"), RANKS, device="cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    plan = fsdp_wrap.plan(partial(hybrid, "orig"), RANKS, device="cuda")
+    assert plan.peak_bytes == expected.peak_bytes and os.environ["LOCAL_RANK"] == "3"
 
 
 @pytest.mark.parametrize("front", ["orig", "composable"])

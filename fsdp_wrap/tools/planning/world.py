@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -73,6 +74,17 @@ def _make_group(common: Any, options: Any) -> Any:
 
 
 @contextmanager
+def _without_launcher() -> Iterator[None]:
+    """Hides which device torchrun has given us: a mesh would choose it, though it need not be there."""
+    local_rank = os.environ.pop("LOCAL_RANK", None)
+    try:
+        yield
+    finally:
+        if local_rank is not None:
+            os.environ["LOCAL_RANK"] = local_rank
+
+
+@contextmanager
 def world_of(ranks: int, rank: int, device_type: str) -> Iterator[None]:
     """Makes this process one rank of many on some device, as far as it can see, while the context is open.
 
@@ -92,7 +104,7 @@ def world_of(ranks: int, rank: int, device_type: str) -> Iterator[None]:
     devices = ["cpu"] if device_type == "cpu" else ["cpu", device_type]
     dist.Backend.register_backend(PLANNED, _make_group, extended_api=True, devices=devices)
     accelerator = None if device_type == "cpu" else PlannedAccelerator(torch.device(device_type, 0))
-    with planning_for(device_type, accelerator):
+    with planning_for(device_type, accelerator), _without_launcher():
         dist.init_process_group(PLANNED, store=HashStore(), rank=rank, world_size=ranks)
         try:
             yield
