@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ _DOING = "weight_changes()"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes, as which numbers are compared: a NaN equals itself, and 0 is not -0."""
 
-_CHUNK = 2**20
-"""Elements that are looked at together, so that little memory is taken beside shard and snapshot."""
+_CHUNK = 2**16
+"""Elements that are looked at together, so that little memory is taken beside them and caches hold it."""
 
 _MIX, _SPREAD = 0x2545F4914F6CDD1D, 0x27D4EB2F165667C5  # odd, so that products lose nothing
 
@@ -82,6 +83,41 @@ def weight_changes(model: nn.Module, dtype: torch.dtype | None = None) -> Weight
     return WeightChanges(model, dtype)
 
 
+class _Snapshot:
+    """What the receiver has of one shard.
+
+    Args:
+        original: The parameter.
+        dtype: In which the receiver has it.
+    """
+
+    def __init__(self, original: Original, dtype: torch.dtype) -> None:
+        self._values = original.interval.data.to("cpu", dtype, copy=True)
+        self._total: int | None = None  # its part of the checksum, once that was wanted
+
+    def follow(self, original: Original, checksums: bool) -> Found:
+        """Returns the elements of a shard that are others than here, and takes them over."""
+        held = original.interval.data.detach()
+        local = self._differing(held)
+        index, new = _whole_index(original, local), held[local.to(held.device)].to("cpu", self._values.dtype)
+        if self._total is not None and 2 * len(local) < len(held):
+            self._total += _sum_of(new, index) - _sum_of(self._values[local], index)
+        elif len(local):
+            self._total = None  # to look at all elements once is less work
+        self._values[local] = new
+        if checksums and self._total is None:
+            self._total = _sum_of_all(self._values, partial(_whole_index, original))
+        narrow = index.to(_index_dtype(original.shape.numel()))
+        return Found(original.fqn, narrow, new, _wrapped(self._total or 0))
+
+    def _differing(self, held: torch.Tensor) -> torch.Tensor:
+        """Returns the indices in the shard of elements whose bits differ, int64."""
+        differs = torch.empty(len(held), dtype=torch.bool)
+        for now, before, found in zip(_pieces(held), _pieces(self._values), _pieces(differs)):
+            torch.ne(_bits(now.to("cpu", before.dtype)), _bits(before), out=found)
+        return differs.nonzero().view(-1)
+
+
 class WeightChanges:
     """The changes of a model's parameters since the last `collect`, or since `weight_changes`."""
 
@@ -89,17 +125,16 @@ class WeightChanges:
         self._model, self._dtype = model, dtype
         originals = self._originals()
         self._extents = _extents(originals)
-        self._snapshots = {each.fqn: self._copied(each) for each in first_holders(model, originals)}
-
-    def _copied(self, original: Original) -> torch.Tensor:
-        held = original.interval.data
-        return held.to("cpu", self._dtype_of(original), copy=True)
+        self._snapshots = {
+            each.fqn: _Snapshot(each, self._dtype_of(each)) for each in first_holders(model, originals)
+        }
 
     def collect(self, checksums: bool = True) -> Changes:
         """Finds what changed; collective.
 
         Args:
-            checksums: Also compute those, which takes one more pass over the shards.
+            checksums: Also compute those. That takes one more pass over the shards at first, and where half
+                of a shard has changed; else only the changed elements are looked at.
 
         Returns:
             All changes, in host memory, on the first rank; nothing on the others.
@@ -114,7 +149,8 @@ class WeightChanges:
                 raise ValueError(
                     f"'{name}' is not what it was when weight_changes() was called: call it again"
                 )
-        own = [self._found(each, checksums) for each in first_holders(self._model, originals)]
+        holders = first_holders(self._model, originals)
+        own = [self._snapshots[each.fqn].follow(each, checksums) for each in holders]
         return _joined(gathered_on_first_rank(self._model, own), checksums)
 
     def _originals(self) -> list[Original]:
@@ -127,22 +163,6 @@ class WeightChanges:
     def _dtype_of(self, original: Original) -> torch.dtype:
         dtype = original.interval.data.dtype
         return self._dtype if self._dtype is not None and is_castable(dtype) else dtype
-
-    def _found(self, original: Original, checksums: bool) -> Found:
-        """Compares one shard with its snapshot, which it updates."""
-        held, snapshot = original.interval.data, self._snapshots[original.fqn]
-        indices, total = [], 0
-        for begin in range(0, len(held), _CHUNK):
-            now = held[begin : begin + _CHUNK].detach().to("cpu", snapshot.dtype)
-            before = snapshot[begin : begin + _CHUNK]
-            changed = (_bits(now) != _bits(before)).nonzero().view(-1)
-            indices.append(changed + begin)
-            before.copy_(now)
-            if checksums:
-                places = torch.arange(begin, begin + len(now))
-                total += _sum_of(_bits(now), _whole_index(original, places))
-        local = torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64)
-        return Found(original.fqn, _whole_index(original, local), snapshot[local], _wrapped(total))
 
 
 def _extents(originals: Iterable[Original]) -> dict[str, tuple[torch.Size, int, int]]:
@@ -169,6 +189,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(tensor, _CHUNK)
+
+
 def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
     """Returns the indices in the flattened parameter of elements of this rank's shard."""
     interval, part = original.interval, original.interval.part
@@ -177,10 +201,27 @@ def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
     return part.index_in_whole(local + interval.start)
 
 
-def _sum_of(bits: torch.Tensor, index: torch.Tensor) -> int:
+def _sum_of(values: torch.Tensor, index: torch.Tensor) -> int:
     """Returns the part of a checksum that some elements make; the order does not matter."""
+    return sum(_sum_of_few(*each) for each in zip(_pieces(_bits(values)), _pieces(index)))
+
+
+def _sum_of_all(values: torch.Tensor, index_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Returns the same of elements whose indices follow from their places in a tensor."""
+    pieces = _pieces(_bits(values))
+    begins = range(0, len(values), _CHUNK)
+    places = (torch.arange(begin, begin + len(piece)) for begin, piece in zip(begins, pieces))
+    return sum(_sum_of_few(piece.cpu(), index_of(place)) for piece, place in zip(pieces, places))
+
+
+def _sum_of_few(bits: torch.Tensor, index: torch.Tensor) -> int:
     mixed = (bits.to(torch.int64) ^ (index * _SPREAD)) * _MIX
     return int(((mixed ^ (mixed >> 29)) * _SPREAD).sum())
+
+
+def _index_dtype(numel: int) -> torch.dtype:
+    """Returns the smallest dtype of indices of so many elements, in which they travel."""
+    return torch.int32 if numel <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _wrapped(total: int) -> int:
@@ -194,7 +235,7 @@ def _joined(found: Iterable[Found], checksums: bool) -> Changes:
         pieces.setdefault(each.name, []).append(each)
     changes, sums = [], {}
     for name, several in pieces.items():
-        index = torch.cat([each.index for each in several])
+        index = torch.cat([each.index for each in several]).to(torch.int64)
         if len(index):
             changes.append(Change(name, index, torch.cat([each.value for each in several])))
         if checksums:
@@ -204,12 +245,7 @@ def _joined(found: Iterable[Found], checksums: bool) -> Changes:
 
 def checksum(tensor: torch.Tensor) -> int:
     """Returns the checksum of a full tensor, as `Changes.checksums` has it, of its bits."""
-    flat = tensor.detach().reshape(-1)
-    total = 0
-    for begin in range(0, len(flat), _CHUNK):
-        some = flat[begin : begin + _CHUNK].cpu()
-        total += _sum_of(_bits(some), torch.arange(begin, begin + len(some)))
-    return _wrapped(total)
+    return _wrapped(_sum_of_all(tensor.detach().reshape(-1), lambda places: places))
 
 
 def apply_changes(state_dict: Mapping[str, torch.Tensor], changes: Changes) -> None:
@@ -258,5 +294,5 @@ def _after(tensor: torch.Tensor, change: Change | None) -> int:
     total = checksum(tensor)
     if change is not None:
         old = tensor.detach().reshape(-1)[change.index.to(tensor.device)].cpu()
-        total += _sum_of(_bits(change.value), change.index) - _sum_of(_bits(old), change.index)
+        total += _sum_of(change.value, change.index) - _sum_of(old, change.index)
     return _wrapped(total)

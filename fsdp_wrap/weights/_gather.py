@@ -14,6 +14,9 @@ from fsdp_wrap._state import FirstRank, Original
 _ALIGNMENT_BYTES = 8
 """Start of every tensor in a message, so that it can be seen in any dtype."""
 
+_Note = tuple[str, int, tuple[torch.dtype, torch.dtype], int]
+"""Name, number of elements, dtypes of indices and values, part of the checksum."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -21,7 +24,7 @@ class Found:
 
     Attributes:
         name: The parameter's.
-        index: Of the elements in the flattened parameter: int64, 1-D.
+        index: Of the elements in the flattened parameter, 1-D, in a dtype of integers that holds them all.
         value: They themselves, 1-D.
         total: The shard's part of the parameter's checksum.
     """
@@ -58,7 +61,7 @@ def gathered_on_first_rank(model: nn.Module, own: Sequence[Found]) -> list[Found
 def _gathered(communicator: Communicator, own: Sequence[Found]) -> list[Found]:
     """Gathers what ranks have found on the first of a group; the others keep nothing."""
     data = _packed(own)
-    notes = [(each.name, len(each.index), each.value.dtype, each.total) for each in own]
+    notes = [(each.name, len(each.index), (each.index.dtype, each.value.dtype), each.total) for each in own]
     by_rank = communicator.all_gather_object((len(data), notes))
     most, device = max(size for size, _ in by_rank), communicator.device
     padded = torch.cat([data, data.new_zeros(most - len(data))]).to(device)
@@ -80,15 +83,14 @@ def _packed(found: Iterable[Found]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _unpacked(row: torch.Tensor, notes: Iterable[tuple[str, int, torch.dtype, int]]) -> Iterator[Found]:
+def _unpacked(row: torch.Tensor, notes: Iterable[_Note]) -> Iterator[Found]:
     begin = 0
-    for name, count, dtype, total in notes:
-        middle = begin + count * torch.int64.itemsize
-        end = middle + count * dtype.itemsize
-        yield Found(name, _seen_as(torch.int64, row[begin:middle]), _seen_as(dtype, row[middle:end]), total)
-        begin = end + -end % _ALIGNMENT_BYTES
-
-
-def _seen_as(dtype: torch.dtype, data: torch.Tensor) -> torch.Tensor:
-    # Where nothing lies may be anywhere, which a view would object to.
-    return data.view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+    for name, count, dtypes, total in notes:
+        tensors = []
+        for dtype in dtypes:
+            end = begin + count * dtype.itemsize
+            # Where nothing lies may be anywhere, which a view would object to.
+            tensors.append(row[begin:end].view(dtype) if count else torch.empty(0, dtype=dtype))
+            begin = end + -end % _ALIGNMENT_BYTES
+        index, value = tensors
+        yield Found(name, index, value, total)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bed import ranks
@@ -34,6 +35,14 @@ def step(model: nn.Module, lr: float = 1e-2) -> None:
     model(torch.randn(4, WIDTH)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def add_to_some(model: nn.Module) -> None:
+    """Changes one element of each shard."""
+    with torch.no_grad():
+        for param in model.parameters():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.view(-1)[:1].add_(1)
 
 
 def whole(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -107,6 +116,23 @@ def test_small_steps_change_few_elements_in_low_precision(rank, world_size):
         assert found.checksums == {} and found.nbytes == shares[-1] * (8 + 2)
     if dist.get_rank() == 0:
         assert 0 <= shares[1] < shares[0] / 10
+
+
+@each_front
+@ranks(2)
+def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, world_size, front):
+    """They are kept up to date by what changed, also in rounds in which nobody wants them."""
+    model = shard(front, net(), POLICY)
+    changes = weight_changes(model, torch.bfloat16)
+    for few, wanted in ((False, True), (True, True), (True, False), (False, False), (True, True)):
+        if few:
+            add_to_some(model)
+        else:
+            step(model)
+        found = changes.collect(checksums=wanted)
+        now = whole(model, torch.bfloat16)
+        if rank == 0 and wanted:
+            assert found.checksums == {name: checksum(value) for name, value in now.items()}
 
 
 @ranks(2)
