@@ -62,6 +62,7 @@ setup(
             "coverage>=7.10",
             "mypy",
             "pre-commit",
+            "pytest-xdist>=3.6",
             "ruff",
             "setuptools>=68",
             "twine",

@@ -64,6 +64,12 @@ class SimulatedHostLane:
         self._simulation.join_host_lane(self._clock)
 
 
+def _forget_in(simulation: weakref.ref[Simulation], number: int) -> None:
+    there = simulation()
+    if there is not None:
+        there._forget(number)
+
+
 class Simulation(Accelerator):
     """The streams, the memory and the host of one rank.
 
@@ -347,7 +353,8 @@ class Simulation(Accelerator):
 
     def _new_block(self, storage: torch.UntypedStorage, queue: str, pinned: bool = False) -> Block:
         if id(storage) not in self._blocks:
-            weakref.finalize(storage, self._forget, id(storage)).atexit = False
+            # Memory that outlives the simulation must not keep all that was noted alive.
+            weakref.finalize(storage, _forget_in, weakref.ref(self), id(storage)).atexit = False
             self._storages[id(storage)] = weakref.ref(storage)
         self._count += 1
         block = self._blocks[id(storage)] = Block(self._count, storage.nbytes(), queue, pinned)
