@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +86,7 @@ WIDTH, VOCABULARY, STEPS = 8, 11, 3
 
 
 def pairwise(
-    space: dict[str, Sequence[Any]], seed: int, settle: Callable[[Scenario], Scenario] = dict
+    space: Mapping[str, Sequence[Any]], seed: int, settle: Callable[[Scenario], Scenario] = dict
 ) -> list[Scenario]:
     """Few scenarios in which every value of an option meets every value of every other one.
 
@@ -367,7 +367,7 @@ def _batches(scenario: Scenario, device: torch.device | None) -> _Batches:
 def _optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
     # A FlatParameter gives its unused parts zero gradients, a plain module none: SGD alone is alike.
     alike = scenario.get("use_orig_params", True)
-    extras = {"momentum": 0.9, "weight_decay": 0.1} if alike else {}
+    extras: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1} if alike else {}
     return torch.optim.SGD(model.parameters(), lr=0.05, **extras)
 
 

@@ -126,7 +126,7 @@ def interrupted(rank: int, world_size: int, folder: Path, handled: bool) -> str:
     checkpoint.save(folder, model)
     writes, goes_on, sync = threading.Event(), threading.Event(), os.fsync
 
-    def wait_and_sync(descriptor: int) -> None:
+    def wait_and_sync(descriptor: Any) -> None:
         writes.set()
         goes_on.wait()
         sync(descriptor)

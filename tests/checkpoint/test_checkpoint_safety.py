@@ -319,7 +319,8 @@ def save_and_die(rank: int, world_size: int, path: Path, how: str, victim: int) 
     step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     checkpoint.save(path, model)
     if rank == victim:
-        CheckedWriter.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        writer: Any = CheckedWriter
+        writer.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as failed:
         SAVES[how](path, model)
     return str(failed.value)

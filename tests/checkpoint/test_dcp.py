@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from state_nets import (
 
 # Resuming elsewhere.
 
-_ONE = {
+_ONE: dict[str, Sequence[Any]] = {
     "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"],
     "orig": [False, True],
     "ranks": [1, 2, 3, 4],

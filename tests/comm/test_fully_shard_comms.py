@@ -64,7 +64,7 @@ def units(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def assert_same_steps(one: nn.Module, other: nn.Module, rank: int, **tolerance: float) -> None:
+def assert_same_steps(one: nn.Module, other: nn.Module, rank: int, **tolerance: Any) -> None:
     for step in range(2):
         for model in (one, other):
             model.zero_grad()

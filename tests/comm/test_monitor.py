@@ -84,7 +84,7 @@ def here() -> positions.GroupPositions:
     return positions.positions_of(dist.group.WORLD)
 
 
-def run_two(program: Callable[[int, Simulation, Callable[[], None]], None]) -> list[str]:
+def run_two(program: Callable[[int, Simulation, Callable[[], object]], None]) -> list[str]:
     """Runs a program on two ranks; returns what was warned of.
 
     Args:

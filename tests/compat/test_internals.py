@@ -107,7 +107,7 @@ def same_with_both(flow: Callable[[Any], dict[str, torch.Tensor]]) -> None:
     ours, theirs = results
     assert ours.keys() == theirs.keys() and ours
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours[name], value, msg=f"{name}: {{}}".format)
 
 
 # helpers

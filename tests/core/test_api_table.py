@@ -64,7 +64,7 @@ class Theirs:
     def step(self, *, count: int = 1, closure: Any = None) -> None: ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int: ...  # type: ignore[empty-body]
 
 
 class Colour(Enum):
@@ -84,7 +84,7 @@ def same() -> type:
         def step(self, *, count: int = 1, closure: Any = None) -> None: ...
 
         @property
-        def size(self) -> int: ...
+        def size(self) -> int: ...  # type: ignore[empty-body]
 
         def more(self) -> None: ...
 
@@ -96,7 +96,7 @@ def another_default() -> type:
 
     def __init__(self: Any, first: int, second: str = "b") -> None: ...
 
-    cls.__init__ = __init__
+    cls.__init__ = __init__  # type: ignore[misc]
     return cls
 
 

@@ -44,7 +44,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def groups(params: Any) -> torch.optim.Optimizer:
     """Without decay of what has one dimension, or lies in a `FlatParameter`."""
     params = [*params]
-    flat = [param for param in params if param.dim() < 2]
+    flat: list[Any] = [param for param in params if param.dim() < 2]
     return torch.optim.AdamW(
         [{"params": [param for param in params if param.dim() > 1]}, {"params": flat, "weight_decay": 0.0}],
         lr=0.01,
@@ -248,7 +248,7 @@ class Watching(torch.optim.SGD):
         self.seen: list[int] = []
         super().__init__(self.all, lr=0.01)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.seen.append(sum(param.grad is not None for param in self.all))
         super().step(closure)
 
@@ -541,7 +541,7 @@ def test_schedulers_and_groups(rank, world_size, front):
     """A scheduler changes what counts in the next backward; so does what a step leaves in a group."""
 
     class Counting(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 group["lr"] = 0.5 * group["lr"]
                 group["count"] = group.get("count", 0) + 1
@@ -677,7 +677,7 @@ def _plain_norm(plain: nn.Module, step: int) -> torch.Tensor:
     norms: list[torch.Tensor] = []
 
     class Noting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             norms.append(nn.utils.get_total_norm([param.grad for param in copied.parameters()]))
 
     mesh_nets.train(copied, Noting(copied.parameters()), step)

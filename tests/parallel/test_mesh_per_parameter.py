@@ -105,7 +105,7 @@ def check(scenario: Scenario) -> None:
     )
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
     set_gradients_in_place(model, scenario["in_place"])
-    near = {"rtol": 0, "atol": 1e-12 if exact else 5e-5}
+    near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if exact else 5e-5}
     optimizer, plain = (
         torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         for each in (model, reference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def wrapped(
     model = tp_nets.parallelize(tp_nets.net(seed=seed), tensor, plan)
     policy = ModuleWrapPolicy({tp_nets.Block})
     hybrid = {} if data.ndim == 1 else {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    options = {**hybrid, "auto_wrap_policy": policy, "use_orig_params": use_orig_params}
+    options: dict[str, Any] = {**hybrid, "auto_wrap_policy": policy, "use_orig_params": use_orig_params}
     return tp_nets.net(seed=seed), FSDP(model, device_mesh=data, **options)
 
 

@@ -221,7 +221,7 @@ class RowScaled(torch.optim.Optimizer):
         super().__init__(params, {"row": row})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -60,7 +60,7 @@ class Mute(torch.Tensor):
         return cls(**inner)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0]
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default):
             kept = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}

@@ -286,7 +286,7 @@ class Unseen(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 param.data.sub_(param.grad.data, alpha=0.1)

@@ -254,7 +254,7 @@ class _Walk:
         if not self._live:
             return None
         out, x = self._live[int(chosen * len(self._live))]
-        options = {"create_graph": graph < 0.7, "retain_graph": True if keeps < 0.7 else None}
+        options: dict[str, Any] = {"create_graph": graph < 0.7, "retain_graph": True if keeps < 0.7 else None}
         (slope,) = torch.autograd.grad(out.square().sum(), x, **options)
         if slope.requires_grad:
             self._live.append((slope, x))

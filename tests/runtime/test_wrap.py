@@ -11,6 +11,7 @@ import functools
 import inspect
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -661,9 +662,10 @@ def test_ignored_parameters_have_no_owner():
 
 def random_graph(rng: random.Random) -> nn.Module:
     """Modules and parameters that are used in many places; about half of the modules are to be wrapped."""
-    params, modules = [weight() for _ in range(5)], []
+    params = [weight() for _ in range(5)]
+    modules: list[nn.Module] = []
     for _ in range(rng.randint(3, 9)):
-        held = {f"m{i}": rng.choice(modules) for i in range(rng.randint(0, 2)) if modules}
+        held: dict[str, Any] = {f"m{i}": rng.choice(modules) for i in range(rng.randint(0, 2)) if modules}
         held |= {f"p{i}": rng.choice(params) for i in range(rng.randint(0, 2))}
         modules.append(rng.choice([Uses, Cell])(**held))
     return Uses(**{f"m{i}": module for i, module in enumerate(modules[-3:])}, p=params[0])

@@ -122,7 +122,7 @@ def test_every_norm_type_by_torch_with_fully_shard(rank, world_size, offload):
 # Strategies and groups that differ per unit.
 
 
-def groups_of_four(rank: int) -> dict[str, object]:
+def groups_of_four(rank: int) -> dict[str, dist.ProcessGroup]:
     """The rank's groups: pairs of neighbours, and the pairs that cross them."""
     made = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
     near, across = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
@@ -140,7 +140,7 @@ TREES = {
 }
 
 
-def wrap_as(module: Transformer, tree: list[str], groups: dict[str, object], form: bool) -> FSDP:
+def wrap_as(module: Transformer, tree: list[str], groups: dict[str, dist.ProcessGroup], form: bool) -> FSDP:
     def wrap(child: nn.Module, how: str, **kwargs) -> FSDP:
         letter, *names = how.split()
         chosen = {"F": "FULL_SHARD", "H": "HYBRID_SHARD", "N": "NO_SHARD"}[letter]

@@ -79,7 +79,9 @@ class Twins:
 
     def optimize(self, model: nn.Module, plain: nn.Module) -> None:
         modules = (model, plain)
-        self.optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules
+        ]
 
     def forward(self) -> list[torch.Tensor]:
         """The losses of both."""
