@@ -232,14 +232,15 @@ def test_ranks_meet_in_symmetric_memory_before_each_collective():
 
 
 def test_reductions_in_a_group_of_their_own():
-    groups = {kind: set() for kind in ("all_gather", "reduce_scatter")}
+    groups: dict[str, set[str]] = {kind: set() for kind in ("all_gather", "reduce_scatter")}
     for what, group in run_steps(apart, Backend()).groups:
         groups.setdefault(what, set()).add(group)
     assert len(groups["reduce_scatter"]) == 1 and len(groups["all_gather"]) == 1
     assert groups["reduce_scatter"] != groups["all_gather"]
 
     def back(model: Any) -> None:
-        apart(model), model.set_separate_reduce_scatter_group(False)
+        apart(model)
+        model.set_separate_reduce_scatter_group(False)
 
     def only_the_last(model: Any) -> None:
         model[3].set_separate_reduce_scatter_group(recurse=False)

@@ -508,7 +508,7 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
             **options,
         )
         spy.look_at(model)
-        looks = []
+        looks: list[Any] = []
         for _ in range(2):
             output = model(torch.ones(2, WIDTH))
             spy.seen.append("backward")

@@ -175,7 +175,7 @@ def test_inherited_methods_count():
 
 def test_differences_of_other_kinds_are_found():
     assert compare(Theirs, None)[1] == ["Name (missing)"]
-    other = Enum("Colour", {"RED": 2, "BLUE": 3})
+    other = Enum("Colour", {"RED": 2, "BLUE": 3})  # type: ignore[misc]
     assert compare(Colour, other)[1] == ["Name.RED (here `2`)"]
     narrow = dataclasses.make_dataclass("Config", [("wide", bool, True), ("colours", list, ())])
     assert compare(Config, narrow)[1] == ["Name(wide) (here `True`)"]

@@ -36,9 +36,9 @@ def _mixed(front, module, dtype, offload):
         return shard(
             front, module, WRAPPINGS["block"](), mixed_precision=policy, cpu_offload=CPUOffload(offload)
         )
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for part in (*(part for part in module.modules() if isinstance(part, Block)), module):
-        fully_shard(part, mp_policy=policy, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+        fully_shard(part, mp_policy=low, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
     return module
 
 

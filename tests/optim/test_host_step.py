@@ -125,7 +125,8 @@ def test_mistakes_are_named():
 
 
 def test_a_lane_of_the_host_keeps_the_order_and_tells_of_faults():
-    lane, done = HostLane(), []
+    lane = HostLane()
+    done: list[Any] = []
     for number in range(3):
         lane.issue(partial(done.append, (number, threading.get_ident())))
     lane.issue(lambda: done.append(threading.get_ident()))

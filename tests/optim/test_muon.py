@@ -284,7 +284,7 @@ def test_experts_on_a_mesh_of_their_own_are_matrices(rank, world_size, front):
 def test_tensor_parallelism(rank, world_size, front, plan):
     plain = tp_nets.net()
     _, data, tensor = tp_nets.mesh_of("flat")
-    model = tp_nets.parallelize(tp_nets.net(), tensor, plan)
+    model: nn.Module = tp_nets.parallelize(tp_nets.net(), tensor, plan)
     if front == "composable":
         tp_nets.shard_blocks(model, fully_shard, mesh=data)
     else:
@@ -629,7 +629,7 @@ def test_mistakes_are_named(rank, world_size):
         with pytest.raises(error, match=text):
             Muon(model, **options)
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not a list"):
-        Muon([*model.parameters()])
+        Muon([*model.parameters()])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Muon cannot be copied or pickled"):
         copy.deepcopy(muon(model))
     with pytest.raises(ValueError, match="parameter 'weight' is complex"):

@@ -169,7 +169,7 @@ def test_parts_that_are_sharded_otherwise_or_not_at_all(rank, world_size):
     torch.manual_seed(0)
     plain = Both()
     model = copy.deepcopy(plain)
-    model.one = FSDP(model.one)
+    model.one = FSDP(model.one)  # type: ignore[assignment]
     fully_shard(model.two)
     matrices = owned_matrices(model)
     assert matrices.names == ["one.weight", "two.weight", "alone.weight"]

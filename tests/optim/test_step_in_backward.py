@@ -213,8 +213,8 @@ def test_replicas(rank, world_size, front, strategy):
     for kind in ("plain", "twice"):
         if front == "composable":
             torch.manual_seed(0)
-            module = KINDS[kind]().double()
-            both = [copy.deepcopy(module) for _ in range(2)]
+            module: Any = KINDS[kind]().double()
+            both: list[Any] = [copy.deepcopy(module) for _ in range(2)]
             for each in both:
                 for part in (*each.layers, each):
                     fully_shard(part, mesh=mesh, reshard_after_forward=strategy == "HYBRID_SHARD")

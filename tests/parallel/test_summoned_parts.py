@@ -136,7 +136,7 @@ class _InItsOwnWay(nn.Linear):
 @both_forms
 def test_modules_that_load_in_ways_of_their_own(rank, world_size, use_orig_params):
     _, data, tensor = tp_nets.mesh_of("flat")
-    model = tp_nets.net()
+    model: Any = tp_nets.net()
     model.blocks[0].up = _InItsOwnWay(tp_nets.WIDTH, tp_nets.HIDDEN).double()
     model = tp_nets.parallelize(model, tensor, "sequence")
     wrap = functools.partial(FSDP, device_mesh=data, use_orig_params=use_orig_params)

@@ -153,7 +153,7 @@ def loss_of_all(plain: nn.Module, world_size: int) -> torch.Tensor:
 
 @ranks(2, 3)
 def test_training_clipping_and_loading_between_alignments(rank, world_size):
-    tolerance = {"rtol": 0, "atol": 1e-12}
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
     for number, front in enumerate(FRONTS):
         plain = net()
         alignment: Any = "rows" if (number + world_size) % 2 or front == "composable" else 16

@@ -259,7 +259,8 @@ def test_what_changes_is_gathered_again(rank, world_size, front, change):
     for each in (plain, model):
         each.requires_grad_(True)
     for _ in range(2):
-        step_of(plain), step_of(model)
+        step_of(plain)
+        step_of(model)
         torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
@@ -462,7 +463,7 @@ def test_a_part_that_is_kept_does_not_keep_what_stays_of_others(rank, world_size
     assert not gathered
 
 
-LOW = {
+LOW: dict[str, dict[str, Any]] = {
     "flat": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "composable": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},

@@ -341,7 +341,8 @@ def test_a_list_of_modules_is_one_unit(rank, world_size):
     torch.testing.assert_close(found, expected)
     assert_same(model, plain, exact=False)
     model = Transformer(1)
-    fully_shard([model.embed, model.head]), fully_shard(model)
+    fully_shard([model.embed, model.head])
+    fully_shard(model)
     with record_events() as events:
         loss_of(model, tokens(rank, 0))
     assert trace(events) == ["u root", "u embed, head", "r embed, head"]

@@ -368,7 +368,7 @@ def test_tied_parameter_counts_only_where_all_its_uses_are():
 
 
 def test_custom_policy_overrides_arguments_unit_by_unit():
-    answers = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
+    answers: dict[str, Any] = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
     root = Uses(**{name: nn.Linear(1, 1) for name in answers})
     by_module = {root.get_submodule(name): answer for name, answer in answers.items()}
     defaults = {"tag": "default", "size": 3}
@@ -421,8 +421,8 @@ def raises_midway(module, recurse, nonwrapped_numel):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),
-        (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),
+        (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),  # type: ignore[arg-type]
+        (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),  # type: ignore[arg-type]
         (CustomPolicy(lambda m: {"tga": 1} if type(m) is Block else False), TypeError, "'layers.0'.*tga"),
         (raises_midway, RuntimeError, "midway"),
         (NameWrapPolicy("Nothing"), ValueError, "no module has a class named 'Nothing'"),
@@ -530,7 +530,7 @@ def test_names_must_be_names(names):
 
 def test_module_classes_must_be_classes():
     with pytest.raises(TypeError, match="NameWrapPolicy takes the names"):
-        ModuleWrapPolicy(["Block"])
+        ModuleWrapPolicy(["Block"])  # type: ignore[list-item]
 
 
 def test_policies_show_what_they_hold():

@@ -586,7 +586,7 @@ def test_units_that_lend_to_each_other(rank, world_size, use_orig_params, rank0_
     plain.head.weight = plain.stem.weight
     plain.head.bias.requires_grad_(False)
     net = copy.deepcopy(plain)
-    net.head = FSDP(net.head, use_orig_params=use_orig_params)
+    net.head = FSDP(net.head, use_orig_params=use_orig_params)  # type: ignore[assignment]
     net.blocks[0] = FSDP(net.blocks[0], use_orig_params=use_orig_params)
     twins = Twins(whole, use_orig_params, optimizer=False)
     twins.plain, twins.model = plain, FSDP(net, use_orig_params=use_orig_params)

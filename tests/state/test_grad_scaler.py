@@ -66,7 +66,7 @@ def test_training_equals_plain(rank, world_size, front, strategy, clips, kind, o
         cpu_offload=CPUOffload(offload),
     )
     ours, reference = kind("cpu", **SCALING), GradScaler("cpu", **SCALING)
-    sgd = {"lr": 0.1, "momentum": 0.9}
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), **sgd) for each in (model, plain))
     clip, plain_clip = (partial(fronts.clip, each) if clips else None for each in (model, plain))
     scales = []

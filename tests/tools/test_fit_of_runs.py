@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -102,7 +103,7 @@ def test_the_longest_sequence_is_that_of_runs(tmp_path):
 
 @pytest.mark.slow
 def test_the_configurations_that_fit_are_those_of_runs(tmp_path):
-    vary = {"layers": [2, 4], "checkpointing": ["none", "blocks"]}
+    vary: dict[str, Sequence[Any]] = {"layers": [2, 4], "checkpointing": ["none", "blocks"]}
     asked = [
         {"batch": 64, "layers": layers, "checkpointing": checkpointing}
         for layers in vary["layers"]
