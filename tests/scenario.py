@@ -270,7 +270,7 @@ def _wrapped(model: Model, scenario: Scenario) -> FSDP:
         model.blocks[0].fc1 = FSDP(model.blocks[0].fc1, **kwargs)
         model.blocks[0] = FSDP(model.blocks[0], **kwargs)
         model.blocks[2] = FSDP(model.blocks[2], **kwargs)
-        model.head = FSDP(model.head, **kwargs)
+        model.head = FSDP(model.head, **kwargs)  # type: ignore[assignment]
     return FSDP(model, auto_wrap_policy=_policy(scenario["wrapping"]), **kwargs)
 
 

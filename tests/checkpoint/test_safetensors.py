@@ -135,7 +135,7 @@ def test_tensors_of_all_kinds_without_ranks(dtype, tmp_path):
     bits = {name: value.contiguous().view(-1).view(torch.uint8) for name, value in values.items()}
     for found in (stored(tmp_path / "new" / "folder"), read_safetensors(tmp_path / "new" / "folder")):
         assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == described
-        whole = {name: torch.clone(value) for name, value in found.items()}
+        whole = {name: torch.clone(value) for name, value in found.items()}  # type: ignore[arg-type]
         same({name: value.view(-1).view(torch.uint8) for name, value in whole.items()}, bits)
     with pytest.raises(ValueError, match="expected bytes of"):
         write_safetensors(tmp_path / "new" / "folder", described, [("matrix", values["matrix"])])

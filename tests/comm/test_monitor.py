@@ -274,7 +274,8 @@ class Event:
     """Counts how often it is asked."""
 
     def __init__(self, done: bool = False) -> None:
-        self.done, self.asked, self.error = done, 0, None
+        self.done, self.asked = done, 0
+        self.error: Exception | None = None
 
     def query(self) -> bool:
         self.asked += 1

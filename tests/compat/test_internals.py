@@ -334,7 +334,7 @@ def test_full_parameters_of_one_wrapper(rank, world_size, use_orig_params):
         state = _common_utils._get_module_fsdp_state(model)
         context = _unshard_utils._unshard_params_for_summon(
             module=model,
-            state=state,
+            state=state,  # type: ignore[arg-type]
             writeback=True,
             rank0_only=False,
             offload_to_cpu=False,

@@ -44,14 +44,14 @@ Compiled = tuple[FSDP, nn.Module]
 """The wrapped model, and what to call."""
 
 
-def _compiled(module: nn.Module, backend: str) -> Any:
+def _compile(module: nn.Module, backend: str) -> Any:
     """A module as well; torch declares a function."""
     return torch.compile(module, backend=backend)
 
 
 def _blocks_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = FSDP(_compiled(block, backend), **options)
+        model.blocks[index] = FSDP(_compile(block, backend), **options)
     wrapped = FSDP(model, **options)
     return wrapped, wrapped
 
@@ -72,19 +72,19 @@ def _blocks_in_place(model: nn.Module, backend: str, **options) -> Compiled:
 
 def _wrapped_blocks(model: nn.Module, backend: str, **options) -> Compiled:
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = _compiled(FSDP(block, **options), backend)
+        model.blocks[index] = _compile(FSDP(block, **options), backend)
     wrapped = FSDP(model, **options)
     return wrapped, wrapped
 
 
 def _whole_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
-    wrapped = FSDP(_compiled(model, backend), auto_wrap_policy=_is_block, **options)
+    wrapped = FSDP(_compile(model, backend), auto_wrap_policy=_is_block, **options)
     return wrapped, wrapped
 
 
 def _wrapped_whole(model: nn.Module, backend: str, **options) -> Compiled:
     wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
-    return wrapped, _compiled(wrapped, backend)
+    return wrapped, _compile(wrapped, backend)
 
 
 def _is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -176,7 +176,7 @@ def test_fully_shard_with_inductor_at_four_ranks(rank, world_size):
     model = copy.deepcopy(plain)
     for module in (*model.blocks, model):
         fully_shard(module)
-    called, ddp = torch.compile(model, backend="inductor"), DDP(plain)
+    called, ddp = _compile(model, "inductor"), DDP(plain)
     optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp))
     found, expected = train(called, optimizer, rank, range(4)), train(ddp, reference, rank, range(4))
     assert found == pytest.approx(expected, rel=0, abs=1e-5) and _compiled() > 0

@@ -101,7 +101,7 @@ def test_scaler_follows_torch(rank, world_size, device, front, overflows):
             loss = sum(losses) / len(losses)
             if overflows and step == 1 and rank == 0:
                 loss = loss * torch.full((), float("inf"), device=place)
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[arg-type]
             if not sharded and overflows and step == 1 and rank != 0:
                 next(each.parameters()).grad.fill_(float("inf"))
             scaler.step(optimizer)

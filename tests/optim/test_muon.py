@@ -110,7 +110,7 @@ class Plain:
             if param.grad is not None:
                 param.grad /= size
         own = torch.optim._muon._zeropower_via_newtonschulz
-        torch.optim._muon._zeropower_via_newtonschulz = in_float64 if self._exact else own
+        torch.optim._muon._zeropower_via_newtonschulz = in_float64 if self._exact else own  # type: ignore[assignment]
         self.muon.step()
         torch.optim._muon._zeropower_via_newtonschulz = own
         self.other.step()
@@ -496,7 +496,7 @@ def _trained_plain() -> tuple[nn.Module, dict[str, Any]]:
 def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if isinstance(model, FSDP):
         return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    state = get_optimizer_state_dict(model, optimizer)["state"]
+    state: Any = get_optimizer_state_dict(model, optimizer)["state"]
     return {name: {key: full(value) for key, value in entry.items()} for name, entry in state.items()}
 
 

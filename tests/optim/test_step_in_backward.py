@@ -43,8 +43,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def groups(params: Any) -> torch.optim.Optimizer:
     """Without decay of what has one dimension, or lies in a `FlatParameter`."""
-    params = [*params]
-    flat: list[Any] = [param for param in params if param.dim() < 2]
+    params = list[Any](params)
+    flat = [param for param in params if param.dim() < 2]
     return torch.optim.AdamW(
         [{"params": [param for param in params if param.dim() > 1]}, {"params": flat, "weight_decay": 0.0}],
         lr=0.01,
@@ -720,7 +720,7 @@ def test_mistakes_are_named_before_anything_changes(rank, world_size):
         ({}, lambda g: torch.optim.SGD(g, lr=0.1, differentiable=True), ValueError, "is differentiable"),
     ):
         with pytest.raises(error, match=rule):
-            step_in_backward(model, make, **options)
+            step_in_backward(model, make, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Linear has no wrapped or sharded module"):
         step_in_backward(nn.Linear(2, 2), adamw)
     with pytest.raises(ValueError, match="was not made by step_in_backward"):

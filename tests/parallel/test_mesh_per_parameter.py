@@ -272,7 +272,7 @@ class Sums(nn.Module):
         return sum(number * param.sum() for number, param in enumerate(self.parameters(), 1)) * factor
 
 
-def sums(model: Sums | None = None, **options: Any) -> Sums:
+def sums(model: Any = None, **options: Any) -> Any:
     """Parameters on four meshes, the first the default."""
     model = model or Sums()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))

@@ -479,7 +479,7 @@ def test_a_stage_of_sharded_layers_is_refused_where_the_backward_is_split(rank, 
 Backward = Callable[[FSDPModule, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def show(stage: FSDPModule) -> list[nn.Parameter]:
+def show(stage: nn.Module) -> list[nn.Parameter]:
     """Unsharded parameters, which graphs lead to."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):

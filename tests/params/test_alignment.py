@@ -99,7 +99,7 @@ def test_padding_is_shown_and_no_more_than_needed():
 def test_policies_align_units_each():
     with fake_ranks(0, 2):
         net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
-        chosen = {net[0]: {"shard_alignment": "rows"}, net[1]: {"shard_alignment": None}}
+        chosen: dict[Any, Any] = {net[0]: {"shard_alignment": "rows"}, net[1]: {"shard_alignment": None}}
         policy = CustomPolicy(lambda module: chosen.get(module, False))
         model: Any = FSDP(net, auto_wrap_policy=policy, shard_alignment=8)
         told = [repr(unit) for unit in (model.module[0], model.module[1], model)]

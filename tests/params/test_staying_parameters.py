@@ -392,7 +392,7 @@ def test_frozen_and_small_units_stay_before_others(rank, world_size, front):
 @ranks(4)
 def test_hybrid_copies(rank, world_size, front, strategy):
     hybrid = "HYBRID" in strategy
-    options = {"device_mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
+    options: dict[str, Any] = {"device_mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
     plain, model = models(front, sharding_strategy=ShardingStrategy[strategy], **options)
     optimizers = [sgd(each) for each in (plain, model)]
     for step in range(2):

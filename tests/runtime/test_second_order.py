@@ -185,7 +185,8 @@ def test_a_step_of_other_parameters_is_no_change(rank, world_size, front):
     """As a generator's backward goes on after its critic has stepped."""
     plain, model = twins(front, make_net, torch.float64, auto_wrap_policy=PER_LAYER, sharding_strategy=FULL)
     for net in (plain, model):
-        made, critic = net(inputs()), nn.Linear(1, 1).double()
+        made = net(inputs())
+        critic: nn.Module = nn.Linear(1, 1).double()
         if net is model:
             critic = shard(front, critic, sharding_strategy=FULL)
         optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)

@@ -671,7 +671,7 @@ def random_graph(rng: random.Random) -> nn.Module:
     return Uses(**{f"m{i}": module for i, module in enumerate(modules[-3:])}, p=params[0])
 
 
-def unit_paths(module: nn.Module, units: tuple[nn.Module, ...]) -> list:
+def unit_paths(module: nn.Module | None, units: tuple[nn.Module, ...]) -> list:
     """Every path to a parameter: the parameter, and the units that the path passes through."""
     found = [(param, units) for param in module._parameters.values()]
     for child in module._modules.values():

@@ -146,7 +146,7 @@ def wrap_as(module: Transformer, tree: list[str], groups: dict[str, dist.Process
         chosen = {"F": "FULL_SHARD", "H": "HYBRID_SHARD", "N": "NO_SHARD"}[letter]
         group = groups[names[0]] if len(names) == 1 else tuple(groups[name] for name in names)
         strategy = ShardingStrategy[chosen]
-        return FSDP(child, group, strategy, use_orig_params=form, **kwargs)
+        return FSDP(child, group, strategy, use_orig_params=form, **kwargs)  # type: ignore[arg-type]
 
     for number, how in enumerate(tree[1:]):
         module.blocks[number] = wrap(module.blocks[number], how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,7 +116,7 @@ class Twins:
         assert_full(self.model.state_dict(), self.plain.state_dict())
 
 
-def assert_full(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_full(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name].detach(), value.detach(), rtol=0, atol=1e-12)

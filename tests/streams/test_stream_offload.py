@@ -37,7 +37,7 @@ def _mixed(front):
     if front != "composable":
         return wrapped(front, cpu_offload=OFFLOAD, mixed_precision=BF16)
     model = net()
-    policies = {
+    policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         "offload_policy": CPUOffloadPolicy(),
     }
