@@ -65,12 +65,13 @@ COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
     "columns": [False, True],
     "wrapping": ["whole", "block", "linear", "always", "by_hand", "group"],
     "offload": [False, True],
-} | {
-    name: SPACE[name]
-    for name in (
-        *("frozen", "unfreeze", "tied", "checkpointing", "accumulation", "zeroing", "fault"),
-        *("forwards", "evaluates", "input_grad", "stays"),
-    )
+    **{
+        name: SPACE[name]
+        for name in (
+            *("frozen", "unfreeze", "tied", "checkpointing", "accumulation", "zeroing", "fault"),
+            *("forwards", "evaluates", "input_grad", "stays"),
+        )
+    },
 }
 """Options of `fully_shard`; those of the wrapper that it has as well, and its own."""
 
@@ -111,7 +112,7 @@ def pairwise(
 
 
 def draw(
-    space: dict[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
+    space: Mapping[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
 ) -> Scenario:
     """A random scenario, some options given."""
     return {name: generator.choice(values) for name, values in space.items()} | (fixed or {})

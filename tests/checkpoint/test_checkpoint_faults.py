@@ -126,13 +126,13 @@ def interrupted(rank: int, world_size: int, folder: Path, handled: bool) -> str:
     checkpoint.save(folder, model)
     writes, goes_on, sync = threading.Event(), threading.Event(), os.fsync
 
-    def wait_and_sync(descriptor: Any) -> None:
+    def wait_and_sync(descriptor: int) -> None:
         writes.set()
         goes_on.wait()
         sync(descriptor)
 
     if rank == 1:
-        os.fsync = wait_and_sync
+        os.fsync = wait_and_sync  # type: ignore[assignment]
         if handled:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
     pending = checkpoint.async_save(folder, model)

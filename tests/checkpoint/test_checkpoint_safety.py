@@ -233,7 +233,7 @@ def test_fewer_ranks_than_shard_the_model_are_refused(rank, world_size, front, h
 @ranks(3)
 def test_whoever_holds_all_of_the_model_may_save(rank, world_size, tmp_path):
     pair = dist.new_group([0, 1])
-    theirs: nn.Module = torchs_fully_shard(layers())
+    theirs: Any = torchs_fully_shard(layers())
     if rank < 2:
         with pytest.raises(ValueError, match="'0.weight' is sharded over 0, 1, 2"):
             checkpoint.save(tmp_path, theirs, process_group=pair)

@@ -523,6 +523,8 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
             )
             looks.append((model._flat_param.dtype, full_size, model.training_state.name))
         found.append((spy.seen, looks))
+    ours: Any
+    theirs: Any
     ours, theirs = found
     if strategy == "NO_SHARD":  # torch computes with the low-precision shard, ours with a buffer
         ours, theirs = (

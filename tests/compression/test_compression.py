@@ -258,7 +258,8 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
 
 def assert_drifts_little(rank, front, options, chosen, accumulates, checkpoints, most):
     moved, losses = [], []
-    for names in (chosen, dict[str, str]()):
+    nothing: dict[str, str] = {}
+    for names in (chosen, nothing):
         model = shard(front, transformer(checkpoints), WRAPPINGS["block"](), **options)
         compress(model, **names)
         with count_collectives() as traffic:

@@ -28,7 +28,7 @@ if HAS_GPU:
 
     enable_cuda_sanitizer()
 else:
-    CUDASanitizerErrors = AssertionError  # type: ignore[misc]
+    CUDASanitizerErrors = AssertionError  # type: ignore[misc, assignment]
 
 from benchmarks.implementations import over_the_group  # noqa: E402
 from stream_programs import PROGRAMS  # noqa: E402

@@ -43,12 +43,10 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def groups(params: Any) -> torch.optim.Optimizer:
     """Without decay of what has one dimension, or lies in a `FlatParameter`."""
-    params = list[Any](params)
+    params = [*params]
     flat = [param for param in params if param.dim() < 2]
-    return torch.optim.AdamW(
-        [{"params": [param for param in params if param.dim() > 1]}, {"params": flat, "weight_decay": 0.0}],
-        lr=0.01,
-    )
+    others: dict[str, Any] = {"params": [param for param in params if param.dim() > 1]}
+    return torch.optim.AdamW([others, {"params": flat, "weight_decay": 0.0}], lr=0.01)
 
 
 class Layer(nn.Module):
@@ -184,12 +182,13 @@ def test_the_bits_of_steps_after_the_backward(rank, world_size, front, seldom):
 @pytest.mark.parametrize("option", ["offload", "kept", "apart", "NO_SHARD", "in_thread", "in place"])
 @ranks(2)
 def test_options_of_units(rank, world_size, front, option):
-    options: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "offload": {"cpu_offload": CPUOffload(True)},
         "kept": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
         "apart": {"travel_together_bytes": 0},
         "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
-    }.get(option, {})
+    }
+    options = ways.get(option, {})
     if option == "NO_SHARD" and front == "composable":
         options = {}  # which it has not
     for kind in ("plain", "twice"):
@@ -220,7 +219,8 @@ def test_replicas(rank, world_size, front, strategy):
                     fully_shard(part, mesh=mesh, reshard_after_forward=strategy == "HYBRID_SHARD")
         else:
             both = [*pair(front, KINDS[kind], sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh)]
-        compare(*both, adamw, rank, kind)
+        model, usual = both
+        compare(model, usual, adamw, rank, kind)
 
 
 @each_front

@@ -103,9 +103,9 @@ def check(scenario: Scenario) -> None:
             if param.grad is not None:
                 torch.testing.assert_close(full(param.grad), other.grad / data.size(), msg=name, **near)
                 other.grad /= data.size()
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
     for (name, param), other in zip(model.named_parameters(), reference.parameters()):
         torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
 

@@ -191,7 +191,7 @@ def test_an_optimizer_made_before_sharding(rank, world_size, front):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
     inside = torch.optim.AdamW(
-        [{"params": wrapped.parameters()}, {"params": [optimizer.param_groups[0]["params"][-1]]}]
+        [{"params": [*wrapped.parameters()]}, {"params": [optimizer.param_groups[0]["params"][-1]]}]
     )
     with pytest.raises(RuntimeError, match=r"AdamW was made before"):
         inside.step()

@@ -421,8 +421,8 @@ def raises_midway(module, recurse, nonwrapped_numel):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),  # type: ignore[arg-type]
-        (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),  # type: ignore[arg-type]
+        (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),  # type: ignore[arg-type, return-value]
+        (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),  # type: ignore[arg-type, return-value]
         (CustomPolicy(lambda m: {"tga": 1} if type(m) is Block else False), TypeError, "'layers.0'.*tga"),
         (raises_midway, RuntimeError, "midway"),
         (NameWrapPolicy("Nothing"), ValueError, "no module has a class named 'Nothing'"),
