@@ -1,7 +1,7 @@
 """A plugin of mypy: where torch's declarations say less than a program knows, a value may be anything.
 
-What a module keeps under a name is `Tensor | Module` to torch, a gradient and the group of all ranks may be `None`. Each
-use of these would have to be told again which it is, and a program in which it is another one fails there by itself.
+To torch a module keeps a `Tensor | Module` under a name; a gradient and the group of all ranks may be `None`.
+Each use would have to say again which it is, and a program in which it is another one fails there by itself.
 """
 
 from collections.abc import Callable

@@ -364,7 +364,8 @@ def test_ranks_may_stop_at_different_places(rank, world_size, use_orig_params):
 @ranks(2)
 def test_wrong_times_and_arguments_are_refused(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    optimizer, seen = adamw(model), []
+    optimizer = adamw(model)
+    seen: list[Any] = []
 
     def note(module: nn.Module, args: Any) -> None:
         for begin in (lambda: iter_full_params(model), lambda: iter_full_optim_state(model, optimizer)):
