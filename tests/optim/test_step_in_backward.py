@@ -45,8 +45,9 @@ def groups(params: Any) -> torch.optim.Optimizer:
     """Without decay of what has one dimension, or lies in a `FlatParameter`."""
     params = [*params]
     flat = [param for param in params if param.dim() < 2]
-    others: dict[str, Any] = {"params": [param for param in params if param.dim() > 1]}
-    return torch.optim.AdamW([others, {"params": flat, "weight_decay": 0.0}], lr=0.01)
+    others = [param for param in params if param.dim() > 1]
+    both: list[dict[str, Any]] = [{"params": others}, {"params": flat, "weight_decay": 0.0}]
+    return torch.optim.AdamW(both, lr=0.01)
 
 
 class Layer(nn.Module):
