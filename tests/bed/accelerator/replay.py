@@ -367,7 +367,7 @@ def poison(storage: torch.UntypedStorage) -> None:
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Views a storage as what it holds; no simulation notices."""
     with _disable_current_modes():
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
 
 
 def replay(recordings: Sequence[Recording], seeds: int) -> None:
