@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,12 +65,13 @@ COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
     "columns": [False, True],
     "wrapping": ["whole", "block", "linear", "always", "by_hand", "group"],
     "offload": [False, True],
-} | {
-    name: SPACE[name]
-    for name in (
-        *("frozen", "unfreeze", "tied", "checkpointing", "accumulation", "zeroing", "fault"),
-        *("forwards", "evaluates", "input_grad", "stays"),
-    )
+    **{
+        name: SPACE[name]
+        for name in (
+            *("frozen", "unfreeze", "tied", "checkpointing", "accumulation", "zeroing", "fault"),
+            *("forwards", "evaluates", "input_grad", "stays"),
+        )
+    },
 }
 """Options of `fully_shard`; those of the wrapper that it has as well, and its own."""
 
@@ -86,7 +87,7 @@ WIDTH, VOCABULARY, STEPS = 8, 11, 3
 
 
 def pairwise(
-    space: dict[str, Sequence[Any]], seed: int, settle: Callable[[Scenario], Scenario] = dict
+    space: Mapping[str, Sequence[Any]], seed: int, settle: Callable[[Scenario], Scenario] = dict
 ) -> list[Scenario]:
     """Few scenarios in which every value of an option meets every value of every other one.
 
@@ -111,7 +112,7 @@ def pairwise(
 
 
 def draw(
-    space: dict[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
+    space: Mapping[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
 ) -> Scenario:
     """A random scenario, some options given."""
     return {name: generator.choice(values) for name, values in space.items()} | (fixed or {})
@@ -270,7 +271,7 @@ def _wrapped(model: Model, scenario: Scenario) -> FSDP:
         model.blocks[0].fc1 = FSDP(model.blocks[0].fc1, **kwargs)
         model.blocks[0] = FSDP(model.blocks[0], **kwargs)
         model.blocks[2] = FSDP(model.blocks[2], **kwargs)
-        model.head = FSDP(model.head, **kwargs)
+        model.head = FSDP(model.head, **kwargs)  # type: ignore[assignment]
     return FSDP(model, auto_wrap_policy=_policy(scenario["wrapping"]), **kwargs)
 
 
@@ -367,7 +368,7 @@ def _batches(scenario: Scenario, device: torch.device | None) -> _Batches:
 def _optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
     # A FlatParameter gives its unused parts zero gradients, a plain module none: SGD alone is alike.
     alike = scenario.get("use_orig_params", True)
-    extras = {"momentum": 0.9, "weight_decay": 0.1} if alike else {}
+    extras: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1} if alike else {}
     return torch.optim.SGD(model.parameters(), lr=0.05, **extras)
 
 

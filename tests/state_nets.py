@@ -187,7 +187,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found[name], value), name
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_close(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)

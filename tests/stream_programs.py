@@ -57,7 +57,7 @@ class Layer(nn.Module):
         return self.down(self.up(x).tanh())
 
 
-def net(checkpoints: bool = False) -> nn.Module:
+def net(checkpoints: bool = False) -> nn.Sequential:
     """Three units and a root that has parameters of its own; ranks that are threads make the same."""
     return nn.Sequential(*(Layer(number, checkpoints) for number in range(3)), Layer(7, False).up)
 
@@ -68,7 +68,7 @@ def wrapped(
     module: nn.Module | None = None,
     kinds: Set[type[nn.Module]] = frozenset({Layer}),
     **options: Any,
-) -> nn.Module:
+) -> Any:
     """Shards `net`, or another module, of which all modules of some kinds become units."""
     return shard(front, module or net(checkpoints), ModuleWrapPolicy(set(kinds)), **options)
 
@@ -105,7 +105,7 @@ def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
     if front == "composable":
         model = net()
-        policy = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+        policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
         for part in (*model, model):
             fully_shard(part, mesh=mesh, **policy)
     else:
@@ -215,7 +215,7 @@ class _Gather:
 
 
 class _Reduce(_Gather):
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)

@@ -101,7 +101,7 @@ def parallelize(model: Net, mesh: DeviceMesh, plan: str) -> Net:
             }
         parallelize_module(block, mesh, how)
     if plan != "columns":
-        last = {} if plan == "sequence" else {"use_local_output": False, "output_layouts": Shard(-1)}
+        last: dict[str, Any] = {"use_local_output": False, "output_layouts": Shard(-1)}
         if plan == "sequence":
             last = {"output_layouts": Replicate()}
         how = {

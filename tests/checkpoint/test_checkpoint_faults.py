@@ -132,7 +132,7 @@ def interrupted(rank: int, world_size: int, folder: Path, handled: bool) -> str:
         sync(descriptor)
 
     if rank == 1:
-        os.fsync = wait_and_sync
+        os.fsync = wait_and_sync  # type: ignore[assignment]
         if handled:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
     pending = checkpoint.async_save(folder, model)

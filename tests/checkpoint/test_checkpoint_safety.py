@@ -199,9 +199,9 @@ def test_loading_what_not_all_ranks_see_names_ranks_and_paths(rank, world_size, 
     step_folder.mkdir(parents=True)
     for name in ("manifest.json", ".metadata", f"__{rank}_0.distcp"):
         (step_folder / name).write_bytes((tmp_path / "shared" / "step_00000001" / name).read_bytes())
-    with pytest.raises((ValueError, RuntimeError)) as refused:
+    with pytest.raises((ValueError, RuntimeError)) as failed:
         checkpoint.load(step_folder, model)
-    text = told_alike(refused)
+    text = told_alike(failed)
     assert (
         f"__1_0.distcp is missing where rank 0 (in {tmp_path}/of0/step_00000001 on host {host}), rank 2"
         in text
@@ -233,7 +233,7 @@ def test_fewer_ranks_than_shard_the_model_are_refused(rank, world_size, front, h
 @ranks(3)
 def test_whoever_holds_all_of_the_model_may_save(rank, world_size, tmp_path):
     pair = dist.new_group([0, 1])
-    theirs = torchs_fully_shard(layers())
+    theirs: Any = torchs_fully_shard(layers())
     if rank < 2:
         with pytest.raises(ValueError, match="'0.weight' is sharded over 0, 1, 2"):
             checkpoint.save(tmp_path, theirs, process_group=pair)
@@ -319,7 +319,8 @@ def save_and_die(rank: int, world_size: int, path: Path, how: str, victim: int) 
     step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     checkpoint.save(path, model)
     if rank == victim:
-        CheckedWriter.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        writer: Any = CheckedWriter
+        writer.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as failed:
         SAVES[how](path, model)
     return str(failed.value)
@@ -525,7 +526,7 @@ def test_a_payload_in_the_data_is_refused_and_not_run(tmp_path, monkeypatch):
         with pytest.raises(
             RuntimeError, match=rf"({what}) is no plain value: it asks for .*, and nothing of that"
         ):
-            checkpoint.load(tmp_path / name, *loaded)
+            checkpoint.load(tmp_path / name, *loaded)  # type: ignore[arg-type]
     assert names(tmp_path) == ["extra", "model", "optim"]
     assert all(torch.equal(value, changed[name]) for name, value in model.state_dict().items())
     checkpoint.load(tmp_path / "extra", model, optimizer, trusted=True)
@@ -574,7 +575,8 @@ def test_parameters_that_never_had_a_gradient_load(rank, world_size, front, tmp_
         model.frozen.requires_grad_(True) if front == "composable" else model.module.frozen.requires_grad_(
             True
         )
-    step(model, optimizer), step(again, of_again)
+    step(model, optimizer)
+    step(again, of_again)
     for name, value in full_state(model).items():
         assert torch.equal(full_state(again)[name], value), name
 
@@ -613,7 +615,9 @@ class Particular(nn.Linear):
 @each_front
 @pytest.mark.parametrize("fault", ["optimizer", "module"])
 def test_what_fails_on_one_rank_changes_nothing_on_any(rank, world_size, front, fault, tmp_path):
-    model = layers() if fault == "optimizer" else nn.Sequential(layers(), Particular(4, 4).double())
+    model: nn.Module = (
+        layers() if fault == "optimizer" else nn.Sequential(layers(), Particular(4, 4).double())
+    )
     model = shard(front, model)
     optimizer = (Refusing if fault == "optimizer" else torch.optim.AdamW)(model.parameters())
     step(model, optimizer)

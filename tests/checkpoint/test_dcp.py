@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from state_nets import (
 
 # Resuming elsewhere.
 
-_ONE = {
+_ONE: dict[str, Sequence[Any]] = {
     "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"],
     "orig": [False, True],
     "ranks": [1, 2, 3, 4],
@@ -263,7 +263,7 @@ def test_pieces_are_loaded_from_a_plain_models_checkpoint(rank, world_size, use_
 @ranks(3)
 def test_to_and_from_fully_shard(rank, world_size, use_orig_params, tmp_path):
     plain = trained(3)[0]
-    theirs = net()
+    theirs: Any = net()
     for module in (*theirs.blocks, theirs):
         fully_shard(module, mesh=init_device_mesh("cpu", (3,)))
     save_pieces(tmp_path / "ours", rank, world_size, use_orig_params)

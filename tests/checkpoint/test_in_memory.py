@@ -172,7 +172,7 @@ def test_regular_saves_lose_no_more_steps_than_they_say(rank, world_size, tmp_pa
     model, optimizer = stepped("orig", rank, world_size)
     memory = place(tmp_path, rank, per_host=1)
     write = MemorySave.write
-    monkeypatch.setattr(MemorySave, "write", lambda save: (time.sleep(0.05), write(save))[1])
+    monkeypatch.setattr(MemorySave, "write", lambda save: (time.sleep(0.05), write(save))[1])  # type: ignore[func-returns-value]
     saves = checkpoint.RegularSaves(memory, model, optimizer, lose_at_most=most)
     newest = []
     for step in range(1, 4 * most + 1):

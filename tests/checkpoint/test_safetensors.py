@@ -113,7 +113,7 @@ def test_dtypes_and_sizes(rank, world_size, tmp_path):
     same(found, {name: p.detach().bfloat16() for name, p in plain.named_parameters() if name in found})
     for size, error in (("5 apples", ValueError), (0, ValueError), ("0GB", ValueError), (5.0, TypeError)):
         with pytest.raises(error, match="max_shard_bytes must"):
-            export_safetensors(model, tmp_path, max_shard_bytes=size)
+            export_safetensors(model, tmp_path, max_shard_bytes=size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot hold 0.weight, which is of torch.complex128"):
         export_safetensors(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128)), tmp_path)
     same(stored(tmp_path) | {}, {**found, "blocks.0.table": plain.blocks[0].table.detach()})
@@ -135,7 +135,7 @@ def test_tensors_of_all_kinds_without_ranks(dtype, tmp_path):
     bits = {name: value.contiguous().view(-1).view(torch.uint8) for name, value in values.items()}
     for found in (stored(tmp_path / "new" / "folder"), read_safetensors(tmp_path / "new" / "folder")):
         assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == described
-        whole = {name: torch.clone(value) for name, value in found.items()}
+        whole = {name: torch.clone(value) for name, value in found.items()}  # type: ignore[arg-type]
         same({name: value.view(-1).view(torch.uint8) for name, value in whole.items()}, bits)
     with pytest.raises(ValueError, match="expected bytes of"):
         write_safetensors(tmp_path / "new" / "folder", described, [("matrix", values["matrix"])])

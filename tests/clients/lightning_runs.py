@@ -55,7 +55,7 @@ def fit(
 
 def _loader() -> torch.utils.data.DataLoader:
     data = torch.cat([tokens(rank, step) for step in range(STEPS) for rank in range(2)])
-    return torch.utils.data.DataLoader(data, batch_size=2)
+    return torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
 
 
 def _module(lightning: Any, shard: Callable[..., None] | None) -> Any:

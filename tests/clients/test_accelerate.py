@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,7 +47,7 @@ def _prepare(accelerator):
     model = accelerator.prepare(Transformer())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.cat([tokens(rank, step) for step in range(STEPS) for rank in range(2)])
-    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
     optimizer, loader = accelerator.prepare(optimizer, loader)
     return model, optimizer, loader
 

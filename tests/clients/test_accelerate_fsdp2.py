@@ -36,7 +36,7 @@ def _prepare(accelerator):
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.cat([tokens(rank, step) for step in range(STEPS) for rank in range(2)])
-    return accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=2))
+    return accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=2))  # type: ignore[arg-type]
 
 
 def _step(accelerator, model, optimizer, batch):

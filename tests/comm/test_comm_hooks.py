@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def test_the_divisors_make_up_the_number_of_ranks(rank, world_size):
     low = LowPrecisionState(dist.group.WORLD, torch.bfloat16)
     assert low.parameter_type == torch.bfloat16 and low.world_size == world_size
     with pytest.raises(ValueError, match="needs the process group"):
-        DefaultState(None)
+        DefaultState(None)  # type: ignore[arg-type]
 
 
 # The user's own.
@@ -225,7 +226,8 @@ def test_one_hook_serves_strategies_that_differ_and_dtypes(rank, world_size, use
 @ranks(2)
 def test_a_root_without_parameters_of_its_own(rank, world_size):
     layers = nn.Sequential(*(FSDP(nn.Linear(4, 4)) for _ in range(2)))
-    model, seen = FSDP(layers), []
+    model = FSDP(layers)
+    seen: list[Any] = []
     model.register_comm_hook(seen, summing)
     for layer in layers:
         with pytest.raises(AssertionError, match="on the root, and this is unit '[01]'"):
@@ -313,7 +315,7 @@ def test_wrong_registrations_are_refused(rank, world_size):
         with pytest.raises(caught, match=r"on the root, and this is unit 'blocks\.0'"):
             model.blocks[0].register_comm_hook(state, hook)
     with pytest.raises(ValueError, match="must be callable, but is 'sum'"):
-        model.register_comm_hook(state, "sum")
+        model.register_comm_hook(state, "sum")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"call the communication hook as hook\(state, grad, output\)"):
         model.register_comm_hook(state, comm_hooks.allreduce_hook)
     with model.no_sync():

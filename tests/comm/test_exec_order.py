@@ -588,7 +588,8 @@ class Nobody:
     ("limit", "warns_at", "ends_at"), [(0.2, 0.25, 0.25), (10, 2.5, 8), (61.7, 16, 49.36), (1800, 301, 1770)]
 )
 def test_looks_during_a_wait(limit, warns_at, ends_at):
-    clock, nobody = Clock(), Nobody(limit)
+    clock = Clock()
+    nobody: Any = Nobody(limit)
     with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
         pending = _watch.Works(_watch.Watch(nobody, torch.device("cpu"), nobody), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:
@@ -623,7 +624,7 @@ class End:
 
 def act_in(model, end):
     """Ends a rank as planned."""
-    calls = []
+    calls: list[None] = []
 
     def hook(*_):
         calls.append(None)
@@ -773,7 +774,7 @@ class Words:
 def test_a_word_is_written_once_its_entry_is_complete(rank, world_size):
     """A rank that stops half-way, as the scheduler pleases, must not look as if it were somewhere else."""
     positions = _positions.positions_of(dist.group.WORLD)
-    positions._words = words = Words(positions._sheet)
+    positions._words = words = Words(positions._sheet)  # type: ignore[assignment]
     notes = [_positions.Note(text) for text in ("gathers one unit", "gathers another")]
     for number in range(1, 2 + _positions._RING):
         positions.issue(notes[number % 2], Phase.FORWARD, iteration=7)

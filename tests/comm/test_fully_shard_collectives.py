@@ -100,7 +100,7 @@ def reduce(handle: ParamHandle, grads: list[torch.Tensor]) -> None:
     handle.reshard()
 
 
-def check_reduced(module: nn.ParameterList, rank: int, expected: list[Any], **tolerance: float) -> None:
+def check_reduced(module: nn.ParameterList, rank: int, expected: list[Any], **tolerance: Any) -> None:
     for param, wanted in zip(module, expected):
         assert param.grad.placements == (Shard(0),) and param.grad.shape == param.shape
         chunks = wanted.chunk(RANKS)

@@ -64,7 +64,7 @@ def units(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def assert_same_steps(one: nn.Module, other: nn.Module, rank: int, **tolerance: float) -> None:
+def assert_same_steps(one: nn.Module, other: nn.Module, rank: int, **tolerance: Any) -> None:
     for step in range(2):
         for model in (one, other):
             model.zero_grad()
@@ -82,7 +82,7 @@ def test_collectives_of_the_users(rank, world_size, low):
     plain = Transformer(2)
     plain.unused = nn.Linear(3, 3)
     shape, names = ((2, 2), ("replicate", "shard")) if world_size == 4 else ((2,), ("shard",))
-    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     usual, model = sharded(plain, **options), sharded(plain, **options)
     gather, reduce = Gather(), Reduce()
@@ -164,7 +164,8 @@ def test_hints_change_no_numbers(rank, world_size):
     torch.manual_seed(0)
     plain = Transformer(2)
     usual, model = sharded(plain), sharded(plain)
-    share_comm_ctx([model, *model.blocks]), share_comm_ctx([])
+    share_comm_ctx([model, *model.blocks])
+    share_comm_ctx([])
     model.set_reduce_scatter_max_input_buffers(3)
     model.set_separate_reduce_scatter_group()
     model.set_force_sum_reduction_for_comms(True)
@@ -234,7 +235,7 @@ def test_errors_are_of_torchs_types(rank, world_size):
         (TypeError, "must return a Shard", 3),
     ):
         raises(error, match, lambda placed=placement: fully_shard(plain, shard_placement_fn=lambda _: placed))
-    raises(TypeError, "bool, an int or None", lambda: fully_shard(plain, reshard_after_forward="no"))
+    raises(TypeError, "bool, an int or None", lambda: fully_shard(plain, reshard_after_forward="no"))  # type: ignore[arg-type]
     with torch.device("meta"):
         meta = fully_shard(nn.Linear(3, 4))
     raises(RuntimeError, "meta device", lambda: meta(torch.ones(2, 3)))

@@ -42,7 +42,8 @@ class Backend:
 
     def __init__(self, name: str = "nccl", allocates: bool = True) -> None:
         self._name, self._allocates = name, allocates
-        self.mem_allocator, self.pools = object(), []
+        self.mem_allocator = object()
+        self.pools: list[Any] = []
 
     def name(self) -> str:
         return self._name
@@ -78,7 +79,9 @@ def pools(backend: Backend) -> Iterator[dict[Simulation, Seen]]:
     run, new_block = SimulatedGroup._run, Simulation._new_block
 
     def noted(group: Any, what: str, work: Any, data: Any, reads: Any, writes: Any) -> Any:
-        one = seen.setdefault(Simulation.here(), Seen())
+        here = Simulation.here()
+        assert here is not None
+        one = seen.setdefault(here, Seen())
         one.groups.append((what, group.pg_name))
         if what in ("all_gather", "reduce_scatter"):
             inside = (id(each.untyped_storage()) in pooled for each in tree_leaves((reads, writes)))
@@ -164,14 +167,14 @@ def test_choices_change_no_numbers_in_low_precision_or_hybrid(choose):
 
 def run_steps(choose: Choose, backend: Backend, make: Callable[..., Any] = alone, **options: Any) -> Seen:
     """Trains two steps; returns what the first rank's collectives were given in the second."""
-    found = []
+    found: list[Seen] = []
 
     def program(rank: int, device: Simulation) -> None:
         model = make(**options)
         choose(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         one_step(model, optimizer, rank, 0)
-        seen[device].__init__()
+        seen[device].__init__()  # type: ignore[misc]
         one_step(model, optimizer, rank, 1)
         if rank == 0:
             found.append(seen[device])
@@ -229,14 +232,15 @@ def test_ranks_meet_in_symmetric_memory_before_each_collective():
 
 
 def test_reductions_in_a_group_of_their_own():
-    groups = {kind: set() for kind in ("all_gather", "reduce_scatter")}
+    groups: dict[str, set[str]] = {kind: set() for kind in ("all_gather", "reduce_scatter")}
     for what, group in run_steps(apart, Backend()).groups:
         groups.setdefault(what, set()).add(group)
     assert len(groups["reduce_scatter"]) == 1 and len(groups["all_gather"]) == 1
     assert groups["reduce_scatter"] != groups["all_gather"]
 
     def back(model: Any) -> None:
-        apart(model), model.set_separate_reduce_scatter_group(False)
+        apart(model)
+        model.set_separate_reduce_scatter_group(False)
 
     def only_the_last(model: Any) -> None:
         model[3].set_separate_reduce_scatter_group(recurse=False)

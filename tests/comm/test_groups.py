@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -256,11 +257,11 @@ def differ(rank: int, world_size: int, folder: str, front: str, shared: str, how
         if how == "library":
             _communicators.__version__ = CULPRITS[how][rank].partition(" ")[2]
         if how == "torch":
-            torch.__version__ = f"{CULPRITS[how][rank].partition(' ')[2]}.{rank}+cpu"
+            torch.__version__ = f"{CULPRITS[how][rank].partition(' ')[2]}.{rank}+cpu"  # type: ignore[assignment]
         rows = 4 - rank if how == "shape" else 4
         dtype = torch.float16 if how == "dtype" and rank else torch.bfloat16 if how == "dtype" else None
         module = nn.Sequential(nn.Linear(8, rows, bias=False, dtype=dtype), nn.Flatten())
-        options = {"shared_memory": bool(rank)} if how.startswith("shared_memory") else {}
+        options: dict[str, Any] = {"shared_memory": bool(rank)} if how.startswith("shared_memory") else {}
         group = dist.new_group(timeout=timedelta(seconds=LIMIT))
         if front == "composable":
             mesh = dist.DeviceMesh.from_group(group, "cpu")
@@ -339,7 +340,7 @@ def begun(front: str, how: str, rank: int) -> nn.Module:
             return fully_shard(module, mesh=mesh)
         hybrid = ShardingStrategy.HYBRID_SHARD
         return FSDP(module, device_mesh=mesh, sharding_strategy=hybrid, use_orig_params=front == "orig")
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "synced": {"sync_module_states": True},
         "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     }

@@ -84,7 +84,7 @@ def here() -> positions.GroupPositions:
     return positions.positions_of(dist.group.WORLD)
 
 
-def run_two(program: Callable[[int, Simulation, Callable[[], None]], None]) -> list[str]:
+def run_two(program: Callable[[int, Simulation, Callable[[], object]], None]) -> list[str]:
     """Runs a program on two ranks; returns what was warned of.
 
     Args:
@@ -274,7 +274,8 @@ class Event:
     """Counts how often it is asked."""
 
     def __init__(self, done: bool = False) -> None:
-        self.done, self.asked, self.error = done, 0, None
+        self.done, self.asked = done, 0
+        self.error: Exception | None = None
 
     def query(self) -> bool:
         self.asked += 1

@@ -319,8 +319,8 @@ def test_a_failed_exchange_stays_failed():
     """Nobody may take the rest of it for complete, or free what messages may still be written to."""
     parts = dict(enumerate(torch.zeros(6).chunk(3)))
     for messages in (
-        exchange_gather(FailingGroup(), 0, parts),
-        exchange_reduce(FailingGroup(), 0, torch.zeros(2), parts),
+        exchange_gather(FailingGroup(), 0, parts),  # type: ignore[arg-type]
+        exchange_reduce(FailingGroup(), 0, torch.zeros(2), parts),  # type: ignore[arg-type]
     ):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="closed by peer"):

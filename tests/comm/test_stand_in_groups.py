@@ -38,7 +38,7 @@ def test_each_rank_alone_holds_the_part_that_it_would_hold_among_others(use_orig
     plain, places = _model(), [_Place(rank, 3) for rank in range(3)]
     policy = ModuleWrapPolicy({nn.Linear})
     ranks = [
-        FSDP(copy.deepcopy(plain), place, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+        FSDP(copy.deepcopy(plain), place, use_orig_params=use_orig_params, auto_wrap_policy=policy)  # type: ignore[arg-type]
         for place in places
     ]
     for rank, wrapped in enumerate(ranks):
@@ -48,13 +48,13 @@ def test_each_rank_alone_holds_the_part_that_it_would_hold_among_others(use_orig
         layer, units = plain.get_submodule(name), [each.module.get_submodule(name) for each in ranks]
         for kind, whole in layer.named_parameters():
             pieces = [unit.get_parameter(f"_fsdp_wrapped_module.{kind}") for unit in units if use_orig_params]
-            assert not pieces or torch.equal(torch.cat(pieces), whole.flatten()), (name, kind)
+            assert not pieces or torch.equal(torch.cat(pieces), whole.flatten()), (name, kind)  # type: ignore[arg-type]
         held = [sum(param.numel() for param in unit.parameters()) for unit in units]
         assert max(held) <= sum(map(torch.numel, layer.parameters())) / 3 + 4
 
 
 def test_what_needs_the_others_is_refused_by_name():
-    wrapped = FSDP(_model(), _Place(1, 2))
+    wrapped = FSDP(_model(), _Place(1, 2))  # type: ignore[arg-type]
     for needs_them in (
         lambda: wrapped(torch.ones(1, 5)),
         lambda: wrapped.clip_grad_norm_(1.0),
@@ -68,7 +68,7 @@ def test_what_needs_the_others_is_refused_by_name():
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 def test_one_of_one_trains_as_a_plain_module(strategy):
     plain = _model().double()
-    wrapped = FSDP(copy.deepcopy(plain), _Place(0, 1), strategy, use_orig_params=True)
+    wrapped = FSDP(copy.deepcopy(plain), _Place(0, 1), strategy, use_orig_params=True)  # type: ignore[arg-type]
     for model in (plain, wrapped):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
@@ -85,7 +85,7 @@ def test_one_of_one_trains_as_a_plain_module(strategy):
 def test_what_is_neither_a_group_nor_a_place_is_refused():
     for other in (3, object(), "gloo"):
         with pytest.raises(TypeError, match="rank.. and size"):
-            FSDP(nn.Linear(2, 2), other)
+            FSDP(nn.Linear(2, 2), other)  # type: ignore[arg-type]
 
 
 def test_without_a_group_or_a_place_the_missing_group_is_named():

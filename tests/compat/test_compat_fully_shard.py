@@ -248,7 +248,7 @@ def test_what_the_state_cannot_tell_raises_by_its_name(rank, world_size):
         assert state._device == torch.device("cpu")
         with pytest.raises(RuntimeError, match="'_device' of torch's FSDPState"):  # nothing is on any
             _ = bare._device
-        parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        parts: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
         torch_fsdp.fully_shard(parts)
         assert torch_fsdp.fully_shard.state(parts[1])._modules == tuple(parts)
         assert torch_fsdp.fully_shard.state(nn.Tanh()) is None
@@ -367,7 +367,7 @@ def test_torchs_pipelines_over_sharded_stages(rank, world_size, ours):
 
         assert issubclass(ReplicateModule, imported_later.FSDPModule), "which it looks for as well"
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-        place, shard = mesh.get_coordinate()
+        place, shard = mesh.get_coordinate() or ()
         torch.manual_seed(0)
         plain = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
         own = {number: copy.deepcopy(plain[number]) for number in (place, place + 2)}
@@ -378,7 +378,7 @@ def test_torchs_pipelines_over_sharded_stages(rank, world_size, ours):
         inputs, targets = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
         device, group = torch.device("cpu"), mesh.get_group("pipeline")
         stages = [PipelineStage(stage, number, 4, device, group=group) for number, stage in own.items()]
-        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
         for one, target in zip(inputs, targets):
             (nn.functional.mse_loss(nn.Sequential(*plain)(one), target) / 2).backward()
         for _ in range(2):

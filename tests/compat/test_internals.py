@@ -107,7 +107,7 @@ def same_with_both(flow: Callable[[Any], dict[str, torch.Tensor]]) -> None:
     ours, theirs = results
     assert ours.keys() == theirs.keys() and ours
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours[name], value, msg=f"{name}: {{}}".format)
 
 
 # helpers
@@ -334,7 +334,7 @@ def test_full_parameters_of_one_wrapper(rank, world_size, use_orig_params):
         state = _common_utils._get_module_fsdp_state(model)
         context = _unshard_utils._unshard_params_for_summon(
             module=model,
-            state=state,
+            state=state,  # type: ignore[arg-type]
             writeback=True,
             rank0_only=False,
             offload_to_cpu=False,
@@ -508,7 +508,7 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
             **options,
         )
         spy.look_at(model)
-        looks = []
+        looks: list[Any] = []
         for _ in range(2):
             output = model(torch.ones(2, WIDTH))
             spy.seen.append("backward")
@@ -523,6 +523,8 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
             )
             looks.append((model._flat_param.dtype, full_size, model.training_state.name))
         found.append((spy.seen, looks))
+    ours: Any
+    theirs: Any
     ours, theirs = found
     if strategy == "NO_SHARD":  # torch computes with the low-precision shard, ours with a buffer
         ours, theirs = (

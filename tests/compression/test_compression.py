@@ -199,13 +199,13 @@ def test_a_step_equals_rounding_by_hand(rank, world_size, front):
         by_rank.append(by_hand.pack([grad * (1 / world_size) for grad in grads]))
     expected = torch.stack(
         [
-            sum(grads[owner] if r == owner else rounded(grads[owner], 7) for r, grads in enumerate(by_rank))
+            sum(grads[owner] if r == owner else rounded(grads[owner], 7) for r, grads in enumerate(by_rank))  # type: ignore[misc]
             for owner in range(world_size)
         ]
     )
     found = full_grads(model)
     torch.testing.assert_close(by_hand.pack([found[name] for name in names]), expected, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(expected, sum(by_rank))
+    assert not torch.equal(expected, sum(by_rank))  # type: ignore[arg-type]
 
     flags = len(names) if front == "composable" else 0
     sent = nbytes(rows.shape[1], 68) + -(-4 * flags // 8) * 8
@@ -258,7 +258,8 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
 
 def assert_drifts_little(rank, front, options, chosen, accumulates, checkpoints, most):
     moved, losses = [], []
-    for names in (chosen, {}):
+    nothing: dict[str, str] = {}
+    for names in (chosen, nothing):
         model = shard(front, transformer(checkpoints), WRAPPINGS["block"](), **options)
         compress(model, **names)
         with count_collectives() as traffic:
@@ -424,7 +425,7 @@ def test_wrong_calls_are_refused(rank, world_size):
     with pytest.raises(
         ValueError, match="reductions may be compressed as bf16, int8, int4 or None, not as 8"
     ):
-        compress(model, gathers="int8", reductions=8)
+        compress(model, gathers="int8", reductions=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Net has no wrapped or sharded module"):
         compress(Net(), gathers="int8")
     with pytest.raises(ValueError, match=r"same arguments: rank 0 chose .*'int8'.*; rank 1 chose .*'bf16'"):

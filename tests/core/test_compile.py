@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +44,14 @@ Compiled = tuple[FSDP, nn.Module]
 """The wrapped model, and what to call."""
 
 
+def _compile(module: nn.Module, backend: str) -> Any:
+    """A module as well; torch declares a function."""
+    return torch.compile(module, backend=backend)
+
+
 def _blocks_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = FSDP(torch.compile(block, backend=backend), **options)
+        model.blocks[index] = FSDP(_compile(block, backend), **options)
     wrapped = FSDP(model, **options)
     return wrapped, wrapped
 
@@ -66,19 +72,19 @@ def _blocks_in_place(model: nn.Module, backend: str, **options) -> Compiled:
 
 def _wrapped_blocks(model: nn.Module, backend: str, **options) -> Compiled:
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(FSDP(block, **options), backend=backend)
+        model.blocks[index] = _compile(FSDP(block, **options), backend)
     wrapped = FSDP(model, **options)
     return wrapped, wrapped
 
 
 def _whole_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
-    wrapped = FSDP(torch.compile(model, backend=backend), auto_wrap_policy=_is_block, **options)
+    wrapped = FSDP(_compile(model, backend), auto_wrap_policy=_is_block, **options)
     return wrapped, wrapped
 
 
 def _wrapped_whole(model: nn.Module, backend: str, **options) -> Compiled:
     wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
-    return wrapped, torch.compile(wrapped, backend=backend)
+    return wrapped, _compile(wrapped, backend)
 
 
 def _is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -170,7 +176,7 @@ def test_fully_shard_with_inductor_at_four_ranks(rank, world_size):
     model = copy.deepcopy(plain)
     for module in (*model.blocks, model):
         fully_shard(module)
-    called, ddp = torch.compile(model, backend="inductor"), DDP(plain)
+    called, ddp = _compile(model, "inductor"), DDP(plain)
     optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp))
     found, expected = train(called, optimizer, rank, range(4)), train(ddp, reference, rank, range(4))
     assert found == pytest.approx(expected, rel=0, abs=1e-5) and _compiled() > 0

@@ -105,7 +105,7 @@ def test_an_accelerator_of_another_kind_or_number_is_refused(rank, world_size):
         with pytest.raises(ValueError, match="'xpu:2'.* finds 2 of type 'xpu'.*from 'xpu:0' to 'xpu:1'"):
             FSDP(nn.Linear(4, 4), device_id=2)
         with pytest.raises(ValueError, match="'hpu:0'.* finds 'xpu' but not 'hpu'.*must name 'xpu' or 'cpu'"):
-            FSDP(nn.Linear(4, 4), device_id="hpu:0")
+            FSDP(nn.Linear(4, 4), device_id="hpu:0")  # type: ignore[arg-type]
 
 
 @absent

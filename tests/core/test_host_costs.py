@@ -40,7 +40,7 @@ MOST = {"original": (124, 2), "flat": (124, 2), "fully_shard": (123, 2)}
 MOST_ALONE = {"original": (126, 2), "flat": (125, 2), "fully_shard": (128, 2)}
 # Of the library's, by cause: those that one more unit takes, and one more parameter. Where nothing is due, a
 # unit keeps its parameters, and its gradients accumulate.
-MOST_BY_CAUSE = {
+MOST_BY_CAUSE: dict[str, dict[str, tuple[int, float]]] = {
     "fsdp_wrap, due": {
         "hooks": (12, 1),
         "deciding": (51, 0),

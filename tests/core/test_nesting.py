@@ -27,7 +27,7 @@ class Chain(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.own, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
-        self.inner = Chain(depth - 1) if depth > 1 else nn.Identity()
+        self.inner: nn.Module = Chain(depth - 1) if depth > 1 else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.norm(self.own(x)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from on_cuda import each_device, memory_of, no_waiting, on_devices, only_cuda, o
 from stream_programs import BF16, NO_SHARD, OFFLOAD, Layer, batch, wrapped
 
 each_front = pytest.mark.parametrize("front", FRONTS)
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "accumulation": {"accumulates": True},
     "checkpointing": {"checkpoints": True},
@@ -163,10 +165,11 @@ def test_units_on_a_device_that_is_not_current(rank, world_size, device, front):
     place_of(device, 0)
     if world_size > 1:
         pytest.skip("each rank has its own device")
-    for options in ({}, {"cpu_offload": OFFLOAD}):
+    each: tuple[dict[str, Any], ...] = ({}, {"cpu_offload": OFFLOAD})
+    for options in each:
         if front == "composable" and last.index:
             pytest.skip("a mesh is on the current device")
-        extra = {} if front == "composable" or device == "cpu" else {"device_id": last}
+        extra: dict[str, Any] = {} if front == "composable" or device == "cpu" else {"device_id": last}
         model = wrapped(front, **options, **extra)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):

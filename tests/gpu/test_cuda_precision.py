@@ -36,9 +36,9 @@ def _mixed(front, module, dtype, offload):
         return shard(
             front, module, WRAPPINGS["block"](), mixed_precision=policy, cpu_offload=CPUOffload(offload)
         )
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for part in (*(part for part in module.modules() if isinstance(part, Block)), module):
-        fully_shard(part, mp_policy=policy, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+        fully_shard(part, mp_policy=low, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
     return module
 
 
@@ -101,7 +101,7 @@ def test_scaler_follows_torch(rank, world_size, device, front, overflows):
             loss = sum(losses) / len(losses)
             if overflows and step == 1 and rank == 0:
                 loss = loss * torch.full((), float("inf"), device=place)
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[arg-type]
             if not sharded and overflows and step == 1 and rank != 0:
                 next(each.parameters()).grad.fill_(float("inf"))
             scaler.step(optimizer)

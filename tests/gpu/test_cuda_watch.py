@@ -40,6 +40,7 @@ def test_what_a_stream_has_not_done_is_reported_and_what_it_does_then_is_not(ran
     """Also while another thread, this one, captures a graph."""
     device = place_of("cuda", rank)
     accelerator = _device.accelerator_of(device)
+    assert accelerator is not None
     made = monitor.monitor_of(accelerator)
     look = watch.Watch(dist.group.WORLD, device, here())
     patches = [

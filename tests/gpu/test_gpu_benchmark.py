@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_visits_are_merged():
 
 def _figures(factor):
     """Figures that meet each goal of a GPU by a factor."""
-    figures = {}
+    figures: dict[str, Any] = {}
     for goal in OF_GPU:
         _, title, column = goal.place
         for base in goal.over:

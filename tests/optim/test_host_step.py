@@ -23,7 +23,7 @@ from fsdp_wrap.optim import HostAdamW, _host_adamw, backward_steps, step_in_back
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from stream_programs import OFFLOAD, STATE, Layer, batch, net, wrapped
 
-NUMBERS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+NUMBERS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
 def params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -125,7 +125,8 @@ def test_mistakes_are_named():
 
 
 def test_a_lane_of_the_host_keeps_the_order_and_tells_of_faults():
-    lane, done = HostLane(), []
+    lane = HostLane()
+    done: list[Any] = []
     for number in range(3):
         lane.issue(partial(done.append, (number, threading.get_ident())))
     lane.issue(lambda: done.append(threading.get_ident()))
@@ -155,7 +156,7 @@ class Slow(torch.optim.SGD):
         super().__init__(given, lr=0.01)
         self.spans: list[tuple[float, float]] = []
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         begin = time.perf_counter()
         time.sleep(0.05)
         super().step(closure)
@@ -197,7 +198,7 @@ def test_what_an_update_raises_is_told_at_the_end_of_the_backward(rank, world_si
     class Once(torch.optim.SGD):
         fails = True
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             if self.fails:
                 raise ArithmeticError("on purpose")
             super().step(closure)

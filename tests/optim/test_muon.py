@@ -26,7 +26,7 @@ from fsdp_wrap.optim import Muon, batch, per_head, split
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
-OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
 
 class Layer(nn.Module):
@@ -110,7 +110,7 @@ class Plain:
             if param.grad is not None:
                 param.grad /= size
         own = torch.optim._muon._zeropower_via_newtonschulz
-        torch.optim._muon._zeropower_via_newtonschulz = in_float64 if self._exact else own
+        torch.optim._muon._zeropower_via_newtonschulz = in_float64 if self._exact else own  # type: ignore[assignment]
         self.muon.step()
         torch.optim._muon._zeropower_via_newtonschulz = own
         self.other.step()
@@ -284,7 +284,7 @@ def test_experts_on_a_mesh_of_their_own_are_matrices(rank, world_size, front):
 def test_tensor_parallelism(rank, world_size, front, plan):
     plain = tp_nets.net()
     _, data, tensor = tp_nets.mesh_of("flat")
-    model = tp_nets.parallelize(tp_nets.net(), tensor, plan)
+    model: Any = tp_nets.parallelize(tp_nets.net(), tensor, plan)
     if front == "composable":
         tp_nets.shard_blocks(model, fully_shard, mesh=data)
     else:
@@ -496,7 +496,7 @@ def _trained_plain() -> tuple[nn.Module, dict[str, Any]]:
 def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if isinstance(model, FSDP):
         return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    state = get_optimizer_state_dict(model, optimizer)["state"]
+    state: Any = get_optimizer_state_dict(model, optimizer)["state"]
     return {name: {key: full(value) for key, value in entry.items()} for name, entry in state.items()}
 
 
@@ -629,7 +629,7 @@ def test_mistakes_are_named(rank, world_size):
         with pytest.raises(error, match=text):
             Muon(model, **options)
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not a list"):
-        Muon([*model.parameters()])
+        Muon([*model.parameters()])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Muon cannot be copied or pickled"):
         copy.deepcopy(muon(model))
     with pytest.raises(ValueError, match="parameter 'weight' is complex"):

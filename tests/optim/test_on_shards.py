@@ -140,7 +140,7 @@ def test_bits_and_states_are_those_of_steps_on_dtensors(rank, world_size):
         for convert in (lambda optimizer: optimizer, on_shards):
             model = sharded()
             optimizer = convert(make(kind, model))
-            assert type(optimizer).__name__ == kind and isinstance(optimizer, KINDS[kind])
+            assert type(optimizer).__name__ == kind and isinstance(optimizer, KINDS[kind])  # type: ignore[arg-type]
             for at in range(4):
                 step(model, optimizer, at)
             sides.append((model, optimizer))
@@ -275,7 +275,7 @@ def test_state_that_others_put_there_is_taken_over(rank, world_size, tmp_path):
 @ranks(2)
 def test_copies_and_groups_that_come_later(rank, world_size):
     model = sharded()
-    optimizer = on_shards(torch.optim.AdamW([model.first.weight], lr=0.1))
+    optimizer: torch.optim.Optimizer = on_shards(torch.optim.AdamW([model.first.weight], lr=0.1))
     step(model, optimizer, 0)
     before = model.last.weight.to_local().clone()
     optimizer.add_param_group({"params": [model.last.weight, plain := nn.Parameter(torch.ones(3))]})
@@ -313,7 +313,7 @@ def test_closures_schedulers_and_hooks_see_dtensors(rank, world_size):
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_post_hook(look)
     expected = closure().detach()
-    assert torch.equal(optimizer.step(closure), expected)
+    assert torch.equal(optimizer.step(closure), expected)  # type: ignore[arg-type]
     scheduler.step()
     optimizer.step()
     assert seen == [True] * 6 and optimizer.param_groups[0]["lr"] == 0.015
@@ -418,7 +418,7 @@ def test_a_wrapper_steps_as_ever(rank, world_size, use_orig_params):
 def test_wrong_uses_are_refused_and_nothing_changes():
     params = [nn.Parameter(torch.ones(2, 2))]
     with pytest.raises(TypeError, match="takes a torch.optim.Optimizer, not a Linear"):
-        on_shards(nn.Linear(1, 1))
+        on_shards(nn.Linear(1, 1))  # type: ignore[type-var]
     for name in ("LBFGS", "Adafactor", "Muon"):
         kind = getattr(torch.optim, name)
         with pytest.raises(ValueError, match=f"{kind.__name__} computes with whole parameters"):

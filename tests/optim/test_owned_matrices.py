@@ -109,7 +109,7 @@ def test_the_next_round_travels_while_one_is_computed(rank, world_size, front, m
         assert log == ["send", "send", "compute", "send", "compute", "send"]
     with torch.no_grad():
         for param, result in zip(matrices.params, found):
-            param.copy_(result)
+            param.copy_(result)  # type: ignore[arg-type]
         for name in matrices.names:
             param = plain.get_parameter(name)
             param.copy_(param.cumsum(0) * len(name))
@@ -140,7 +140,7 @@ def test_functions_that_fail_are_named_on_all_ranks(rank, world_size, front):
         matrices.update(grads[:1], shorter)
     again = matrices.update(grads, lambda value, matrix: value)
     for grad, same in zip(grads, again):
-        assert grad is same is None or torch.equal(full(grad), full(same))
+        assert grad is same is None or torch.equal(full(grad), full(same))  # type: ignore[arg-type]
 
 
 @ranks(2)
@@ -169,7 +169,7 @@ def test_parts_that_are_sharded_otherwise_or_not_at_all(rank, world_size):
     torch.manual_seed(0)
     plain = Both()
     model = copy.deepcopy(plain)
-    model.one = FSDP(model.one)
+    model.one = FSDP(model.one)  # type: ignore[assignment]
     fully_shard(model.two)
     matrices = owned_matrices(model)
     assert matrices.names == ["one.weight", "two.weight", "alone.weight"]
@@ -179,7 +179,7 @@ def test_parts_that_are_sharded_otherwise_or_not_at_all(rank, world_size):
     found = matrices.update([param.grad for param in matrices.params], lambda value, matrix: value.cumsum(0))
     alone = found[2]
     torch.testing.assert_close(alone, plain.alone.weight.grad.cumsum(0))
-    torch.testing.assert_close(full(found[1]), plain.two.weight.grad.cumsum(0))
+    torch.testing.assert_close(full(found[1]), plain.two.weight.grad.cumsum(0))  # type: ignore[arg-type]
     parts: list[Any] = [None] * world_size
     dist.all_gather_object(parts, found[0])
     joined = torch.cat([part for part in parts if part is not None])
@@ -198,7 +198,7 @@ def test_results_in_another_dtype_and_mistakes(rank, world_size):
 
     (found,) = matrices.update([model.middle[0].weight.detach()], note, dtype=torch.bfloat16)
     assert found.dtype == torch.bfloat16 and seen in ([], [torch.bfloat16])
-    assert torch.equal(full(found), full(model.middle[0].weight.detach()).bfloat16())
+    assert torch.equal(full(found), full(model.middle[0].weight.detach()).bfloat16())  # type: ignore[arg-type]
     for error, text, options in (
         (
             ValueError,

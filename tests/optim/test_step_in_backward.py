@@ -47,10 +47,9 @@ def groups(params: Any) -> torch.optim.Optimizer:
     """Without decay of what has one dimension, or lies in a `FlatParameter`."""
     params = [*params]
     flat = [param for param in params if param.dim() < 2]
-    return torch.optim.AdamW(
-        [{"params": [param for param in params if param.dim() > 1]}, {"params": flat, "weight_decay": 0.0}],
-        lr=0.01,
-    )
+    others = [param for param in params if param.dim() > 1]
+    both: list[dict[str, Any]] = [{"params": others}, {"params": flat, "weight_decay": 0.0}]
+    return torch.optim.AdamW(both, lr=0.01)
 
 
 class Layer(nn.Module):
@@ -186,12 +185,13 @@ def test_the_bits_of_steps_after_the_backward(rank, world_size, front, seldom):
 @pytest.mark.parametrize("option", ["offload", "kept", "apart", "NO_SHARD", "in_thread", "in place"])
 @ranks(2)
 def test_options_of_units(rank, world_size, front, option):
-    options: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "offload": {"cpu_offload": CPUOffload(True)},
         "kept": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
         "apart": {"travel_together_bytes": 0},
         "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
-    }.get(option, {})
+    }
+    options = ways.get(option, {})
     if option == "NO_SHARD" and front == "composable":
         options = {}  # which it has not
     for kind in ("plain", "twice"):
@@ -215,14 +215,15 @@ def test_replicas(rank, world_size, front, strategy):
     for kind in ("plain", "twice"):
         if front == "composable":
             torch.manual_seed(0)
-            module = KINDS[kind]().double()
-            both = [copy.deepcopy(module) for _ in range(2)]
+            module: Any = KINDS[kind]().double()
+            both: list[Any] = [copy.deepcopy(module) for _ in range(2)]
             for each in both:
                 for part in (*each.layers, each):
                     fully_shard(part, mesh=mesh, reshard_after_forward=strategy == "HYBRID_SHARD")
         else:
             both = [*pair(front, KINDS[kind], sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh)]
-        compare(*both, adamw, rank, kind)
+        model, usual = both
+        compare(model, usual, adamw, rank, kind)
 
 
 @each_front
@@ -250,7 +251,7 @@ class Watching(torch.optim.SGD):
         self.seen: list[int] = []
         super().__init__(self.all, lr=0.01)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.seen.append(sum(param.grad is not None for param in self.all))
         super().step(closure)
 
@@ -574,7 +575,7 @@ def test_schedulers_and_groups(rank, world_size, front):
     """A scheduler changes what counts in the next backward; so does what a step leaves in a group."""
 
     class Counting(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 group["lr"] = 0.5 * group["lr"]
                 group["count"] = group.get("count", 0) + 1
@@ -710,7 +711,7 @@ def _plain_norm(plain: nn.Module, step: int) -> torch.Tensor:
     norms: list[torch.Tensor] = []
 
     class Noting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             norms.append(nn.utils.get_total_norm([param.grad for param in copied.parameters()]))
 
     mesh_nets.train(copied, Noting(copied.parameters()), step)
@@ -753,7 +754,7 @@ def test_mistakes_are_named_before_anything_changes(rank, world_size):
         ({}, lambda g: torch.optim.SGD(g, lr=0.1, differentiable=True), ValueError, "is differentiable"),
     ):
         with pytest.raises(error, match=rule):
-            step_in_backward(model, make, **options)
+            step_in_backward(model, make, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Linear has no wrapped or sharded module"):
         step_in_backward(nn.Linear(2, 2), adamw)
     with pytest.raises(ValueError, match="was not made by step_in_backward"):

@@ -61,7 +61,7 @@ class Side:
         mesh_nets.train(self.model, self.optimizer, seed)
         self.functions: Any = our_functions if is_ours(form) else torch_functions
 
-    def state(self, **options: bool) -> dict[str, Any]:
+    def state(self, **options: Any) -> dict[str, Any]:
         told = torch_functions.StateDictOptions(**options)
         model, optim = self.functions.get_state_dict(self.model, self.optimizer, options=told)
         return {"model": model, "optim": optim}

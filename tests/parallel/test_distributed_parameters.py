@@ -138,10 +138,10 @@ def test_safetensors_go_there_and_back(rank, world_size, tmp_path):
     checkpoint.import_safetensors(loaded, tmp_path)
     for (name, param), other in zip(loaded.named_parameters(), plain.parameters()):
         assert torch.equal(param, other), name
-    other = tp_nets.parallelize(tp_nets.net(seed=2), tp_nets.mesh_of("flat")[2], "sequence")
-    tp_nets.shard_blocks(other, fully_shard, mesh=tp_nets.mesh_of("flat")[1])
-    checkpoint.import_safetensors(other, tmp_path)
-    for name, value in iter_full_params(other):
+    another = tp_nets.parallelize(tp_nets.net(seed=2), tp_nets.mesh_of("flat")[2], "sequence")
+    tp_nets.shard_blocks(another, fully_shard, mesh=tp_nets.mesh_of("flat")[1])
+    checkpoint.import_safetensors(another, tmp_path)
+    for name, value in iter_full_params(another):
         assert torch.equal(value, dict(plain.named_parameters())[name]), name
 
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_sharded_further_is_refused(rank, world_size):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_pieces_of_parts_are_read_from_files_without_trust(rank, world_size, use_orig_params, tmp_path):
     _, data, tensor = tp_nets.mesh_of("flat")
-    model = tp_nets.parallelize(tp_nets.net(), tensor, "columns")
+    model: nn.Module = tp_nets.parallelize(tp_nets.net(), tensor, "columns")
     model = FSDP(model, device_mesh=data, use_orig_params=use_orig_params)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         torch.save(model.state_dict(), tmp_path / f"{rank}")

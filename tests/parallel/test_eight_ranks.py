@@ -90,10 +90,10 @@ def test_shapes_and_collectives_are_at_most_those_of_upstream(rank, world_size, 
         most = 2 if reshard else 1  # each gathers in backward once more
         beside = most * BESIDE * len(list(ours.parameters())) * MESHES[mesh][0][-2]
         counts = [counted(each, plan, letters) for each in (ours, theirs)]
-        for backward, expected in counts[1].items():
-            found = counts[0][backward]
-            for kind in found.keys() | expected.keys():
-                own, traffic = (each.get(kind, Traffic()) for each in (found, expected))
+        for backward, upstream in counts[1].items():
+            ours_then = counts[0][backward]
+            for kind in ours_then.keys() | upstream.keys():
+                own, traffic = (each.get(kind, Traffic()) for each in (ours_then, upstream))
                 assert own.calls <= traffic.calls, (backward, kind)
                 assert own.bytes <= traffic.bytes + beside, (backward, kind)
         for (name, param), other in zip(ours.named_parameters(), theirs.parameters()):

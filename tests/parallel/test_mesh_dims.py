@@ -116,6 +116,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
         assert all(param is before[name] for name, param in model.named_parameters())
         assert type(model) is nn.Sequential
     with pytest.raises(TypeError, match="dp_mesh_dims must be a"):
-        fully_shard(distribute(net(), mesh), mesh=mesh, dp_mesh_dims="dp")
+        fully_shard(distribute(net(), mesh), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one of shard and replicate"):
         DataParallelMeshDims()

@@ -105,7 +105,7 @@ def check(scenario: Scenario) -> None:
     )
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
     set_gradients_in_place(model, scenario["in_place"])
-    near = {"rtol": 0, "atol": 1e-12 if exact else 5e-5}
+    near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if exact else 5e-5}
     optimizer, plain = (
         torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         for each in (model, reference)
@@ -123,9 +123,9 @@ def check(scenario: Scenario) -> None:
             if param.grad is not None:
                 other.grad /= moe_nets.RANKS
                 torch.testing.assert_close(full(param.grad), other.grad, msg=name, **near)
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
     for (name, param), other in zip(model.named_parameters(), reference.parameters()):
         torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
 
@@ -272,7 +272,7 @@ class Sums(nn.Module):
         return sum(number * param.sum() for number, param in enumerate(self.parameters(), 1)) * factor
 
 
-def sums(model: Sums | None = None, **options: Any) -> Sums:
+def sums(model: Any = None, **options: Any) -> Any:
     """Parameters on four meshes, the first the default."""
     model = model or Sums()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))

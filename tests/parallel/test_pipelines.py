@@ -112,7 +112,7 @@ class Pipeline:
         ]
         if self.name in IN_V and VERSION < (2, 12):  # gloo connects no rank with itself
             for stage in stages:
-                stage._get_init_p2p_neighbors_ops = list
+                stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         cls = getattr(pipelining, f"Schedule{self.name}")
         given = stages[0] if len(stages) == 1 else stages
         return cls(given, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss, **options)
@@ -150,7 +150,7 @@ def pipeline_of(schedule: str, *data: int, checkpoints: bool = False) -> Pipelin
     return Pipeline(schedule, init_device_mesh("cpu", (2, *data), mesh_dim_names=names), checkpoints)
 
 
-def calls(counts: dict[str, Traffic]) -> tuple[int, int]:
+def calls(counts: dict[str, Traffic]) -> tuple[int, ...]:
     """How many gathers and reductions there were."""
     names = ("all_gather_into_tensor", "reduce_scatter_tensor")
     return tuple(counts.get(name, Traffic()).calls for name in names)
@@ -479,7 +479,7 @@ def test_a_stage_of_sharded_layers_is_refused_where_the_backward_is_split(rank, 
 Backward = Callable[[FSDPModule, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def show(stage: FSDPModule) -> list[nn.Parameter]:
+def show(stage: nn.Module) -> list[nn.Parameter]:
     """Unsharded parameters, which graphs lead to."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):

@@ -43,7 +43,7 @@ from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from scenario import Scenario, pairwise
 
-NEAR = {"rtol": 0, "atol": 1e-12}
+NEAR: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
 
 SPACE: dict[str, Sequence[Any]] = {
     "plan": [None, *tp_nets.PLANS],
@@ -175,7 +175,7 @@ def backward(model: Callable[..., torch.Tensor], batch: torch.Tensor) -> None:
     model(batch).square().sum().backward()
 
 
-def assert_same(model: nn.Module, other: nn.Module, **near: float) -> None:
+def assert_same(model: nn.Module, other: nn.Module, **near: Any) -> None:
     """Values and gradients; names that DDP gives count without its own."""
     near = near or NEAR
     wanted = {name.removeprefix("module."): param for name, param in other.named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def wrapped(
     model = tp_nets.parallelize(tp_nets.net(seed=seed), tensor, plan)
     policy = ModuleWrapPolicy({tp_nets.Block})
     hybrid = {} if data.ndim == 1 else {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    options = {**hybrid, "auto_wrap_policy": policy, "use_orig_params": use_orig_params}
+    options: dict[str, Any] = {**hybrid, "auto_wrap_policy": policy, "use_orig_params": use_orig_params}
     return tp_nets.net(seed=seed), FSDP(model, device_mesh=data, **options)
 
 
@@ -135,7 +136,7 @@ class _InItsOwnWay(nn.Linear):
 @both_forms
 def test_modules_that_load_in_ways_of_their_own(rank, world_size, use_orig_params):
     _, data, tensor = tp_nets.mesh_of("flat")
-    model = tp_nets.net()
+    model: Any = tp_nets.net()
     model.blocks[0].up = _InItsOwnWay(tp_nets.WIDTH, tp_nets.HIDDEN).double()
     model = tp_nets.parallelize(model, tensor, "sequence")
     wrap = functools.partial(FSDP, device_mesh=data, use_orig_params=use_orig_params)

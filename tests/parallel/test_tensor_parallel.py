@@ -85,7 +85,7 @@ def check(scenario: Scenario) -> None:
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
     set_gradients_in_place(model, scenario["in_place"])
     exact = scenario["precision"] == "none"
-    near = {"rtol": 0, "atol": 1e-12 if exact else 2e-5}
+    near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if exact else 2e-5}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
     plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
     for step in range(2):
@@ -103,9 +103,9 @@ def check(scenario: Scenario) -> None:
             if param.grad is not None:
                 torch.testing.assert_close(full(param.grad), other.grad / data.size(), msg=name, **near)
                 other.grad /= data.size()
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
     for (name, param), other in zip(model.named_parameters(), reference.parameters()):
         torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
 

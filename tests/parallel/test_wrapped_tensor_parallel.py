@@ -82,7 +82,7 @@ def check(scenario: Scenario) -> None:
         mixed_precision=precision_of(scenario["precision"]),
     )
     set_gradients_in_place(model, scenario["in_place"])
-    near = {"rtol": 0, "atol": 1e-12 if exact else 2e-5}
+    near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if exact else 2e-5}
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (model, reference)]
     for step in range(2):
         for number, synced in enumerate(scenario["accumulation"]):
@@ -101,9 +101,9 @@ def check(scenario: Scenario) -> None:
         for each in optimizers:
             each.step()
             each.zero_grad()
-    found = whole(model)
+    values = whole(model)
     for name, param in reference.named_parameters():
-        torch.testing.assert_close(found[name], param.detach(), msg=name, **near)
+        torch.testing.assert_close(values[name], param.detach(), msg=name, **near)
 
 
 @ranks(4)

@@ -99,7 +99,7 @@ def test_padding_is_shown_and_no_more_than_needed():
 def test_policies_align_units_each():
     with fake_ranks(0, 2):
         net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
-        chosen = {net[0]: {"shard_alignment": "rows"}, net[1]: {"shard_alignment": None}}
+        chosen: dict[Any, Any] = {net[0]: {"shard_alignment": "rows"}, net[1]: {"shard_alignment": None}}
         policy = CustomPolicy(lambda module: chosen.get(module, False))
         model: Any = FSDP(net, auto_wrap_policy=policy, shard_alignment=8)
         told = [repr(unit) for unit in (model.module[0], model.module[1], model)]
@@ -153,7 +153,7 @@ def loss_of_all(plain: nn.Module, world_size: int) -> torch.Tensor:
 
 @ranks(2, 3)
 def test_training_clipping_and_loading_between_alignments(rank, world_size):
-    tolerance = {"rtol": 0, "atol": 1e-12}
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
     for number, front in enumerate(FRONTS):
         plain = net()
         alignment: Any = "rows" if (number + world_size) % 2 or front == "composable" else 16
@@ -221,7 +221,7 @@ class RowScaled(torch.optim.Optimizer):
         super().__init__(params, {"row": row})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

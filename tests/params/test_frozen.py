@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ class _Reused(nn.Module):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @ranks(2)
 def test_modules_used_many_times(rank, world_size, front, strategy, prefetch):
-    options = {"sharding_strategy": ShardingStrategy[strategy]}
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
     if prefetch != "default":
         options["backward_prefetch"] = BackwardPrefetch[prefetch] if prefetch else None
     plain, model = twins(front, _Reused, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)

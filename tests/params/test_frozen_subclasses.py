@@ -60,7 +60,7 @@ class Mute(torch.Tensor):
         return cls(**inner)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0]
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default):
             kept = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
@@ -173,7 +173,8 @@ def test_the_wrapper_computes_as_a_plain_model(rank, world_size, how, use_orig_p
     options = dict(HOW[how])
     if how == "hybrid":
         options["device_mesh"] = init_device_mesh("cpu", (2, 2))
-    reference, model = net(), net(checkpointed=how == "checkpointed")
+    reference = net()
+    model: nn.Module = net(checkpointed=how == "checkpointed")
     if how == "root_alone":
         model = FSDP(model, use_orig_params=use_orig_params)
     else:
@@ -270,7 +271,7 @@ def test_state_dicts(rank, world_size, use_orig_params, tmp_path):
     plain.load_state_dict(full)
     assert torch.equal(plain(x), reference(x))
     for listens in (False, True):
-        other = net(1)
+        other: Any = net(1)
         if listens:
             for block in other:
                 block.__class__ = Listens
@@ -334,7 +335,7 @@ def test_what_cannot_be_kept_is_refused_by_name(rank, world_size):
         FSDP(nested)
     for model in (trains, nested):
         assert type(model) is nn.Sequential and type(model[1].base.weight) is Mute
-        FSDP(model, ignored_states=[model[1].base.weight])
+        FSDP(model, ignored_states=[model[1].base.weight])  # type: ignore[arg-type]
 
 
 def values_of(weight: torch.Tensor) -> torch.Tensor:

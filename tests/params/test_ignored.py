@@ -89,7 +89,7 @@ def test_what_is_wrapped_may_itself_be_ignored(rank, world_size, use_orig_params
     kept = dict(raw[0].named_parameters())
     policy = ModuleWrapPolicy({Counting}) if by_policy else None
     with pytest.warns(UserWarning, match=f"{argument} holds the Sequential that is being wrapped") as caught:
-        model = FSDP(raw, auto_wrap_policy=policy, **{argument: [raw]})
+        model = FSDP(raw, auto_wrap_policy=policy, **{argument: [raw]})  # type: ignore[arg-type]
     assert caught[0].filename == __file__
     held = {id(param) for param in model.parameters()}
     assert all(id(param) in held and param.shape == (4, 4)[: param.dim()] for param in kept.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -148,7 +150,8 @@ def test_parameters_written_between_forward_and_backward(rank, world_size, front
     else:
         for each in block.parameters():
             each.grad = torch.ones_like(each)
-        kind = {"fused": True} if how == "fused step" else {"foreach": False}  # the first moves no counters
+        # The first moves no counters.
+        kind: dict[str, Any] = {"fused": True} if how == "fused step" else {"foreach": False}
         torch.optim.AdamW(block.parameters(), lr=0.1, **kind).step()
     with pytest.raises(RuntimeError, match=rf"'blocks\.1\..+' was written to.* on rank {rank}"):
         loss.backward()

@@ -259,7 +259,8 @@ def test_what_changes_is_gathered_again(rank, world_size, front, change):
     for each in (plain, model):
         each.requires_grad_(True)
     for _ in range(2):
-        step_of(plain), step_of(model)
+        step_of(plain)
+        step_of(model)
         torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
@@ -286,7 +287,7 @@ class Unseen(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 param.data.sub_(param.grad.data, alpha=0.1)
@@ -391,7 +392,7 @@ def test_frozen_and_small_units_stay_before_others(rank, world_size, front):
 @ranks(4)
 def test_hybrid_copies(rank, world_size, front, strategy):
     hybrid = "HYBRID" in strategy
-    options = {"device_mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
+    options: dict[str, Any] = {"device_mesh": init_device_mesh("cpu", (2, 2))} if hybrid else {}
     plain, model = models(front, sharding_strategy=ShardingStrategy[strategy], **options)
     optimizers = [sgd(each) for each in (plain, model)]
     for step in range(2):
@@ -462,7 +463,7 @@ def test_a_part_that_is_kept_does_not_keep_what_stays_of_others(rank, world_size
     assert not gathered
 
 
-LOW = {
+LOW: dict[str, dict[str, Any]] = {
     "flat": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "composable": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},

@@ -87,7 +87,7 @@ def span(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return (tensor.storage_offset() + reach + 1) * tensor.element_size()
+    return (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
 
 
 def read(path: str, tensor: torch.Tensor) -> None:

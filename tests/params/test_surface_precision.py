@@ -99,7 +99,7 @@ def test_summoned_gradients(rank, world_size, use_orig_params, rank0_only, keep)
                     param.grad.mul_(factor)
         for (grad, values), param in zip(before, model.parameters()):
             assert param.grad is grad
-            assert grad is None or torch.equal(grad, values * factor)
+            assert grad is None or torch.equal(grad, values * factor)  # type: ignore[arg-type]
 
 
 @each_form

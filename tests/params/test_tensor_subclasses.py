@@ -79,7 +79,7 @@ class Rounded(torch.Tensor):
         return cls(inner["values_"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         unwrapped = tree_map_only(cls, lambda each: each.values_, (args, kwargs or {}))
         out = func(*unwrapped[0], **unwrapped[1])
         if func._schema.is_mutable:
@@ -96,7 +96,8 @@ class Rounded(torch.Tensor):
         self, outputs: Sequence[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         assert metadata == "told"
-        full = restored(*outputs, param_dtype)
+        values, scales = outputs
+        full = restored(values, scales, param_dtype)
         if out is None:
             return full, (*outputs, full)
         out.copy_(full)
@@ -127,7 +128,7 @@ class Packed(torch.Tensor):
         return cls(inner["rows"], inner["scales"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0]
         if func in (aten.detach.default, aten.clone.default, aten.empty_like.default, aten._to_copy.default):
             kept = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
@@ -229,6 +230,7 @@ def values_of(param: torch.Tensor) -> torch.Tensor:
 def assert_same(model: nn.Module, reference: nn.Module, atol: float = 1e-12) -> None:
     """Parameters and gradients are this rank's rows of a plain model's."""
     for (name, param), wanted in zip(model.named_parameters(), reference.parameters()):
+        assert isinstance(param, DTensor)
         rows = slice(*_rows(param))
         torch.testing.assert_close(
             values_of(param.detach()), wanted.detach()[rows], rtol=0, atol=atol, msg=name

@@ -69,7 +69,7 @@ def _assert_same(plain, model):
 def test_training_tied_parameters(rank, world_size, front, how):
     if how in HAND:
         torch.manual_seed(0)
-        plain = Tied().double()
+        plain: nn.Module = Tied().double()
         model = _wrap_by_hand(front, copy.deepcopy(plain), HAND[how])
     else:
         policy = always_wrap_policy if how == "always" else ModuleWrapPolicy({nn.Linear})

@@ -81,7 +81,7 @@ def by_hand(front: str, net: Net, **options: Any) -> Any:
     for name in ("last", "embed"):
         setattr(net, name, shard(front, getattr(net, name), **options))
     net.blocks[0] = shard(front, net.blocks[0], **options)
-    net.first = shard(front, net.first, **options)
+    net.first = shard(front, net.first, **options)  # type: ignore[assignment]
     return shard(front, net, **options)
 
 

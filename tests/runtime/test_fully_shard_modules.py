@@ -321,7 +321,7 @@ class Chunked(nn.Module):
 def test_a_list_of_modules_is_one_unit(rank, world_size):
     torch.manual_seed(0)
     plain = Chunked().double()
-    model = copy.deepcopy(plain)
+    model: Any = copy.deepcopy(plain)
     fully_shard([model.norm, model.head])
     fully_shard(model)
     ddp = DDP(plain)
@@ -341,7 +341,8 @@ def test_a_list_of_modules_is_one_unit(rank, world_size):
     torch.testing.assert_close(found, expected)
     assert_same(model, plain, exact=False)
     model = Transformer(1)
-    fully_shard([model.embed, model.head]), fully_shard(model)
+    fully_shard([model.embed, model.head])
+    fully_shard(model)
     with record_events() as events:
         loss_of(model, tokens(rank, 0))
     assert trace(events) == ["u root", "u embed, head", "r embed, head"]
@@ -375,8 +376,8 @@ def test_both_front_ends_in_one_model(rank, world_size):
     for loss in losses:
         loss.backward()
     for norm_type in (2.0, float("inf")):
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-        torch.testing.assert_close(model.clip_grad_norm_(0.1, norm_type), expected)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(model.clip_grad_norm_(0.1, norm_type), norm)
 
 
 @ranks(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -187,10 +188,10 @@ def test_other_overrides_are_refused(rank, world_size):
     refuse(FP16)
     refuse("float32")
     with pytest.raises(TypeError, match="param_dtype_override_fn"):
-        MixedPrecisionPolicy(BF16, param_dtype_override_fn=BF16)
+        MixedPrecisionPolicy(BF16, param_dtype_override_fn=BF16)  # type: ignore[arg-type]
 
 
-def with_grad_dtypes(model: Net, dtypes: dict[str, torch.dtype | None]) -> Net:
+def with_grad_dtypes(model: Net, dtypes: Mapping[str, torch.dtype | None]) -> Net:
     for name, param in model.named_parameters():
         if name in dtypes:
             param.grad_dtype = dtypes[name]
@@ -199,7 +200,7 @@ def with_grad_dtypes(model: Net, dtypes: dict[str, torch.dtype | None]) -> Net:
 
 EVERY = [name for name, _ in Net().named_parameters()]
 
-GRAD_DTYPES = {
+GRAD_DTYPES: dict[str, Mapping[str, torch.dtype | None]] = {
     "all narrow": dict.fromkeys(EVERY, BF16),
     "some narrow": {name: BF16 for name in EVERY if "weight" in name},
     "any": dict.fromkeys(EVERY, None),

@@ -49,8 +49,8 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front
         expected.backward()
         optimizer.step()
         assert all(param.grad is None for param in model.parameters())
-    found, expected = full_state(model), full_state(usual)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    found, wanted = full_state(model), full_state(usual)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     for handle in handles:  # else hooks hold their parameters for ever: garbage collection does not see them
         handle.remove()
 
@@ -89,7 +89,7 @@ def test_optimizers_that_torch_applied_in_backward_before_sharding(rank, world_s
     policy = WRAPPINGS["block"]()
     _, usual = twins(front, Transformer, auto_wrap_policy=policy)
     torch.manual_seed(0)
-    model = Transformer()
+    model: Any = Transformer()
     inside = model.blocks[1].parameters()
     apply_optimizer_in_backward(torch.optim.AdamW, inside, {"lr": 0.01}, register_hook=register_hook)
     if front != "orig":
@@ -191,7 +191,7 @@ def test_an_optimizer_made_before_sharding(rank, world_size, front):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
     inside = torch.optim.AdamW(
-        [{"params": wrapped.parameters()}, {"params": [optimizer.param_groups[0]["params"][-1]]}]
+        [{"params": [*wrapped.parameters()]}, {"params": [optimizer.param_groups[0]["params"][-1]]}]
     )
     with pytest.raises(RuntimeError, match=r"AdamW was made before"):
         inside.step()

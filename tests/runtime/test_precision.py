@@ -356,7 +356,7 @@ def test_classes_that_stay_in_full_precision(rank, world_size, style, classes, u
         assert torch.equal(grads[name], mean.float()), name
     with FSDP.summon_full_params(model):
         for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm1d)):
-            assert torch.equal(norm.running_mean, low[0][1].running_mean.float())
+            assert torch.equal(norm.running_mean, low[0][1].running_mean.float())  # type: ignore[arg-type]
 
 
 @ranks(1)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def _net() -> nn.Sequential:
     return net
 
 
-def _wrapped(net: nn.Module, **options: object) -> FSDP:
+def _wrapped(net: nn.Module, **options: Any) -> FSDP:
     options = {"mixed_precision": LOW, "auto_wrap_policy": ModuleWrapPolicy({Block}), **options}
     return FSDP(copy.deepcopy(net), **options)
 

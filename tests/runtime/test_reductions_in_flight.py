@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -126,5 +127,5 @@ def test_more_in_flight_take_more_memory_and_all_of_it_comes_back():
         peaks[most] = peak["compute"]
 
     for most in (1, 3):
-        run_simulated(2, lambda rank, device, most=most: program(rank, device, most))
+        run_simulated(2, partial(program, most=most))
     assert peaks[3] > peaks[1]

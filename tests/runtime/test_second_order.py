@@ -185,7 +185,8 @@ def test_a_step_of_other_parameters_is_no_change(rank, world_size, front):
     """As a generator's backward goes on after its critic has stepped."""
     plain, model = twins(front, make_net, torch.float64, auto_wrap_policy=PER_LAYER, sharding_strategy=FULL)
     for net in (plain, model):
-        made, critic = net(inputs()), nn.Linear(1, 1).double()
+        made = net(inputs())
+        critic: nn.Module = nn.Linear(1, 1).double()
         if net is model:
             critic = shard(front, critic, sharding_strategy=FULL)
         optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
@@ -254,7 +255,7 @@ class _Walk:
         if not self._live:
             return None
         out, x = self._live[int(chosen * len(self._live))]
-        options = {"create_graph": graph < 0.7, "retain_graph": True if keeps < 0.7 else None}
+        options: dict[str, Any] = {"create_graph": graph < 0.7, "retain_graph": True if keeps < 0.7 else None}
         (slope,) = torch.autograd.grad(out.square().sum(), x, **options)
         if slope.requires_grad:
             self._live.append((slope, x))

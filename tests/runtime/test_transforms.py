@@ -30,7 +30,7 @@ class Energy(nn.Module):
 
 
 class Recurrent(nn.LSTM):
-    def forward(self, x):
+    def forward(self, x):  # type: ignore[override]
         return super().forward(x)[0]
 
 

@@ -532,7 +532,7 @@ def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size, front)
         fresh = not self._begun
         take(self, index, full)
         if fresh:
-            self._communicator = Watched(self._communicator)
+            self._communicator = Watched(self._communicator)  # type: ignore[assignment]
             for number, place in enumerate(self._places):
                 if number != index:
                     place.parts.fill_(torch.nan)
@@ -648,7 +648,7 @@ def test_what_it_takes(rank, world_size):
     for make in (FSDP, fully_shard):
         for wrong in (True, 1.5, "1"):
             with pytest.raises(TypeError, match="travel_together_bytes must be an int"):
-                make(nn.Linear(2, 2), travel_together_bytes=wrong)
+                make(nn.Linear(2, 2), travel_together_bytes=wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="travel_together_bytes must not be negative"):
             make(nn.Linear(2, 2), travel_together_bytes=-1)
     model = fully_shard(nn.Linear(2, 2))

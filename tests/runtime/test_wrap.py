@@ -11,6 +11,7 @@ import functools
 import inspect
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -367,7 +368,7 @@ def test_tied_parameter_counts_only_where_all_its_uses_are():
 
 
 def test_custom_policy_overrides_arguments_unit_by_unit():
-    answers = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
+    answers: dict[str, Any] = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
     root = Uses(**{name: nn.Linear(1, 1) for name in answers})
     by_module = {root.get_submodule(name): answer for name, answer in answers.items()}
     defaults = {"tag": "default", "size": 3}
@@ -420,8 +421,8 @@ def raises_midway(module, recurse, nonwrapped_numel):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),
-        (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),
+        (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),  # type: ignore[arg-type, return-value]
+        (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),  # type: ignore[arg-type, return-value]
         (CustomPolicy(lambda m: {"tga": 1} if type(m) is Block else False), TypeError, "'layers.0'.*tga"),
         (raises_midway, RuntimeError, "midway"),
         (NameWrapPolicy("Nothing"), ValueError, "no module has a class named 'Nothing'"),
@@ -529,7 +530,7 @@ def test_names_must_be_names(names):
 
 def test_module_classes_must_be_classes():
     with pytest.raises(TypeError, match="NameWrapPolicy takes the names"):
-        ModuleWrapPolicy(["Block"])
+        ModuleWrapPolicy(["Block"])  # type: ignore[list-item]
 
 
 def test_policies_show_what_they_hold():
@@ -661,15 +662,16 @@ def test_ignored_parameters_have_no_owner():
 
 def random_graph(rng: random.Random) -> nn.Module:
     """Modules and parameters that are used in many places; about half of the modules are to be wrapped."""
-    params, modules = [weight() for _ in range(5)], []
+    params = [weight() for _ in range(5)]
+    modules: list[nn.Module] = []
     for _ in range(rng.randint(3, 9)):
-        held = {f"m{i}": rng.choice(modules) for i in range(rng.randint(0, 2)) if modules}
+        held: dict[str, Any] = {f"m{i}": rng.choice(modules) for i in range(rng.randint(0, 2)) if modules}
         held |= {f"p{i}": rng.choice(params) for i in range(rng.randint(0, 2))}
         modules.append(rng.choice([Uses, Cell])(**held))
     return Uses(**{f"m{i}": module for i, module in enumerate(modules[-3:])}, p=params[0])
 
 
-def unit_paths(module: nn.Module, units: tuple[nn.Module, ...]) -> list:
+def unit_paths(module: nn.Module | None, units: tuple[nn.Module, ...]) -> list:
     """Every path to a parameter: the parameter, and the units that the path passes through."""
     found = [(param, units) for param in module._parameters.values()]
     for child in module._modules.values():

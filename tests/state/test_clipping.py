@@ -74,15 +74,15 @@ def test_every_norm_type_equals_plain(rank, world_size, use_orig_params, strateg
     for norm_type in NORM_TYPES:
         norms = {n: torch.linalg.vector_norm(p.grad, float(norm_type)) for n, p in plain.named_parameters()}
         with count_collectives() as traffic:
-            found = model.grad_norms(norm_type)
+            found = model.grad_norms(norm_type)  # type: ignore[arg-type]
         assert calls(traffic) == ({"all_reduce": 1} if sharded else {})
         assert list(found) == list(norms)
         for name, norm in norms.items():
             torch.testing.assert_close(found[name], norm, rtol=1e-10, atol=1e-12, msg=name)
 
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)  # type: ignore[arg-type]
         with count_collectives() as traffic:
-            total = model.clip_grad_norm_(1e-3, norm_type)
+            total = model.clip_grad_norm_(1e-3, norm_type)  # type: ignore[arg-type]
         assert calls(traffic) == ({"all_reduce": 1} if sharded else {})
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
         assert_grads_equal(model, plain)
@@ -122,7 +122,7 @@ def test_every_norm_type_by_torch_with_fully_shard(rank, world_size, offload):
 # Strategies and groups that differ per unit.
 
 
-def groups_of_four(rank: int) -> dict[str, object]:
+def groups_of_four(rank: int) -> dict[str, dist.ProcessGroup]:
     """The rank's groups: pairs of neighbours, and the pairs that cross them."""
     made = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
     near, across = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
@@ -140,13 +140,13 @@ TREES = {
 }
 
 
-def wrap_as(module: Transformer, tree: list[str], groups: dict[str, object], form: bool) -> FSDP:
+def wrap_as(module: Transformer, tree: list[str], groups: dict[str, dist.ProcessGroup], form: bool) -> FSDP:
     def wrap(child: nn.Module, how: str, **kwargs) -> FSDP:
         letter, *names = how.split()
         chosen = {"F": "FULL_SHARD", "H": "HYBRID_SHARD", "N": "NO_SHARD"}[letter]
         group = groups[names[0]] if len(names) == 1 else tuple(groups[name] for name in names)
         strategy = ShardingStrategy[chosen]
-        return FSDP(child, group, strategy, use_orig_params=form, **kwargs)
+        return FSDP(child, group, strategy, use_orig_params=form, **kwargs)  # type: ignore[arg-type]
 
     for number, how in enumerate(tree[1:]):
         module.blocks[number] = wrap(module.blocks[number], how)

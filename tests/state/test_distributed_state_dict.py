@@ -168,7 +168,7 @@ def test_frozen_parameters_left_out_and_submodules(rank, world_size, use_orig_pa
     for functions in (ours, theirs):
         state = functions.get_model_state_dict(model, submodules={block}, options=options)
         assert_equal(state, net.blocks[1].state_dict())
-    state = ours.get_model_state_dict(model, submodules=iter([block]))
+    state = ours.get_model_state_dict(model, submodules=iter([block]))  # type: ignore[arg-type]
     assert set(state) == {f"blocks.1.{name}" for name in net.blocks[1].state_dict()}
 
 
@@ -270,7 +270,7 @@ def test_torchs_own_functions_and_fully_shard(rank, world_size):
 @ranks(2)
 def test_parts_that_fully_shard_has_sharded(rank, world_size, use_orig_params):
     plain = Net().double()
-    model = copy.deepcopy(plain)
+    model: nn.Module = copy.deepcopy(plain)
     fully_shard(model.head)
     model = FSDP(model, use_orig_params=use_orig_params)
     for functions, offload in ((ours, False), (theirs, True)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,7 +79,9 @@ class Twins:
 
     def optimize(self, model: nn.Module, plain: nn.Module) -> None:
         modules = (model, plain)
-        self.optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules
+        ]
 
     def forward(self) -> list[torch.Tensor]:
         """The losses of both."""
@@ -114,7 +116,7 @@ class Twins:
         assert_full(self.model.state_dict(), self.plain.state_dict())
 
 
-def assert_full(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_full(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name].detach(), value.detach(), rtol=0, atol=1e-12)
@@ -584,7 +586,7 @@ def test_units_that_lend_to_each_other(rank, world_size, use_orig_params, rank0_
     plain.head.weight = plain.stem.weight
     plain.head.bias.requires_grad_(False)
     net = copy.deepcopy(plain)
-    net.head = FSDP(net.head, use_orig_params=use_orig_params)
+    net.head = FSDP(net.head, use_orig_params=use_orig_params)  # type: ignore[assignment]
     net.blocks[0] = FSDP(net.blocks[0], use_orig_params=use_orig_params)
     twins = Twins(whole, use_orig_params, optimizer=False)
     twins.plain, twins.model = plain, FSDP(net, use_orig_params=use_orig_params)

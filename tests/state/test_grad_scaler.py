@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
 
-SCALING = {"init_scale": 2.0**10, "growth_interval": 2}
+SCALING: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 OVERFLOWS = (1, 4)
 """Steps at which the last rank's loss is infinite."""
 
@@ -65,7 +66,7 @@ def test_training_equals_plain(rank, world_size, front, strategy, clips, kind, o
         cpu_offload=CPUOffload(offload),
     )
     ours, reference = kind("cpu", **SCALING), GradScaler("cpu", **SCALING)
-    sgd = {"lr": 0.1, "momentum": 0.9}
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), **sgd) for each in (model, plain))
     clip, plain_clip = (partial(fronts.clip, each) if clips else None for each in (model, plain))
     scales = []

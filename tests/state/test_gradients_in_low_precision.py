@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,7 +128,8 @@ def test_hooks_get_the_reduce_dtype(rank, world_size, use_orig_params, name, str
     )
     if name == "default":
         name = "allreduce_hook" if strategy == "NO_SHARD" else "reduce_scatter_hook"
-    hook, seen = getattr(comm_hooks, name), []
+    hook = getattr(comm_hooks, name)
+    seen: list[Any] = []
 
     def spying(state, grad, *output):
         seen.extend(tensor.dtype for tensor in (grad, *output))

@@ -189,7 +189,7 @@ def test_what_is_no_input_of_an_optimizer(rank, world_size):
         (ValueError, r"'shift'.* occurs twice .*\(rank \d\)", twice),
     ):
         with pytest.raises(error, match=message):
-            FSDP.shard_full_optim_state_dict(state, model, given)
+            FSDP.shard_full_optim_state_dict(state, model, given)  # type: ignore[arg-type]
 
 
 @each_front

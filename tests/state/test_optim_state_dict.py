@@ -432,7 +432,7 @@ def test_rekeying(rank, world_size, use_orig_params):
     back = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, model, optim=ours)
     assert_same(back, state)
     with pytest.raises(TypeError, match="OptimStateKeyType"):
-        FSDP.rekey_optim_state_dict(state, "names", model)
+        FSDP.rekey_optim_state_dict(state, "names", model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="exclude each other"):
         FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, [], ours)
     with pytest.raises(ValueError, match=r"has 2 parameters, and not what the state dict names: shift"):
@@ -513,7 +513,7 @@ def test_state_dicts_that_do_not_fit(rank, world_size, use_orig_params):
     with pytest.raises(ValueError, match="not one of the model's"):
         FSDP.optim_state_dict(model, adamw(plain))
     with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
-        FSDP.optim_state_dict(model, "adam")
+        FSDP.optim_state_dict(model, "adam")  # type: ignore[arg-type]
 
 
 @ranks(2)

@@ -198,7 +198,7 @@ def test_memory_of_a_full_state_dict_is_the_result_and_one_unit(
     assert max(peaks) - before <= result + 1.05 * unit
 
 
-def per_chain(chain: Chain, use_orig_params: bool) -> FSDP:
+def per_chain(chain: Any, use_orig_params: bool) -> FSDP:
     if chain.inner is not None:
         chain.inner = per_chain(chain.inner, use_orig_params)
     return FSDP(chain, use_orig_params=use_orig_params)

@@ -364,7 +364,8 @@ def test_ranks_may_stop_at_different_places(rank, world_size, use_orig_params):
 @ranks(2)
 def test_wrong_times_and_arguments_are_refused(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    optimizer, seen = adamw(model), []
+    optimizer = adamw(model)
+    seen: list[Any] = []
 
     def note(module: nn.Module, args: Any) -> None:
         for begin in (lambda: iter_full_params(model), lambda: iter_full_optim_state(model, optimizer)):
@@ -389,12 +390,12 @@ def test_wrong_times_and_arguments_are_refused(rank, world_size, use_orig_params
                 begin()
     for budget, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="budget must be a"):
-            iter_full_params(model, budget=budget)
+            iter_full_params(model, budget=budget)  # type: ignore[arg-type]
         with pytest.raises(error, match="budget must be a"):
-            iter_full_optim_state(model, optimizer, budget=budget)
+            iter_full_optim_state(model, optimizer, budget=budget)  # type: ignore[arg-type]
     for dtype, error in ((torch.int64, ValueError), ("float16", TypeError)):
         with pytest.raises(error, match="dtype must be a"):
-            iter_full_params(model, dtype=dtype)
+            iter_full_params(model, dtype=dtype)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="'1.weight' is on the meta device"):
         iter_full_params(nn.Sequential(model, nn.Linear(3, 3, device="meta")))
     with pytest.raises(TypeError, match="optim must be"):

@@ -37,7 +37,7 @@ def _mixed(front):
     if front != "composable":
         return wrapped(front, cpu_offload=OFFLOAD, mixed_precision=BF16)
     model = net()
-    policies = {
+    policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         "offload_policy": CPUOffloadPolicy(),
     }
@@ -164,7 +164,7 @@ def test_the_device_holds_few_shards_beside_what_it_holds_without_sending_ahead(
 
 _KEPT, _NO_SHARD = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 _HALF = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.bfloat16)}
-SAME = {
+SAME: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulates": {"doing": "accumulates"},
     "accumulates-mixed": {"doing": "accumulates", "mixed_precision": BF16},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,12 +40,12 @@ def _step_by_step(rank, device, told, front, accumulates=False, **options):
 
 def _steps(front, **options):
     """What the host waited for in each step of the first rank, and the peaks by stream."""
-    told = ([], [])
+    told: tuple[list[Any], list[Any]] = ([], [])
     run_simulated(2, partial(_step_by_step, told=told, front=front, **options))
     return told[0]
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "accumulation": {"accumulates": True},
     "mixed_precision": {"mixed_precision": BF16},

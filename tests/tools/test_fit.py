@@ -168,7 +168,7 @@ def test_the_fastest_comes_first_and_slower_ones_after_it():
     )
     assert len(found.choices) == 8
     speeds = [choice.samples_per_second for choice in found.choices]
-    assert speeds == sorted(speeds, reverse=True)
+    assert speeds == sorted(speeds, reverse=True)  # type: ignore[type-var]
     assert found.best.ranks == 64 and found.best.values["offload"] == "none"
     by_key = {(choice.ranks, *choice.values.values()): choice for choice in found.choices}
     one, four = by_key[8, "none", 1, 1024], by_key[8, "none", 4, 1024]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,7 +65,7 @@ def run(rank, world_size, path, asked):
 
     with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0"):
         whole(asked[0])  # what is made once for all
-        peaks = [tensors(lambda values=values: whole(values)).peak for values in asked]
+        peaks = [tensors(partial(whole, values)).peak for values in asked]
     if rank == 0:
         path.write_text(json.dumps(peaks))
 
@@ -102,7 +104,7 @@ def test_the_longest_sequence_is_that_of_runs(tmp_path):
 
 @pytest.mark.slow
 def test_the_configurations_that_fit_are_those_of_runs(tmp_path):
-    vary = {"layers": [2, 4], "checkpointing": ["none", "blocks"]}
+    vary: dict[str, Sequence[Any]] = {"layers": [2, 4], "checkpointing": ["none", "blocks"]}
     asked = [
         {"batch": 64, "layers": layers, "checkpointing": checkpointing}
         for layers in vary["layers"]

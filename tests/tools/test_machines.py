@@ -88,9 +88,9 @@ def test_a_link_that_is_slow_is_measured_so(rank, world_size):
         time.sleep(0.05)
         return wait(self, *arguments, **options)
 
-    real.wait = slow
+    real.wait = slow  # type: ignore[method-assign]
     try:
         held = measure_link(communicator, 0.02)
     finally:
-        real.wait = wait
+        real.wait = wait  # type: ignore[method-assign]
     assert held.latency > free.latency + 0.03

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def measured(setup):
     return rest, peak, travelling, events
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "frozen": {"freeze": "layers.1"},
     "partly frozen": {"freeze": "linear.weight"},
@@ -133,7 +134,7 @@ OPTIONS = {
     "bf16": {},
     "checkpointed": {"model": partial(Model, Checkpointed)},
 }
-MIXED = {
+MIXED: dict[str, dict[str, Any]] = {
     "composable": {"mp_policy": fsdp_wrap.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
 }
@@ -307,7 +308,7 @@ def test_many_ranks_and_the_last_of_them():
 def test_a_model_without_values():
     def setup():
         with torch.device("meta"):
-            model = Model()
+            model: nn.Module = Model()
         model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True, device_id=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 

@@ -13,6 +13,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter_ns
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -63,14 +64,14 @@ def _checked(events):
     for track in {(each["pid"], each["tid"]) for each in slices}:
         assert track in named
         own = [each for each in slices if (each["pid"], each["tid"]) == track]
-        ends = []
+        ends: list[float] = []
         for each in sorted(own, key=lambda each: (each["ts"], -each["dur"])):
             end = each["ts"] + each["dur"]
             while ends and ends[-1] <= each["ts"] + 1e-4:  # a tenth of a nanosecond: how floats are printed
                 ends.pop()
             assert not ends or end <= ends[-1] + 1e-3, f"{each} overlaps what it lies in"
             ends.append(end)
-    flows = {}
+    flows: dict[Any, Any] = {}
     for each in events:
         assert each["ph"] in "MXCstf" and each.get("ts", 0) >= 0
         if each["ph"] in "stf":
@@ -108,7 +109,7 @@ def test_a_trace_holds_what_events_tell(rank, world_size, front, memory):
         recorded.save(path)
         processes, flows = _checked(_events_in(path))
     assert [*processes] == [0, 1]
-    told = Counter()
+    told: Counter[Any] = Counter()
     for event in events:
         if (
             event.kind in (EventKind.UNSHARD, EventKind.REDUCE)
@@ -259,7 +260,7 @@ def test_recomputed_and_nested_units(rank, world_size, front):
 
 
 def _nests(slices):
-    open_ = []
+    open_: list[Any] = []
     for each in slices:
         while open_ and open_[-1] <= each.begin:
             open_.pop()
@@ -443,7 +444,7 @@ def test_backwards_that_are_told_late_to_be_over():
 def test_clocks_of_hosts_are_compared():
     store, size = dist.HashStore(), 5
     hosts, shifts = ["a", "a", "b", "b", "c"], [0, 0, 7_000_000, 7_000_000, -3_000_000]
-    clocks = [None] * size
+    clocks: list[Any] = [None] * size
 
     def run(rank):
         clocks[rank] = align(store, rank, size, hosts[rank], lambda: perf_counter_ns() + shifts[rank])

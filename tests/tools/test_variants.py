@@ -75,7 +75,7 @@ def test_gradients_are_reduced_once_a_step_or_in_every_backward(rank, world_size
     for sync, times in (("last", 1), ("every", 3)):
         model = shard_as(net(), Block, wrapping="whole")
         optimizer = torch.optim.SGD(model.parameters())
-        step = step_of(model, optimizer, lambda model=model: model(batches(0, 0)).mean(), 3, sync=sync)
+        step = step_of(model, optimizer, lambda model=model: model(batches(0, 0)).mean(), 3, sync=sync)  # type: ignore[misc]
         with record_events() as events:
             step()
         assert sum(event.kind.name == "REDUCE" for event in events) == times
@@ -85,12 +85,13 @@ def test_gradients_are_reduced_once_a_step_or_in_every_backward(rank, world_size
 def test_precision_and_meta_models_are_as_the_words_say(front_end):
     def setup():
         with torch.device("meta"):
-            model = nn.Sequential(Block(), Block())
+            model: nn.Module = nn.Sequential(Block(), Block())
         model = shard_as(model, Block, precision="bf16", front_end=front_end)
         dtypes.extend(param.dtype for param in model.parameters())
         return model, torch.optim.SGD(model.parameters()), lambda: seen.append(model(torch.ones(2, 4)).dtype)
 
-    dtypes, seen = [], []
+    dtypes: list[torch.dtype] = []
+    seen: list[torch.dtype] = []
     found = plan(setup, 2)
     assert set(dtypes) == {torch.float32} and set(seen) == {torch.bfloat16}
     for unit in found.units:

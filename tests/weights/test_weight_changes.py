@@ -212,7 +212,7 @@ def test_checksums_tell_places_and_bits():
 def test_what_is_refused(rank, world_size):
     model = shard("orig", net(), POLICY)
     with pytest.raises(TypeError, match="must be a torch.dtype"):
-        weight_changes(model, "bf16")
+        weight_changes(model, "bf16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="floating-point"):
         weight_changes(model, torch.int8)
     changes = weight_changes(model)

@@ -214,7 +214,7 @@ def test_memory_stays_within_the_budget(rank, world_size, front):
 @ranks(2)
 def test_what_does_not_fit_is_refused_by_name(rank, world_size):
     model, _ = trained("orig")
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "fits no parameter": {"fuse": {"qkv": ("query", "key")}},
         "and no 'blocks.0.attn.o_proj.bias'": {"fuse": {"qo": ("q_proj", "o_proj")}},
         "must have one `*`": {"fuse": {"w1": "experts.w1"}},

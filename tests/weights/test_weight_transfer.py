@@ -102,9 +102,9 @@ def test_a_receiver_has_what_the_trainers_have(rank, world_size, way, front):
             return
         states = receiver.result(30)
         assert sender.version == 4 and (len(states) == 4 or way == "folder")  # which may be read from its end
-        for found, wanted in zip(reversed(states), reversed(expected)):
-            assert [*found] == [*wanted]
-            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        for state, wanted in zip(reversed(states), reversed(expected)):
+            assert [*state] == [*wanted]
+            assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -11,6 +11,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ MB = 1 << 20
 
 def _of_ways(question, table):
     """Whether a table tells of something else than implementations."""
-    others = ("accumulation", "collectives", "counts", "latency", "compression", "travel")
+    others: tuple[str, ...] = ("accumulation", "collectives", "counts", "latency", "compression", "travel")
     others += ("in_backward", "host_step", "recording")
     return question in others or "hooks" in table
 
@@ -114,7 +116,7 @@ def test_answers_given_before_stay_on_the_page(tmp_path):
 def test_tables_measured_anew_stand_beside_the_others(tmp_path, monkeypatch):
     there = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
     monkeypatch.setattr(harness, "machine", lambda: there)
-    figures = iter([{"a": {"x": {"c": 1}}, "b": {"x": {"c": 2}}}, {"b": {"x": {"c": 3}}}])
+    figures: Iterator[Any] = iter([{"a": {"x": {"c": 1}}, "b": {"x": {"c": 2}}}, {"b": {"x": {"c": 3}}}])
     question = Question("q", "Title", "About.", lambda settings: next(figures), "c", cases=("a", "b"))
     run([question], tmp_path, Settings())
     run([question], tmp_path, Settings(cases=("b",)))
@@ -151,7 +153,8 @@ def test_meters_of_memory():
 
     def in_a_thread():
         thread = threading.Thread(target=act)
-        thread.start(), thread.join()
+        thread.start()
+        thread.join()
 
     resident(in_a_thread)  # the first thread's stack stays
     seen = resident(in_a_thread)
@@ -166,7 +169,7 @@ def test_meter_of_the_host_counts_shared_pages_once():
 
 def _take_own_and_shared():
     """What each rank takes, part of it for a while, and what both do."""
-    kept = []
+    kept: list[Any] = []
 
     def of_one_rank():
         kept.append(bytearray(b"1") * (16 * MB))
@@ -175,7 +178,7 @@ def _take_own_and_shared():
         del for_a_while
 
     def of_both():
-        path = [None]
+        path: list[Any] = [None]
         if dist.get_rank() == 0:
             path[0] = f"/proc/{os.getpid()}/fd/{os.memfd_create('shared')}"
         dist.broadcast_object_list(path)

@@ -152,10 +152,11 @@ class Ranking(nn.Module):
 @ranks(RANKS)
 def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, front):
     plain = Ranking()
-    model = copy.deepcopy(plain)
+    model: Any = copy.deepcopy(plain)
     kept = list(model.tables.parameters())
     if front == "composable":
-        fully_shard(model.dense), fully_shard(model, ignored_params=set(kept))
+        fully_shard(model.dense)
+        fully_shard(model, ignored_params=set(kept))
     else:
         model.dense = FSDP(model.dense, use_orig_params=front == "orig")
         model = FSDP(model, ignored_modules=[model.tables], use_orig_params=front == "orig")
@@ -170,7 +171,8 @@ def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, fron
             torch.testing.assert_close(part.grad, expected.grad)
         for one in (model, plain):
             torch.optim.SGD([*one.tables.parameters(), *one.dense.parameters()], 0.1).step()
-            one.zero_grad(), one.tables.zero_grad()
+            one.zero_grad()
+            one.tables.zero_grad()
     found = model.state_dict()
     assert {"tables.a", "tables.b"} <= set(found) and torch.equal(found["tables.a"], kept[0])
     for name, value in plain.state_dict().items():
@@ -182,7 +184,7 @@ def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, fron
 def test_channels_last(rank, world_size, front):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 3, 1, bias=False)).double()
-    model = shard(front, copy.deepcopy(plain).to(memory_format=torch.channels_last))
+    model = shard(front, copy.deepcopy(plain).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
     images = torch.randn(3, RANKS, 2, 4, 5, 5, dtype=torch.double)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     mine = images[:, rank : rank + 1].to(copy=True)

@@ -500,7 +500,7 @@ def test_ignoring_what_is_sharded(rank, world_size, argument):
     net = make_net()
     net.head = FSDP(net.head)
     with refused(net, ValueError, argument, "FullyShardedDataParallel that is sharded already"):
-        FSDP(net, **{argument: [net.head]})
+        FSDP(net, **{argument: [net.head]})  # type: ignore[arg-type]
 
 
 # Checkpoints.
@@ -613,7 +613,7 @@ def test_checkpoint_that_is_no_mapping(rank, world_size):
     plain = copy.deepcopy(net)
     model = per_block(net)
     with refused(model, TypeError, "state_dict", "list"):
-        model.load_state_dict(list(plain.state_dict().items()))
+        model.load_state_dict(list(plain.state_dict().items()))  # type: ignore[arg-type]
     assert_trains_like(plain, model)
 
 

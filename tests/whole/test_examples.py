@@ -172,7 +172,7 @@ def test_a_plan_of_a_job_is_printed_by_its_first_rank_alone(monkeypatch, capsys)
         optimizer = torch.optim.SGD(model.parameters())
         return model, optimizer, lambda: model(torch.ones(1, 3)).sum().backward()
 
-    asked = []
+    asked: list[int] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

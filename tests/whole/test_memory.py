@@ -258,7 +258,7 @@ def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front, l
     for unit in units_in(model).values():
         for segment in unit.handle.segments:
             buffer = segment.gradients._own.buffer
-            buffer.allocate = partial(_allocate_spoiled, buffer, buffer.allocate)
+            buffer.allocate = partial(_allocate_spoiled, buffer, buffer.allocate)  # type: ignore[method-assign]
     for _ in range(2):
         for module in (plain, model):
             module.zero_grad()

@@ -59,10 +59,10 @@ def test_torchs_objects_are_told_from_ours(rank, world_size, argument):
 def test_torchs_objects_are_told_from_ours_elsewhere(rank, world_size):
     wrapped, mesh = FSDP(net()), init_device_mesh("cpu", (world_size,))
     kind = torch_fsdp.StateDictType.FULL_STATE_DICT
-    assert_names_both("StateDictType", lambda: FSDP.set_state_dict_type(wrapped, kind))
+    assert_names_both("StateDictType", lambda: FSDP.set_state_dict_type(wrapped, kind))  # type: ignore[arg-type]
     for config in (torch_fsdp.FullStateDictConfig(), torch_fsdp.FullOptimStateDictConfig()):
         place = "optim_state_dict_config" if "Optim" in type(config).__name__ else "state_dict_config"
-        options = {place: config}
+        options: dict[str, Any] = {place: config}
         assert_names_both(
             type(config).__name__,
             lambda: FSDP.set_state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, **options),  # noqa: B023
@@ -76,7 +76,7 @@ def test_torchs_objects_are_told_from_ours_elsewhere(rank, world_size):
         options = {argument: policy}
         assert_names_both(type(policy).__name__, lambda: fully_shard(net(), mesh=mesh, **options))  # noqa: B023
     with pytest.raises(TypeError, match="must be a ShardingStrategy or None, not 'FULL_SHARD'"):
-        FSDP(net(), sharding_strategy="FULL_SHARD")
+        FSDP(net(), sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
 
 
 def made(front: str, module: nn.Module, **options: Any) -> nn.Module:

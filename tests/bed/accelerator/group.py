@@ -107,28 +107,28 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
         return self.allgather([list(output.chunk(self._world_size))], [own])
 
-    _allgather_base = all_gather_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:  # type: ignore[override]
         work = threaded.ReduceScatter(opts.reduceOp)
         return self._run("reduce_scatter", work, (outputs, inputs), inputs, outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, opts: Any) -> Any:
+    def reduce_scatter_single(self, output: Any, full: Any, opts: Any) -> Any:  # type: ignore[override]
         return self.reduce_scatter([output], [list(full.chunk(self._world_size))], opts)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
-    def allreduce(self, tensors: Any, opts: Any) -> Any:
+    def allreduce(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
         return self._run("all_reduce", threaded.AllReduce(opts.reduceOp), tensors, [], tensors)
 
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
+    def broadcast(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
         reads, writes = (tensors, []) if self._rank == opts.rootRank else ([], tensors)
         return self._run("broadcast", threaded.Broadcast(opts.rootRank), tensors, reads, writes)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:  # type: ignore[override]
         return self._run("scatter", threaded.Scatter(opts.rootRank), (outputs, inputs), inputs, outputs)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:  # type: ignore[override]
         return self._run("gather", threaded.Gather(opts.rootRank), (outputs, inputs), inputs, outputs)
 
     def all_to_all_single(
@@ -136,7 +136,7 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
     ) -> Any:
         return self._run("all_to_all", threaded.AllToAllBase(), (output, own, got, sent), own, output)
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> Any:
         nothing = torch.zeros(0)
@@ -152,7 +152,7 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> SimulatedGroup:
     group = SimulatedGroup(rank, size)
-    dist.distributed_c10d._store_based_barrier(rank, store, "", size, timeout)
+    dist.distributed_c10d._store_based_barrier(rank, store, "", size, timeout)  # type: ignore[arg-type]
     return group
 
 

@@ -116,7 +116,7 @@ class Access:
 def intervals_of(tensor: torch.Tensor) -> Sequence[Interval]:
     """The bytes of its storage in which a tensor lies, in order."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return ((start, start + tensor.numel() * size),) if tensor.numel() else ()
     return _apart(start, size, tensor.size(), tensor.stride()) if tensor.numel() else ()

@@ -105,7 +105,7 @@ class Recording:
         self._block_of = block_of
 
     def view(self, tensor: torch.Tensor) -> View:
-        block, offset = self._block_of(tensor), tensor.storage_offset()
+        block, offset = self._block_of(tensor), int(tensor.storage_offset())
         return View(block, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def describe(self, tree: Any) -> Any:
@@ -367,7 +367,7 @@ def poison(storage: torch.UntypedStorage) -> None:
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Views a storage as what it holds; no simulation notices."""
     with _disable_current_modes():
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
 
 
 def replay(recordings: Sequence[Recording], seeds: int) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from types import FrameType
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -401,7 +402,7 @@ class Simulation(Accelerator):
 
     def _where(self) -> str:
         """The unit and the phase that the program is in, by the frames of the package."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         unit = phase = None
         while frame is not None and (unit is None or phase is None):
             if _tells(frame.f_code):

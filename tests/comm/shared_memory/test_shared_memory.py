@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -138,7 +139,7 @@ def test_other_collectives(rank, world_size):
         expected = torch.cat([values(numel, torch.int32, each) for each in range(world_size)])
         full = torch.empty(numel * world_size, dtype=torch.int32) if rank == 0 else None
         communicator.gather(own, full)
-        assert rank != 0 or torch.equal(full, expected)
+        assert rank != 0 or torch.equal(full, expected)  # type: ignore[arg-type]
         back = torch.empty_like(own)
         communicator.scatter(back, full)
         assert torch.equal(back, own)
@@ -165,7 +166,7 @@ def test_waits_in_any_order_and_never(rank, world_size):
         pending = []
         for number, (each, shard) in enumerate(zip(full, shards)):
             part, grads = own(each), torch.full((2 * numel,), float(number))
-            gathered = communicator.all_gather([each], lambda part=part, n=number: part.fill_(n + rank))
+            gathered = communicator.all_gather([each], partial(part.fill_, number + rank))
             pending += [gathered, communicator.reduce_scatter([shard], [grads])]
         order = range(len(pending)) if rank else reversed(range(len(pending)))
         for index in order:
@@ -298,9 +299,9 @@ def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, 
         assert "float32, through shared memory where ranks share a host\n" in repr(model)
         losses = trained(wrapped())
     assert "shared memory" not in repr(model)
-    told = [str(each.message) for each in told if "share memory" in str(each.message)]
-    assert len(told) == (1 if rank == 0 else 0)
-    assert all("rank 1: OSError: no such call" in each for each in told)
+    texts = [str(each.message) for each in told if "share memory" in str(each.message)]
+    assert len(texts) == (1 if rank == 0 else 0)
+    assert all("rank 1: OSError: no such call" in each for each in texts)
     assert type(_automatic._chosen[dist.group.WORLD]) is ExchangeCommunicator
     assert torch.equal(torch.stack(losses), torch.stack(trained(DistributedDataParallel)))
 
@@ -689,8 +690,8 @@ def train_with_limit(rank, world_size, spare):
         warnings.simplefilter("always")
         losses = trained(wrapped())
     torch.empty(memory // 2, dtype=torch.uint8)
-    told = [str(each.message) for each in told if "share memory" in str(each.message)]
-    return [loss.item() for loss in losses], told
+    texts = [str(each.message) for each in told if "share memory" in str(each.message)]
+    return [loss.item() for loss in losses], texts
 
 
 def lack_address_space(rank, world_size):
