@@ -33,7 +33,6 @@ from fsdp_wrap._core.api import (
     check_nbytes,
     nbytes_of,
 )
-from fsdp_wrap._core.cautions import warn_caller
 from fsdp_wrap._core.errors import (
     AlreadyShardedError,
     ChangedBetweenError,
@@ -48,6 +47,7 @@ from fsdp_wrap._core.errors import (
     WrongConfigError,
     WrongKindError,
     not_picklable,
+    warn_caller,
 )
 from fsdp_wrap._core.events import Event, EventKind, Phase, emit, observe_events, observers, record_events
 from fsdp_wrap._core.gradient_hooks import (

@@ -311,6 +311,12 @@ def test_nobody_asks_which_layout_it_is():
                 assert named.isdisjoint(kinds), f"{path.name}:{call.lineno}: {ast.unparse(call)}"
 
 
+def test_there_is_one_way_to_warn():
+    """It finds the program's line; a fixed number of frames is wrong once a function is put in between."""
+    found = [path for path in FILES if re.search(r"\bwarnings\.warn\(|stacklevel", path.read_text())]
+    assert found == [PACKAGE / "_core" / "errors.py"]
+
+
 # Sizes.
 
 
