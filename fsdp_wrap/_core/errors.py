@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
-import sys
 import warnings
 from types import FrameType
 
@@ -78,8 +78,8 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         message: What is the matter, and what to do about it.
         category: The class of the warning.
     """
-    frame: FrameType | None = sys._getframe(1)
-    depth = 2
+    frame = inspect.currentframe()
+    depth = 1
     while frame is not None and _is_ours(frame) and frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, category, stacklevel=depth)
