@@ -2,14 +2,22 @@
 
 A test with three or more parameters runs there with combinations in which every two values meet that meet in
 any; one that is marked `each_value`, because it takes long, with combinations in which every value is. The
-others are slow.
+others are slow. Of what takes longest the slow tier runs a seeded part, unless it is to be thorough.
 """
 
 import itertools
+import os
+import random
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TypeVar
 
 import pytest
+
+THOROUGH = os.environ.get("FSDP_WRAP_THOROUGH") == "1"
+"""Whether the slow tier leaves nothing out, for which it takes half an hour more."""
+
+_T = TypeVar("_T")
 
 _Together = tuple[tuple[int, str], ...]
 """Values that are to meet, by the number of the parameter."""
@@ -30,6 +38,15 @@ def few_fast(values: Iterable[object], step: int) -> list[object]:
     """Leaves all but every n-th value of a parameter to the slow tier."""
     slow = pytest.mark.slow
     return [one if n % step == 0 else pytest.param(one, marks=slow) for n, one in enumerate(values)]
+
+
+def part_of(values: Iterable[_T], one_in: int) -> list[_T]:
+    """Draws one in so many values, the same each time, in their order; all where tests are thorough."""
+    every = [*values]
+    if THOROUGH:
+        return every
+    chosen = sorted(random.Random(0).sample(range(len(every)), -(-len(every) // one_in)))
+    return [every[number] for number in chosen]
 
 
 def _meetings(item: pytest.Item) -> set[_Together]:
