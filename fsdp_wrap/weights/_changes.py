@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -18,8 +18,9 @@ _DOING = "weight_changes()"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes, as which numbers are compared: a NaN equals itself, and 0 is not -0."""
 
-_CHUNK = 2**16
-"""Elements that are looked at together, so that little memory is taken beside them and caches hold it."""
+_AT_ONCE, _MIXED = 2**20, 2**16
+"""Elements that come to the host, and that are mixed into a checksum, together: little memory is taken beside
+them, an accelerator sends few large pieces, and what is mixed stays in the cache."""
 
 _MIX, _SPREAD = 0x2545F4914F6CDD1D, 0x27D4EB2F165667C5  # odd, so that products lose nothing
 
@@ -113,7 +114,8 @@ class _Snapshot:
     def _differing(self, held: torch.Tensor) -> torch.Tensor:
         """Returns the indices in the shard of elements whose bits differ, int64."""
         differs = torch.empty(len(held), dtype=torch.bool)
-        for now, before, found in zip(_pieces(held), _pieces(self._values), _pieces(differs)):
+        pieces = (torch.split(each, _AT_ONCE) for each in (held, self._values, differs))
+        for now, before, found in zip(*pieces):
             torch.ne(_bits(now.to("cpu", before.dtype)), _bits(before), out=found)
         return differs.nonzero().view(-1)
 
@@ -189,10 +191,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return torch.split(tensor, _CHUNK)
-
-
 def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
     """Returns the indices in the flattened parameter of elements of this rank's shard."""
     interval, part = original.interval, original.interval.part
@@ -203,15 +201,16 @@ def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
 
 def _sum_of(values: torch.Tensor, index: torch.Tensor) -> int:
     """Returns the part of a checksum that some elements make; the order does not matter."""
-    return sum(_sum_of_few(*each) for each in zip(_pieces(_bits(values)), _pieces(index)))
+    pieces = (torch.split(each, _MIXED) for each in (_bits(values), index))
+    return sum(_sum_of_few(*each) for each in zip(*pieces))
 
 
 def _sum_of_all(values: torch.Tensor, index_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
     """Returns the same of elements whose indices follow from their places in a tensor."""
-    pieces = _pieces(_bits(values))
-    begins = range(0, len(values), _CHUNK)
+    pieces = torch.split(values, _AT_ONCE)
+    begins = range(0, len(values), _AT_ONCE)
     places = (torch.arange(begin, begin + len(piece)) for begin, piece in zip(begins, pieces))
-    return sum(_sum_of_few(piece.cpu(), index_of(place)) for piece, place in zip(pieces, places))
+    return sum(_sum_of(piece.cpu(), index_of(place)) for piece, place in zip(pieces, places))
 
 
 def _sum_of_few(bits: torch.Tensor, index: torch.Tensor) -> int:
