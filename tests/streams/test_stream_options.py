@@ -71,7 +71,7 @@ _MANY = [
     *((_HYBRID[front], 3, 2000 + part, 4) for part in range(10) for front in _HYBRID),
 ]
 """500 draws: the space, how many of it, the seed, and the ranks."""
-_PART = part_of(_MANY, 2)
+_PART = part_of(_MANY, 3)
 
 
 @pytest.mark.slow

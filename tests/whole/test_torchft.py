@@ -52,10 +52,12 @@ def test_a_group_that_was_killed_heals_while_the_other_goes_on(front, tmp_path, 
     flags = ("--front", front, "--steps", "100000", "--data", str(text))
     with lighthouse(join_ms=200, heartbeat_ms=1000) as address, contextlib.ExitStack() as stack:
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
-        living, dying = (started(number, tmp_path, *flags) for number in (0, 1))
+        living = started(0, tmp_path, *flags)
         stack.callback(living.stop)
+        assert wait_for(living, 1, 1)  # the group that comes first begins at the first step
+        dying = started(1, tmp_path, *flags)
         stack.callback(dying.stop)
-        assert wait_for(living, 0, least_groups=2)
+        assert wait_for(dying, 0, least_groups=2)
         time.sleep(0.5)
         dying.stop()
         last = told(dying)[-1]["step"]
