@@ -42,7 +42,7 @@ CAUSES = (HOOKS, DECIDING, SHOWING, COPIES, COLLECTIVES, POSITIONS, TORCH)
 FORWARD, BACKWARD = "forward", "backward"
 
 _PACKAGE = f"{Path(fsdp_wrap.__file__).parent}/"
-_WARM, _STEPS = 6, 30  # by the sixth step positions have found whom they look for
+_WARM, _STEPS = 12, 30  # by the twelfth step positions have found whom they look for
 
 Costs = dict[str, Counter[str]]
 """By phase and cause."""

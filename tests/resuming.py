@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import nets
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.checkpoint import _storage
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH
 from state_nets import adamw
@@ -78,3 +82,16 @@ def other(module: nn.Module) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(1)
     return module
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Lets this process write tensors of checkpoints to a device that has no room."""
+    begin = _storage._SummedStream.__init__
+    with open("/dev/full", "wb", buffering=0) as full:
+
+        def begin_there(stream: Any, raw: Any, *args: Any) -> None:
+            begin(stream, full, *args)
+
+        with mock.patch.object(_storage._SummedStream, "__init__", begin_there):
+            yield

@@ -115,7 +115,7 @@ class _SummedStream(io.IOBase):
     def __init__(self, raw: Any, path: Path, count: Callable[[int], object] = lambda size: None) -> None:
         self._raw, self._path, self._count = raw, path, count
         self.crc = 0
-        self.failure: OSError | None = None
+        self._refusal: tuple[int | None, str] | None = None
 
     def write(self, data: Any) -> int:
         """Writes bytes."""
@@ -123,10 +123,15 @@ class _SummedStream(io.IOBase):
         try:
             written = int(self._raw.write(data))
         except OSError as error:
-            self.failure = OSError(error.errno, error.strerror or str(error), str(self._path))
+            self._refusal = error.errno, error.strerror or str(error)
+            del data  # Python 3.12 dies of collecting a view of a `BytesIO`, which the traceback would hold
             raise
         self._count(written)
         return written
+
+    def failure(self) -> OSError | None:
+        """Returns an error that tells what kept it from taking bytes, and where; None if nothing did."""
+        return self._refusal and OSError(*self._refusal, str(self._path))
 
 
 @contextmanager
@@ -136,8 +141,9 @@ def _failures_of(streams: Iterable[_SummedStream]) -> Iterator[None]:
         yield
     except Exception as error:
         for stream in streams:
-            if stream.failure is not None:
-                raise stream.failure from error
+            failure = stream.failure()
+            if failure is not None:
+                raise failure from error
         raise
 
 
