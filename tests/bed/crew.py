@@ -20,7 +20,7 @@ from bed.job import Job, Outcome
 _PRELOADED = ["torch.distributed.tensor.debug", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CLEAN_UP_LIMIT = 20.0
-_LEAVE_LIMIT = 2.0
+_LEAVE_LIMIT = 10.0
 """Seconds that ranks without a job have to leave by themselves, as a measuring of coverage needs."""
 _OUTPUT_TAIL = 6000
 _MOST_THREADS = 150
@@ -125,7 +125,7 @@ class Crew:
     def run(self, job: Job, grace: float) -> list[Outcome]:
         """Run ``job`` on the first ranks. Once one did not pass, the others have ``grace`` seconds."""
         if any(member.threads > _MOST_THREADS for member in self._members):
-            self.close()
+            self.dismiss()
         folder = self._grow(job.world_size)
         self._jobs += 1
         members = self._members[: job.world_size]
