@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -29,6 +30,7 @@ from bed.job import Job, Outcome, resolve
 
 _PR_SET_PDEATHSIG = 1
 _MANY_OBJECTS = 20_000
+_SECONDS_OF_LINES = 5.0
 
 
 def main(connection: Connection, rank: int, log: str, stacks: str) -> None:
@@ -38,7 +40,7 @@ def main(connection: Connection, rank: int, log: str, stacks: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # torch's own objects
     environment = dict(os.environ)
-    ending = _EndingGroups()
+    ending, lines = _EndingGroups(), _Lines()
     while True:
         try:
             job: Job = connection.recv()
@@ -48,6 +50,7 @@ def main(connection: Connection, rank: int, log: str, stacks: str) -> None:
         connection.send(_attempt(job, rank))
         connection.recv()
         connection.send(_clean_up(environment, ending))
+        lines.keep()
 
 
 def _die_with_pytest() -> None:
@@ -172,6 +175,21 @@ def _collect() -> None:
     gc.collect()
     if len(gc.get_objects()) > _MANY_OBJECTS:
         gc.freeze()
+
+
+class _Lines:
+    """Which lines were run, where that is measured: this rank may be killed in another job."""
+
+    def __init__(self) -> None:
+        coverage = sys.modules.get("coverage")
+        self._measuring = coverage and coverage.Coverage.current()
+        self._kept = time.monotonic()
+
+    def keep(self) -> None:
+        """Saves them once in a while, since that takes time."""
+        if self._measuring and time.monotonic() - self._kept > _SECONDS_OF_LINES:
+            self._measuring.save()
+            self._kept = time.monotonic()
 
 
 def _reset_torch() -> None:
