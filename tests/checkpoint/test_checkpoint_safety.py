@@ -29,10 +29,11 @@ from bed import ranks, run_isolated
 from fronts import each_front, full_state, shard
 from fsdp_wrap import ShardingStrategy, checkpoint
 from fsdp_wrap.checkpoint import _command as command
-from fsdp_wrap.checkpoint import _convert
+from fsdp_wrap.checkpoint import _convert, _folders
 from fsdp_wrap.checkpoint._manifest import read_metadata
 from fsdp_wrap.checkpoint._state import may_refuse
 from fsdp_wrap.checkpoint._storage import CheckedWriter
+from state_nets import assert_equal
 
 
 def layers() -> nn.Sequential:
@@ -294,6 +295,46 @@ def test_threads_of_one_process_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckedWriter, "write_data", meanwhile)
     checkpoint.save(tmp_path, layers())
     assert names(tmp_path) == ["step_00000001"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"step": True}, TypeError, "step must be a whole number or None, not bool"),
+        ({"keep_last": "2"}, TypeError, "keep_last must be a whole number or None, not str"),
+        ({"step": -1}, ValueError, "step must be at least 0, not -1"),
+        ({"extra": [1]}, TypeError, r"extra must map names to values, and is \[1\]"),
+        ({"extra": {1: 2}}, TypeError, r"extra must map names to values, and is \{1: 2\}"),
+        ({"optim": [3]}, TypeError, "optim must be one or several optimizers, not int"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, given, error, message):
+    kept = checkpoint.save(tmp_path, layers())
+    for save in (checkpoint.save, checkpoint.async_save):
+        with pytest.raises(error, match=message):
+            save(tmp_path, layers(), **given)
+    assert names(tmp_path) == [kept.name]
+
+
+def test_an_old_step_that_cannot_be_removed_is_told_and_the_new_one_is_there(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, layers())
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"{path} stays")
+
+    monkeypatch.setattr(_folders.shutil, "rmtree", refuse)
+    model = layers()
+    with pytest.warns(
+        UserWarning, match="an old checkpoint in .* could not be removed: .*step_00000001.* stays"
+    ):
+        checkpoint.save(tmp_path, model, keep_last=1)
+    assert names(tmp_path) == [".step_00000001.deleted", "step_00000002"]
+    again = layers()
+    checkpoint.load(tmp_path, again)
+    assert_equal(again.state_dict(), model.state_dict())
+    monkeypatch.undo()
+    checkpoint.save(tmp_path, model, keep_last=1)
+    assert names(tmp_path) == ["step_00000003"]
 
 
 def test_a_claim_that_cannot_be_removed_keeps_nobody_from_saving(tmp_path, monkeypatch):

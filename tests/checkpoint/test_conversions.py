@@ -170,6 +170,10 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
     checkpoint.save(tmp_path / "run", nn.Linear(3, 2))
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
     (tmp_path / "full.pt").write_text("")
+    torch.save({"epoch": 3}, tmp_path / "counts.pt")
+    plain = nn.Linear(3, 2)
+    torch.save({"model": plain.state_dict(), "optim": adamw(plain).state_dict()}, tmp_path / "ids.pt")
+    dcp.save({"random": {"cpu": torch.get_rng_state()}}, checkpoint_id=tmp_path / "other")
     (tmp_path / "several" / "a").mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (tmp_path / "several" / "a" / name).write_bytes((saved / "torchs" / name).read_bytes())
@@ -184,6 +188,12 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
         (("export", tmp_path / "run", tmp_path / "full.pt"), "full.pt cannot be written to"),
         (("export", tmp_path / "m.pt", "--step", 3), "--step 3 is for folders of steps"),
         (("inspect", tmp_path / "several"), "name one of the folders in it: a"),
+        (("inspect", tmp_path / "counts.pt"), "holds neither 'model' (and 'optim') nor a model's state dict"),
+        (
+            ("convert", "--to", "step", tmp_path / "ids.pt"),
+            "state goes by parameter ids; it must go by names",
+        ),
+        (("export", tmp_path / "other"), "no tensors of a model are there, only random"),
     ]:
         code, _, err = run(capsys, *arguments)
         assert code == 2 and text in err and err.count("\n") == 1, err

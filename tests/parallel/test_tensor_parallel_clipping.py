@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+import fsdp_wrap
 import tp_nets
 from bed import ranks
 from fronts import full
@@ -61,6 +62,8 @@ def test_what_is_not_finite_is_so_on_all_ranks(rank, world_size):
         for p in (2.0, math.inf):
             with pytest.raises(RuntimeError, match="total norm of order"):
                 clip_grad_norm_(model.parameters(), 1.0, p, error_if_nonfinite=True)
+            with pytest.raises(RuntimeError, match="total norm of order"):
+                fsdp_wrap.clip_grad_norm_(model, 1.0, p, error_if_nonfinite=True)
     found = clip_grad_norm_(model.parameters(), 1.0)
     assert not torch.isfinite(found)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
@@ -19,6 +20,7 @@ from fsdp_wrap import (
     BackwardPrefetch,
     Event,
     EventKind,
+    MixedPrecision,
     Phase,
     ShardingStrategy,
     observe_events,
@@ -241,6 +243,21 @@ class _Pair:
 _Named = namedtuple("_Named", ["hidden", "rest"])
 
 
+class _Registered:
+    """A container that only torch's registry knows how to take apart."""
+
+    def __init__(self, hidden: torch.Tensor, note: str) -> None:
+        self.hidden, self.note = hidden, note
+
+
+def _registered(hidden: torch.Tensor, note: str) -> _Registered:
+    if _Registered not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            _Registered, lambda it: ([it.hidden], it.note), lambda held, note: _Registered(*held, note)
+        )
+    return _Registered(hidden, note)
+
+
 class _Structured(nn.Module):
     """Takes and returns the hidden state in the containers that users have."""
 
@@ -263,11 +280,12 @@ class _Structured(nn.Module):
             "list": [y, {"again": y}],
             "dict": {"hidden": y, "n": 3},
             "dataclass": _Pair(y, "text"),
+            "registered": _registered(y, "text"),
             "namedtuple": _Named(y, [y]),
         }[self.form]
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict", "dataclass", "namedtuple"])
+@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict", "dataclass", "namedtuple", "registered"])
 @each_form
 @ranks(2)
 def test_structured_inputs_and_outputs(rank, world_size, use_orig_params, form):
@@ -305,6 +323,16 @@ def test_structured_inputs_and_outputs(rank, world_size, use_orig_params, form):
         "units.0",
     ]
     assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
+
+
+@each_form
+@ranks(2)
+def test_what_a_registered_container_holds_is_cast(rank, world_size, use_orig_params):
+    casts = MixedPrecision(torch.bfloat16)
+    model = FSDP(_Structured("registered"), mixed_precision=casts, use_orig_params=use_orig_params)
+    found = model(_registered(torch.ones(2, 8), "text"), scale={"by": 0.5})
+    assert (found.hidden.dtype, found.note) == (torch.bfloat16, "text")
+    found.hidden.sum().backward()
 
 
 class _Twice(nn.Module):

@@ -107,6 +107,21 @@ def test_hooks_on_the_wrapper_run(rank, world_size, use_orig_params):
     assert (model.seen, model.module.blocks[1].seen) == (plain.seen, plain.blocks[1].seen)
 
 
+def without_biases(module, state, prefix, metadata):
+    return OrderedDict((name, value) for name, value in state.items() if not name.endswith("bias"))
+
+
+@each_form
+@ranks(2)
+def test_a_hook_may_return_another_state_dict(rank, world_size, use_orig_params):
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    for module in (model, plain):
+        module._register_state_dict_hook(without_biases)  # unlike a post-hook it may
+    found = model.state_dict()
+    assert found and not any(name.endswith("bias") for name in found)
+    assert_equal(found, plain.state_dict())
+
+
 @each_form
 @each_wrapping
 @ranks(2)
