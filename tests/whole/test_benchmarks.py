@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -157,8 +158,9 @@ def test_meters_of_memory():
         thread.join()
 
     resident(in_a_thread)  # the first thread's stack stays
-    seen = resident(in_a_thread)
-    assert abs(seen.peak - 8 * MB) < MB and abs(seen.kept - 4 * MB) < MB
+    seen = [resident(in_a_thread) for _ in range(3)]  # other threads of the process may free memory meanwhile
+    assert abs(statistics.median(lap.peak for lap in seen) - 8 * MB) < MB
+    assert abs(statistics.median(lap.kept for lap in seen) - 4 * MB) < MB
 
 
 def test_meter_of_the_host_counts_shared_pages_once():
