@@ -53,6 +53,20 @@ def test_the_bits_of_torchs_fused_adamw(dtype):
         assert all(torch.equal(value, usual.state[same][key]) for key, value in own.state[param].items())
 
 
+def test_a_closure_computes_gradients_first():
+    one, other = params(), params()
+    own, usual = HostAdamW(one, **NUMBERS), torch.optim.AdamW(other, fused=True, **NUMBERS)
+
+    def closure(given: list[nn.Parameter]) -> torch.Tensor:
+        loss = torch.stack([each.square().sum() for each in given]).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():  # as programs that step so have it
+        assert torch.equal(own.step(partial(closure, one)), usual.step(partial(closure, other)))
+    assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("piece", [3, 1 << 19])
 def test_moments_in_bfloat16_are_rounded_once_a_step(monkeypatch, piece):
     """Against AdamW by hand in float64, whose moments are rounded like these."""

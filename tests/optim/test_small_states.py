@@ -118,6 +118,24 @@ def test_draws_go_on_where_a_state_dict_is_loaded(rank, world_size):
             assert torch.equal(values(again)[name], value), name
 
 
+def test_a_closure_computes_gradients_first():
+    model, plain = net(), net()
+    optimizer, usual = adamw(model), adamw(plain)
+    batch = torch.ones(3, 6, dtype=torch.bfloat16)
+
+    def closure() -> torch.Tensor:
+        loss = model(batch).square().sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    expected = plain(batch).square().sum()
+    expected.backward()
+    usual.step()
+    assert torch.equal(loss, expected)
+    assert_same(model, plain)
+
+
 def test_what_cannot_round_is_refused():
     model = net()
     with pytest.raises(TypeError, match="stochastic_rounding takes a torch.optim.Optimizer"):
