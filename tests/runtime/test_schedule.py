@@ -253,7 +253,9 @@ class _Registered:
 def _registered(hidden: torch.Tensor, note: str) -> _Registered:
     if _Registered not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
-            _Registered, lambda it: ([it.hidden], it.note), lambda held, note: _Registered(*held, note)
+            _Registered,
+            lambda it: ([it.hidden], it.note),
+            lambda held, note: _Registered(next(iter(held)), note),
         )
     return _Registered(hidden, note)
 
