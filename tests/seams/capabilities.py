@@ -1,6 +1,7 @@
 """The capabilities of the package that `test_seams.py` brings together.
 
-To add one, write a subclass of `Capability` here, or of `Optimizer` or `Way` for what every program has one of.
+To add one, write a subclass of `Capability` here; or of `Optimizer`, or of `Way` in `ways.py`, of which
+every program has one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fsdp_wrap import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    clip_grad_norm_,
     comm_hooks,
     replicate,
     set_gradients_in_place,
@@ -61,13 +63,13 @@ class Layers(Capability):
 class Tied(Capability):
     """Embedding and head have one weight."""
 
-    slots, spec = ("tied",), {"tied": "embed_head"}
+    slots, spec = ("tied", "aliases"), {"tied": "embed_head"}
 
 
 class TiedBlocks(Capability):
     """Two units have one weight."""
 
-    slots, spec = ("tied", "ties below tensor parallelism"), {"tied": "blocks"}
+    slots, spec = ("tied", "aliases", "ties below tensor parallelism"), {"tied": "blocks"}
 
 
 class FusedHead(Capability):
@@ -142,9 +144,13 @@ class OddShapes(Capability):
 
     def build(self, net: Net) -> None:
         norm = net.norm
-        norm.one, norm.three = nn.Parameter(torch.ones(1, 8)), nn.Parameter(torch.ones(3, 1))
-        norm.none = nn.Parameter(torch.ones(0, 2))
+        norm.one, norm.three = nn.Parameter(_ones(1, 8)), nn.Parameter(_ones(3, 1))
+        norm.none = nn.Parameter(_ones(0, 2))
         norm.register_forward_hook(_use_odd_shapes)
+
+
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.float64)
 
 
 def _use_odd_shapes(norm: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -155,7 +161,7 @@ class Buffered(Capability):
     """Statistics that forwards update."""
 
     def build(self, net: Net) -> None:
-        net.blocks[1].norm.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        net.blocks[1].norm.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
         net.blocks[1].norm.register_forward_hook(_count)
 
 
@@ -168,6 +174,7 @@ class Subclass(Capability):
     """A frozen weight of a tensor subclass."""
 
     def build(self, net: Net) -> None:
+        torch.serialization.add_safe_globals([TwoTensor])
         weight = net.blocks[1].adapter.weight.detach()
         net.blocks[1].adapter.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
         net.blocks[1].adapter.register_forward_hook(_first_of_two)
@@ -236,9 +243,9 @@ class TwoForwards(Capability):
 
 
 class Penalty(Capability):
-    """A gradient penalty: second order, for which torch has neither of the other two."""
+    """A gradient penalty: second order, which torch has not with any of these."""
 
-    slots = ("reentrant", "compiled")
+    slots = ("reentrant", "compiled", "tensor parallel")
 
     def begin(self, side: Side) -> None:
         side.notes["input_grad"] = True
@@ -422,7 +429,8 @@ class ByMesh(Capability):
 class TensorParallel(Capability):
     """Blocks are cut by tensor parallelism too; torch unties what it cuts."""
 
-    slots, sizes, mesh = ("mesh", "placement", "ties below tensor parallelism"), [4], {"tensor": 2}
+    slots = ("mesh", "placement", "tensor parallel", "ties below tensor parallelism")
+    sizes, mesh = [4], {"tensor": 2}
     elsewhere = False
 
     def before_sharding(self, net: Net, world: World) -> None:
@@ -506,7 +514,7 @@ class StateOffloaded(Capability):
 
 
 class Alone(Capability):
-    """Each unit has collectives of its own, in place of those that small units share from the second step on."""
+    """Each unit has collectives of its own; small ones share them else, from the second step on."""
 
     wrapper, composable = {"travel_together_bytes": 0}, {"travel_together_bytes": 0}
 
@@ -677,7 +685,10 @@ class Clipped(Capability):
     slots = ("clipping",)
 
     def after_backward(self, side: Side) -> None:
-        clip(side.model, 0.3)
+        if side.front == "composable":  # torch's own takes parameters of one mesh
+            clip_grad_norm_(side.model, 0.3)
+        else:
+            clip(side.model, 0.3)
 
 
 class Scheduled(Capability):

@@ -361,7 +361,7 @@ def adamw(model: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with full tensors, gathered one after the other as a program would, if all ranks have the same."""
+    """A state with full tensors, gathered one after the other, if all ranks have the same names."""
     told = [(name, [*value] if isinstance(value, Mapping) else None) for name, value in state.items()]
     others = [names for names in gather_objects(told) if names != told]
     assert not others, f"ranks have other names, or in another order: {told} and {others[0]}"
@@ -371,10 +371,12 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options of a parameter's group, by its name."""
+    """The options of a parameter's group, by its name; torch makes lists of tuples."""
     return {
         name: {
-            key: list(value) if key == "betas" else value for key, value in group.items() if key != "params"
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in group.items()
+            if key != "params"
         }
         for group in state["param_groups"]
         for name in group["params"]

@@ -1,4 +1,4 @@
-"""Ways by which model and optimizer come from the first half of a program to the second: every program has one."""
+"""Ways by which model and optimizer come from the first half of a program to the second."""
 
 from __future__ import annotations
 
@@ -192,8 +192,9 @@ class Weights(Way):
 
 
 class HuggingFace(Weights):
-    """Torch's storage of safetensors, consolidated."""
+    """Torch's storage of safetensors, consolidated; the format has no tensor of two names."""
 
+    slots = ("way", "aliases")
     needs = "safetensors"
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
