@@ -167,11 +167,13 @@ class Buffered(Capability):
 
 def _count(norm: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     norm.calls += norm.training and torch.is_grad_enabled()
-    return output * (1 + norm.calls / 100)
+    return output * (1 + norm.calls / 100).to(output)
 
 
 class Subclass(Capability):
-    """A frozen weight of a tensor subclass."""
+    """A frozen weight of a tensor subclass, which has a dtype of its own and is not loaded in full."""
+
+    slots, fronts = ("placement", "dtype", "full values"), COMPOSABLE
 
     def build(self, net: Net) -> None:
         torch.serialization.add_safe_globals([TwoTensor])
@@ -224,6 +226,7 @@ class Compiled(Capability):
 class Precision(Capability):
     """Computation in float32."""
 
+    slots = ("dtype",)
     tolerance = 1e-4
     wrapper = {"mixed_precision": MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)}
     composable = {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)}
@@ -390,9 +393,9 @@ class WithinCopies(Hybrid):
 
 
 class ReplicaGroups(Capability):
-    """Two replicas that a manager keeps alike."""
+    """Two replicas that a manager keeps alike, each with a first rank."""
 
-    slots, sizes, mesh = ("strategy", "mesh"), [4], {"replicas": 2}
+    slots, sizes, mesh = ("strategy", "mesh", "process group"), [4], {"replicas": 2}
     elsewhere = False
 
     def options(self, front: str, world: World) -> dict[str, Any]:
@@ -474,6 +477,10 @@ class Columns(Capability):
     """Matrices are cut along their second dimension."""
 
     slots, fronts = ("placement",), COMPOSABLE
+    refused = dict.fromkeys(
+        ("Exported", "Source", "WeightFiles", "WeightChanges", "Rounded"),
+        "'embed.weight' is cut along dimension 1",
+    )
 
     def options(self, front: str, world: World) -> dict[str, Any]:
         ranks = world.copies // world.replicas
@@ -646,7 +653,9 @@ class InBackward(Optimizer):
     slots = ("optimizer", "update", "clipping", "hooks")
 
     def optimizer(self, side: Side) -> torch.optim.Optimizer:
-        return step_in_backward(side.model, adamw) if side.world else adamw(side.model)
+        if side.world is None:
+            return adamw(param for param in side.model.parameters() if param.requires_grad)
+        return step_in_backward(side.model, adamw)
 
     def update(self, side: Side) -> bool:
         return side.world is not None

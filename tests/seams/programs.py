@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -148,6 +149,8 @@ class Capability:
     """Of the model, as `scenario.Model` takes it."""
     letters: ClassVar[str | None] = None
     """The backwards of a step, as `fronts.accumulating` takes them."""
+    refused: ClassVar[dict[str, str]] = {}
+    """With which capability or front-end the program is refused, and what the error says."""
     wrapper: ClassVar[dict[str, Any]] = {}
     composable: ClassVar[dict[str, Any]] = {}
     """Options of the front-ends."""
@@ -220,13 +223,34 @@ class Program:
     front: str
     capabilities: Sequence[Capability]
     folder: Path
+    _sides: list[Side] = field(default_factory=list)
 
     def run(self) -> None:
-        """Trains, compares, saves, loads, goes on."""
+        """Trains, compares, saves, loads, goes on; or is refused by name, and nothing has changed."""
+        told = self._refusal()
+        if told is None:
+            self._run()
+            return
+        with pytest.raises(BaseException, match=told):
+            self._run()
+        for side in self._sides:
+            found = get_model_state_dict(side.model, options=FULL)
+            self.assert_tree(found, side.notes["before"], "model state after a refusal")
+
+    def _refusal(self) -> str | None:
+        names = [self.front, *(type(each).__name__ for each in self.capabilities)]
+        told = (each.refused[name] for each in self.capabilities for name in names if name in each.refused)
+        return next(told, None)
+
+    def _run(self) -> None:
         plain, first = self.begun(None), self.begun(self.world(1))
         self.train_alike(plain, first, FIRST)
         self.assert_same_states(plain, first)
         second = self.begun(self.world(2 if self._elsewhere() else 1), other=True)
+        self._sides = [first, second]
+        if self._refusal():
+            for side in self._sides:
+                side.notes["before"] = copy.deepcopy(get_model_state_dict(side.model, options=FULL))
         if not any(each.move(self, first, second) for each in self.capabilities):
             move_full(first, second)
         for each in self.capabilities:

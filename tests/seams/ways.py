@@ -22,7 +22,7 @@ from fsdp_wrap.distributed_state_dict import (
     set_state_dict,
 )
 from fsdp_wrap.weights import WeightFolder, apply_changes, stored
-from programs import FULL, Capability, Program, Side, move_full
+from programs import FULL, Capability, Program, Side, World, move_full
 
 FROM_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
 
@@ -43,10 +43,13 @@ class Way(Capability):
 class FullStates(Way):
     """Full state dicts on all ranks."""
 
+    slots = ("way", "full values")
+
 
 class FromFirstRank(Way):
     """Full state dicts on the first rank alone."""
 
+    slots = ("way", "full values")
     elsewhere = False
 
     def bring(self, program: Program, first: Side, second: Side) -> None:
@@ -175,6 +178,8 @@ class TorchsFlattened(TorchsCheckpoint):
 class Weights(Way):
     """What a way brings of the model alone; the optimizer's state is brought in full."""
 
+    slots = ("way", "full values")
+
     def bring(self, program: Program, first: Side, second: Side) -> None:
         found, buffers = self.brought(program, first), dict(first.model.named_buffers())
         for name, value in get_model_state_dict(first.model, options=FULL).items():
@@ -192,10 +197,13 @@ class Weights(Way):
 
 
 class HuggingFace(Weights):
-    """Torch's storage of safetensors, consolidated; the format has no tensor of two names."""
+    """Torch's storage of safetensors, consolidated, of rows; the format has no tensor of two names."""
 
-    slots = ("way", "aliases")
+    slots = ("way", "full values", "aliases", "process group")
     needs = "safetensors"
+
+    def options(self, front: str, world: World) -> dict[str, Any]:
+        return {} if front == "composable" else {"device_mesh": world.data}
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
         writer = HuggingFaceStorageWriter(
@@ -204,6 +212,17 @@ class HuggingFace(Weights):
         dcp.save(get_model_state_dict(first.model), storage_writer=writer)
         dist.barrier()
         return _in_files(program.folder)
+
+
+class HuggingFacePieces(HuggingFace):
+    """The same of the wrapper without a mesh, whose pieces are no rows."""
+
+    slots = (*HuggingFace.slots, "mesh")
+    fronts = ["flat", "orig"]
+    refused = dict.fromkeys(fronts, "stores one box of a tensor for each rank")
+
+    def options(self, front: str, world: World) -> dict[str, Any]:
+        return {}
 
 
 class Exported(Weights):
@@ -227,6 +246,7 @@ class Source(Weights):
 class WeightFiles(Weights):
     """A folder of weights for whoever reads them."""
 
+    slots = ("way", "full values", "process group")
     needs = "safetensors"
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
