@@ -298,7 +298,7 @@ class ForwardHooks(Capability):
 class ParameterHooks(Capability):
     """Hooks of the user's on gradients that are there."""
 
-    slots = ("backwards", "hooks")
+    slots = ("backwards", "hooks", "parameter objects")
 
     def begin(self, side: Side) -> None:
         for param in side.model.parameters():
@@ -732,7 +732,7 @@ class Summoned(Capability):
 class Copied(Capability):
     """A deep copy goes on in place of the model."""
 
-    slots = ("optimizer object",)
+    slots = ("optimizer object", "parameter objects")
 
     def after_step(self, side: Side, at: int) -> None:
         if at == 1:
