@@ -184,6 +184,7 @@ class Subclass(Capability):
     """A frozen weight of a tensor subclass, which has a dtype of its own and is not loaded in full."""
 
     slots, fronts = ("placement", "dtype", "full values"), COMPOSABLE
+    refused = dict.fromkeys(("Summoned", "Rounded"), "weight' is a TwoTensor")
 
     def build(self, net: Net) -> None:
         torch.serialization.add_safe_globals([TwoTensor])
@@ -490,7 +491,7 @@ class Columns(Capability):
     slots, fronts = ("placement",), COMPOSABLE
     refused = dict.fromkeys(
         ("Exported", "Source", "WeightFiles", "WeightChanges", "Rounded"),
-        "'embed.weight' is cut along dimension 1",
+        "is cut along dimension 1",
     )
 
     def options(self, front: str, world: World) -> dict[str, Any]:
