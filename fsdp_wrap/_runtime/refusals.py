@@ -23,6 +23,11 @@ from fsdp_wrap._core import (
     NotRootError,
     ParamSlot,
     ReplacedError,
+    added_names,
+    added_params,
+    clean_fqn,
+    joined,
+    own_modules,
     refuse_in_steps,
     refuse_in_steps_at_times,
 )
@@ -225,6 +230,32 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
             f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
             "edit it inside summon_full_params, or each shard by itself (model.parameters())"
         )
+
+
+def refuse_added(units: Iterable[Unit]) -> None:
+    """Refuses parameters that train and were registered in a unit after it was made, also in new modules.
+
+    Raises:
+        ReplacedError: If there is any.
+    """
+    for unit in units:
+        for prefix, module in () if unit.gone else own_modules(unit.module):
+            found = [*added_params(module)] if module in added_names else []
+            for fqn, param in found:
+                if param.requires_grad and not _is_leaf_of(unit, param):
+                    name = unit.name_of(clean_fqn(joined(prefix, fqn)))
+                    raise ReplacedError(
+                        f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
+                        f"another, after sharding (seen on rank {dist.get_rank()}): no rank would get the "
+                        "others' gradients of it. Change the model before sharding it, or freeze what is new "
+                        "(requires_grad_(False))"
+                    )
+            if not found:
+                added_names.pop(module, None)
+
+
+def _is_leaf_of(unit: Unit, param: nn.Parameter) -> bool:
+    return unit.handle is not None and any(param in each.places for each in unit.handle.segments)
 
 
 def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:

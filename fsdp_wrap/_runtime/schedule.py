@@ -29,6 +29,7 @@ from fsdp_wrap._core import (
     NotIdleError,
     Phase,
     Seam,
+    added_names,
     check_nbytes,
     emit,
     follow_profiler,
@@ -46,6 +47,7 @@ from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
 from fsdp_wrap._runtime.refusals import (
     ParametrizationGuard,
+    refuse_added,
     refuse_changes,
     refuse_graph,
     refuse_outdated,
@@ -293,6 +295,8 @@ class Schedule:
         self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
             self._abandon_backward()
+        if self._trains and added_names:
+            refuse_added(self._units)
         self._await_event()
         if self._stay_plan.chosen or any([unit.options.stay_bytes for unit in self._units]):
             self._choose_what_stays()
