@@ -13,6 +13,7 @@ from fsdp_wrap._runtime.materialize import MaterializationError, Values, move
 from fsdp_wrap._runtime.refusals import (
     check_tensors,
     converted,
+    drop_gradients,
     refuse_pieces,
     refuse_replaced,
     refuse_steps_between_sums,

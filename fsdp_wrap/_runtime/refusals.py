@@ -30,6 +30,7 @@ from fsdp_wrap._core import (
     own_modules,
     refuse_in_steps,
     refuse_in_steps_at_times,
+    warn_caller,
 )
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 from fsdp_wrap._params import (
@@ -97,6 +98,19 @@ def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
         raise TypeError(
             f"parameter '{fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
             "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
+        )
+
+
+def drop_gradients(contents: Contents) -> None:
+    """Drops what gradients parameters have that are to be sharded, with a warning: ranks have others."""
+    having = [slot for slot in contents.slots if slot.param.grad is not None]
+    for slot in having:
+        slot.param.grad = None
+    if having:
+        warn_caller(
+            f"gradients that {len(having)} parameters had before sharding were dropped, the first of "
+            f"'{having[0].fqn}': they are of this rank alone, not averaged. Step before sharding, or run the "
+            "backward after it; zero_grad() before sharding avoids this warning"
         )
 
 

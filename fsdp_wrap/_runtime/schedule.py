@@ -295,8 +295,6 @@ class Schedule:
         self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
             self._abandon_backward()
-        if self._trains and added_names:
-            refuse_added(self._units)
         self._await_event()
         if self._stay_plan.chosen or any([unit.options.stay_bytes for unit in self._units]):
             self._choose_what_stays()
@@ -319,6 +317,8 @@ class Schedule:
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
+        if self._trains and added_names:
+            refuse_added(self._units)
 
     def _choose_what_stays(self) -> None:
         """Decides whose full parameters stay when units reshard, where anything that decides has changed."""
