@@ -16,6 +16,7 @@ from fsdp_wrap._runtime.refusals import (
     drop_gradients,
     refuse_pieces,
     refuse_replaced,
+    refuse_sharing,
     refuse_steps_between_sums,
     refuse_unsharded,
     require_root,

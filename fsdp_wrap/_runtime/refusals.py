@@ -169,6 +169,21 @@ def converted(
     return found
 
 
+def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuses a function that moves tensors to memory shared with other processes: `DTensor`s have none.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    probe = torch.empty(1, device="cpu")
+    if fn(probe).is_cpu and probe.is_shared():
+        raise TypeError(
+            f"share_memory() of {unit.name} on rank {dist.get_rank()}: sharded parameters are DTensors, "
+            "which cannot lie in memory shared with other processes. Share a plain model with the values "
+            "that fsdp_wrap.iter_full_params() gives"
+        )
+
+
 def refuse_outdated(use: Use) -> None:
     """Refuses the backward of a forward that computed with other values of the parameters.
 
