@@ -176,7 +176,7 @@ def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> No
         TypeError: If it is one.
     """
     probe = torch.empty(1, device="cpu")
-    if fn(probe).is_cpu and probe.is_shared():
+    if fn(probe).is_cpu and probe.is_shared():  # type: ignore[no-untyped-call]
         raise TypeError(
             f"share_memory() of {unit.name} on rank {dist.get_rank()}: sharded parameters are DTensors, "
             "which cannot lie in memory shared with other processes. Share a plain model with the values "
