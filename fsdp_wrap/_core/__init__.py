@@ -71,6 +71,8 @@ from fsdp_wrap._core.modules import (
     Ignored,
     ParamPlaces,
     ParamSlot,
+    added_names,
+    added_params,
     announce_sharded,
     find_replicated,
     is_owned,

@@ -211,8 +211,8 @@ class DTensorLayout(Layout):
     def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
         self.note_used(shard[self._used], used)
 
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
-        unknown = [param.requires_grad and not mine for param, mine in zip(self.sources, used)]
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
+        unknown = [(frozen or param.requires_grad) and not mine for param, mine in zip(self.sources, used)]
         if not any(unknown):
             return used
         # Looking at numbers waits for the device: once, and only where this rank does not know by itself.

@@ -268,12 +268,12 @@ class FlatLayout(Layout):
             else:
                 shard[start:stop] = -0.0
 
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
         result = [*self._known_used(used)]
         firsts = {
             index: start
             for index, ((start, stop), known, source) in enumerate(zip(self._bounds, result, self.sources))
-            if source.requires_grad and not known and stop > start
+            if (frozen or source.requires_grad) and not known and stop > start
         }
         if firsts:  # to look at numbers waits for the device
             noted = torch.stack([shard[first] for first in firsts.values()]).tolist()

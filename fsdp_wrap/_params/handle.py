@@ -553,7 +553,8 @@ class ParamHandle:
         segments, full, shards, nbytes = [], [], [], 0
         for segment in self.segments:  # as in `reduced_segments`
             gradients = segment.gradients
-            if segment.trainable or gradients.collected or gradients.partial is not None:
+            waits = gradients.collected or gradients.unreduced or gradients.partial is not None
+            if segment.trainable or waits:
                 segments.append(segment)
                 full.append(segment.gradients.complete(counts_unused))
                 shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
@@ -570,11 +571,13 @@ class ParamHandle:
     def reduced_segments(self) -> list[Segment]:
         """Returns the segments that take part in a reduction."""
         # Whether one does must not depend on which of its leaves this rank used.
-        return [
-            each
-            for each in self.segments
-            if each.trainable or each.gradients.collected or each.gradients.partial is not None
-        ]
+        segments = []
+        for segment in self.segments:
+            gradients = segment.gradients
+            waits = gradients.collected or gradients.unreduced or gradients.partial is not None
+            if segment.trainable or waits:  # what was frozen since an earlier backward has gradients of that
+                segments.append(segment)
+        return segments
 
     def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
         """Returns the names of the dtypes in which parameters travel, or gradients."""
@@ -615,7 +618,8 @@ class ParamHandle:
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""
         for segment in self.segments:
-            segment.gradients.keep_accumulated()
+            if segment.trainable:
+                segment.gradients.keep_accumulated()
             self.keeps_gradients = self.keeps_gradients or segment.gradients.kept
 
     def forget_zeroed(self) -> None:

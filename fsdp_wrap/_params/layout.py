@@ -519,12 +519,13 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
         """Tells which original parameters any rank has used, all ranks alike.
 
         Args:
             shard: What was reduced, with what the ranks noted; neither divided nor cast since.
             used: For each original parameter, whether this rank has contributed to its gradient.
+            frozen: Whether a parameter that is frozen now may have been used.
         """
 
     # gradients
@@ -543,7 +544,7 @@ class Layout(ABC):
             reduced = self._accelerator.beside(reduced, self._shard)
         grads, used = self._cut_gradients(reduced), self._having_gradients(used)
         for param, grad, by_any in zip(self.sharded_params, grads, used):
-            if by_any and param.requires_grad:
+            if by_any:
                 if param.grad is None:
                     param.grad = grad
                 else:

@@ -23,8 +23,14 @@ from fsdp_wrap._core import (
     NotRootError,
     ParamSlot,
     ReplacedError,
+    added_names,
+    added_params,
+    clean_fqn,
+    joined,
+    own_modules,
     refuse_in_steps,
     refuse_in_steps_at_times,
+    warn_caller,
 )
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 from fsdp_wrap._params import (
@@ -95,6 +101,19 @@ def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
         )
 
 
+def drop_gradients(contents: Contents) -> None:
+    """Drops what gradients parameters have that are to be sharded, with a warning: ranks have others."""
+    having = [slot for slot in contents.slots if slot.param.grad is not None]
+    for slot in having:
+        slot.param.grad = None
+    if having:
+        warn_caller(
+            f"gradients that {len(having)} parameters had before sharding were dropped, the first of "
+            f"'{having[0].fqn}': they are of this rank alone, not averaged. Step before sharding, or run the "
+            "backward after it; zero_grad() before sharding avoids this warning"
+        )
+
+
 def _refuse_hooks(fqn: str, param: nn.Parameter) -> None:
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(
@@ -148,6 +167,21 @@ def converted(
             )
         found.append((segment, after.dtype))
     return found
+
+
+def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuses a function that moves tensors to memory shared with other processes: `DTensor`s have none.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    probe = torch.empty(1, device="cpu")
+    if fn(probe).is_cpu and probe.is_shared():  # type: ignore[no-untyped-call]
+        raise TypeError(
+            f"share_memory() of {unit.name} on rank {dist.get_rank()}: sharded parameters are DTensors, "
+            "which cannot lie in memory shared with other processes. Share a plain model with the values "
+            "that fsdp_wrap.iter_full_params() gives"
+        )
 
 
 def refuse_outdated(use: Use) -> None:
@@ -225,6 +259,32 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
             f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
             "edit it inside summon_full_params, or each shard by itself (model.parameters())"
         )
+
+
+def refuse_added(units: Iterable[Unit]) -> None:
+    """Refuses parameters that train and were registered in a unit after it was made, also in new modules.
+
+    Raises:
+        ReplacedError: If there is any.
+    """
+    for unit in units:
+        for prefix, module in () if unit.gone else own_modules(unit.module):
+            found = [*added_params(module)] if module in added_names else []
+            for fqn, param in found:
+                if param.requires_grad and not _is_leaf_of(unit, param):
+                    name = unit.name_of(clean_fqn(joined(prefix, fqn)))
+                    raise ReplacedError(
+                        f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
+                        f"another, after sharding (seen on rank {dist.get_rank()}): no rank would get the "
+                        "others' gradients of it. Change the model before sharding it, or freeze what is new "
+                        "(requires_grad_(False))"
+                    )
+            if not found:
+                added_names.pop(module, None)
+
+
+def _is_leaf_of(unit: Unit, param: nn.Parameter) -> bool:
+    return unit.handle is not None and any(param in each.places for each in unit.handle.segments)
 
 
 def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:

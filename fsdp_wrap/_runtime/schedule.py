@@ -29,6 +29,7 @@ from fsdp_wrap._core import (
     NotIdleError,
     Phase,
     Seam,
+    added_names,
     check_nbytes,
     emit,
     follow_profiler,
@@ -46,6 +47,7 @@ from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
 from fsdp_wrap._runtime.refusals import (
     ParametrizationGuard,
+    refuse_added,
     refuse_changes,
     refuse_graph,
     refuse_outdated,
@@ -315,6 +317,8 @@ class Schedule:
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
+        if self._trains and added_names:
+            refuse_added(self._units)
 
     def _choose_what_stays(self) -> None:
         """Decides whose full parameters stay when units reshard, where anything that decides has changed."""
@@ -443,6 +447,9 @@ class Schedule:
             refuse_graph(unit, leaf)
         if not self._backward_open:
             self._open_backward()
+            if not leaf.requires_grad:  # frozen since its forward, as one sees by now
+                leaf.grad = None
+                return
             arrivals.expect_all_but(leaf)
         if options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
@@ -502,9 +509,13 @@ class Schedule:
         self._order.begin_backward()
         self._order_check.begin_backward()
         for unit in self._units:
+            handle = unit.handle
+            if handle is not None:
+                if handle.follow_requires_grad():  # others than in the last forward, which may be no one's
+                    self._hook_leaves(unit)
+                if handle.keeps_gradients:
+                    handle.forget_zeroed()
             unit.arrivals.begin()
-            if unit.handle is not None and unit.handle.keeps_gradients:
-                unit.handle.forget_zeroed()
         execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
