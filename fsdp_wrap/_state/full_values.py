@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from fsdp_wrap._state.full_params import original_buffers, settle
 from fsdp_wrap._state.originals import Originals, handles_of, owned_places
 
 Named = tuple[str, torch.Tensor]
+T = TypeVar("T")
 
 _SMALL, _BATCH = 2**16, 2**20
 """Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
@@ -508,17 +509,21 @@ class FirstRank:
             value = communicator.broadcast_object(value)
         return value
 
-    def uses(self, tensors: Iterator[Named], use: Callable[[Iterator[Named]], Any], doing: str) -> None:
+    def uses(self, tensors: Iterator[Named], use: Callable[[Iterator[Named]], T], doing: str) -> T:
         """Lets the first rank use tensors that all ranks gather; collective.
+
+        Returns:
+            What the first rank made of them, which must be small and picklable.
 
         Raises:
             RuntimeError: What the first rank raised, on every rank, when all have come to the end.
         """
         own: list[Exception] = []
         failure: Exception | None = None
+        result: T | None = None
         if self.is_here:
             try:
-                use(_noting(tensors, own))
+                result = use(_noting(tensors, own))
             except Exception as error:
                 if error in own:  # a gather failed, as on the other ranks
                     raise
@@ -528,9 +533,10 @@ class FirstRank:
         told = failure
         if failure is not None and not isinstance(failure, RuntimeError):
             told = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
-        told = self.object(told)
+        told, found = self.object((told, result))
         if told is not None:
             raise told from None if told is failure else failure
+        return cast(T, found)
 
     def announced(self, values: Any) -> Any:
         """Returns the first rank's values, in containers: tensors with dimensions as `Announced`.

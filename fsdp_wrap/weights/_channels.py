@@ -167,16 +167,23 @@ class GlooChannel(Channel):
         self._pending, self._group = [], None
 
 
+def _resolved(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """Returns the family and address of a host, of IPv4 where it has one: both sides choose alike."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return family, address
+
+
 def _listening(host: str, port: int) -> int:
     """Returns a descriptor of a socket that listens on one address."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, address = _resolved(host, port)
     return socket.create_server(address[:2], family=family).detach()
 
 
 def _own_address(host: str, port: int) -> str:
     """Returns this host's address on the way to another, or to itself; nothing is sent."""
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
+    family, address = _resolved(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 

@@ -72,10 +72,10 @@ class WeightFolder:
         source.refuse_subclasses("WeightFolder.send()")
         described = {name: (shape, dtype) for name, dtype, shape in source.metadata()}
         refuse_dtypes(described)
-        first = FirstRank(source.model)
+        write = partial(self._write, described, True, {})
         self._gap = True
-        first.uses(iter(source), partial(self._write, described, True, {}), "WeightFolder.send()")
-        self.version, self._gap = first.object(self.version), False
+        self.version = FirstRank(source.model).uses(iter(source), write, "WeightFolder.send()")
+        self._gap = False
 
     def send_changes(self, changes: Changes) -> None:
         """Writes what `WeightChanges.collect` has found.
@@ -114,7 +114,7 @@ class WeightFolder:
         whole: bool,
         checksums: dict[str, int],
         tensors: Iterator[tuple[str, torch.Tensor]],
-    ) -> None:
+    ) -> int:
         from fsdp_wrap.checkpoint._manifest import Manifest, crc_of
         from fsdp_wrap.checkpoint._safetensors import write_safetensors
 
@@ -138,6 +138,7 @@ class WeightFolder:
         self.version += 1
         if whole:
             self._remove_old(self._path)
+        return self.version
 
     def _remove_old(self, folder: Path) -> None:
         whole = _whole(folder)

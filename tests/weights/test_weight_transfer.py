@@ -87,8 +87,7 @@ def test_a_receiver_has_what_the_trainers_have(rank, world_size, way, front):
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor() as pool:
         ways = Way(way, place)
         receiver = pool.submit(follow, ways) if rank == 0 else None
-        first = ways.sender() if rank == 0 else None
-        sender = first or (WeightFolder(None) if way == "folder" else WeightSender(None))
+        sender = ways.sender() if rank == 0 else WeightSender(None)
         model, expected = shard(front, net(), POLICY), []
         sender.send(weight_source(model))
         expected.append(full_state(model))
