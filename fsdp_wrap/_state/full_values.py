@@ -103,7 +103,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
-    """Returns a tensor that this rank has whole.
+    """Returns a tensor that no unit owns: this rank has it whole, or it is a `DTensor`.
 
     Raises:
         RuntimeError: If it is on the meta device.
@@ -114,7 +114,9 @@ def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
             "initialise or load it first"
         )
     alone = make_communicator(None, tensor.device)
-    return FullValue(key, tensor.shape, tensor.dtype, alone, [tensor.numel()], copier(tensor))
+    # Writing is collective too: it is where ranks take part in a gather.
+    write = (lambda out: copier(unsharded(tensor))(out)) if is_sharded(tensor) else copier(tensor)
+    return FullValue(key, tensor.shape, tensor.dtype, alone, [tensor.numel()], write)
 
 
 def copier(source: torch.Tensor) -> Callable[[torch.Tensor], object]:

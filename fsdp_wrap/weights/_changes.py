@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import is_castable
+from fsdp_wrap._params import held_by_this_rank
 from fsdp_wrap._state import Original, Originals, check_dtype, persistent_buffers, settled_units, uncut
 from fsdp_wrap.weights._gather import Found, first_holders, gathered_on_first_rank
 
@@ -162,7 +163,8 @@ class WeightChanges:
         units = settled_units(self._model, _DOING)
         originals = [*Originals(self._model).by_name.values()]
         if self._buffers:
-            originals += [uncut(*each) for each in persistent_buffers(self._model, units)]
+            buffers = persistent_buffers(self._model, units)
+            originals += [uncut(name, _unless_cut(buffer)) for name, buffer in buffers]
         for each in originals:
             _refuse(each)
         return originals
@@ -175,6 +177,12 @@ class WeightChanges:
 def _extents(originals: Iterable[Original]) -> dict[str, tuple[torch.Size, int, int]]:
     """Returns, by name, the shape of each parameter and which of its elements this rank holds."""
     return {each.fqn: (each.shape, each.interval.start, each.interval.stop) for each in originals}
+
+
+def _unless_cut(buffer: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor of a `DTensor` that each rank has whole."""
+    held = held_by_this_rank(buffer)
+    return held if held.shape == buffer.shape else buffer
 
 
 def _refuse(original: Original) -> None:
