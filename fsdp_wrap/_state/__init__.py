@@ -16,6 +16,7 @@ from fsdp_wrap._state.full_values import (
     is_sharded,
     iter_full_params,
     param_aliases,
+    persistent_buffers,
     settled_units,
     unsharded,
 )
@@ -46,7 +47,14 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Original, Originals, foreign_to_model, handles_of, owned_places
+from fsdp_wrap._state.originals import (
+    Original,
+    Originals,
+    foreign_to_model,
+    handles_of,
+    owned_places,
+    uncut,
+)
 from fsdp_wrap._state.small_dtensors import put_in_dtensor, taken_from_dtensor
 from fsdp_wrap._state.small_states import is_scale, small_states_of
 from fsdp_wrap._state.state_dict import (

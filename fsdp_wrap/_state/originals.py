@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -232,13 +232,18 @@ def _walk(module: nn.Module) -> Iterator[Original]:
     for fqn, place, param in named(module, params):
         found = owned.get(place)
         if found is None and param is not None and id(param) not in sources:  # else it is a `FlatParameter`
-            found = Original(fqn, Interval(fqn, param.shape, 0, _flat(param), param, 0))
+            found = uncut(fqn, param)
         if found is not None and found.key not in seen:
             yield replace(found, fqn=fqn, order=len(seen))
             seen.add(found.key)
 
 
-def _flat(param: nn.Parameter) -> torch.Tensor:
+def uncut(fqn: str, tensor: torch.Tensor) -> Original:
+    """Returns a parameter or buffer that no unit owns."""
+    return Original(fqn, Interval(fqn, tensor.shape, 0, _flat(tensor), cast(nn.Parameter, tensor), 0))
+
+
+def _flat(param: torch.Tensor) -> torch.Tensor:
     """Returns a parameter in one dimension; of what lies on several ranks only how large it is."""
     if held_by_this_rank(param) is param:
         return param.detach().reshape(-1)

@@ -163,7 +163,7 @@ def verify(folder: Path, pieces: Iterable[Piece]) -> Iterator[Fault]:
     for file, offset, length, crc in pieces:
         span = range(offset, offset + length)
         try:
-            if _crc(folder / file, offset, length) != crc:
+            if crc_of(folder / file, offset, length) != crc:
                 yield Fault(file, f"bytes {span.start} to {span.stop} are not as written", span)
         except OSError as error:
             yield Fault(file, f"cannot be read: {error}", span)
@@ -218,7 +218,8 @@ def _places(folder: Path) -> list[tuple[str, int, str]]:
     return sorted((info.relative_path, info.offset, index.fqn) for index, info in storage.items())
 
 
-def _crc(path: Path, offset: int, length: int) -> int:
+def crc_of(path: Path, offset: int, length: int) -> int:
+    """Returns the CRC-32 of some bytes of a file; -1 if it is shorter."""
     crc = 0
     with open(path, "rb") as file:
         file.seek(offset)
