@@ -73,6 +73,8 @@ class Schedule:
         iteration: How many outermost forwards have begun.
         device: Where the units compute.
         depth: Forward calls in progress.
+        lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
+            its inputs: of several modules not all of which have run, or units that are not to reshard.
         syncs: Whether gradients are reduced: not under `no_sync`.
         sums_over_replicas: Whether they are summed over the replicas as well, where units do not defer that.
     """
@@ -90,6 +92,7 @@ class Schedule:
         self._stay_plan = StayPlan()
         self.iteration = 0
         self.depth = 0
+        self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
         self._backward_open = False
         self._trains = False
         self.syncs = self.sums_over_replicas = True
@@ -225,12 +228,38 @@ class Schedule:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
-        over = unit.running == 1 and (not unit.parts or unit.ran(use.part))
-        if over and not unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
-            within = unit.options.reshards_within if with_grad else None
-            unit.reshard(Phase.FORWARD, within, unit.stays)
-        elif over:
+        if unit.running > 1:
+            return
+        if unit.parts and not unit.ran(use.part):
+            self.lasting[unit] = use, inputs
+        elif unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+            self.lasting.pop(unit, None)
             handle.shown.show_kept()
+        elif unit.options.reshard_after_forward:
+            self.lasting.pop(unit, None)
+            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+        else:
+            self.lasting[unit] = use, inputs
+
+    def end_lasting(self, tensors: list[torch.Tensor]) -> None:
+        """Ends the forwards of units that have stayed full, with the outermost one.
+
+        What it has computed with their parameters needs these again in backward, which its outputs begin.
+
+        Args:
+            tensors: Those in what it returned.
+        """
+        with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
+        lasting, self.lasting = self.lasting, {}
+        for unit, (use, inputs) in lasting.items():
+            for tensor in with_grad:
+                tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
+            alone = unit.partly_ran and unit.running  # one of several modules by itself: others may follow
+            unit.restart()
+            if alone or unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+                unit.handle.shown.show_kept()  # type: ignore[union-attr]
+            else:
+                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -241,7 +270,8 @@ class Schedule:
             unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
         if graph_task() != -1:
             return
-        if handle is not None and unit.running == 0 and handle.shown.state is Showing.LEAVES:
+        shows_leaves = handle is not None and handle.shown.state is Showing.LEAVES
+        if shows_leaves and unit.running == 0 and unit not in self.lasting:
             handle.shown.show_sharded()
         if self.depth == 0:
             self._end_outermost_forward()
@@ -250,11 +280,10 @@ class Schedule:
         prefetched, self._prefetched = self._prefetched, []
         for unit in prefetched:  # they did not run after all
             unit.reshard(Phase.FORWARD, stays=unit.stays)
-        for unit in self._units:
-            if unit.parts and unit.partly_ran:
-                unit.restart()
-                if unit.options.reshard_after_forward:
-                    unit.reshard(Phase.FORWARD, stays=unit.stays)
+        for unit in self.lasting:  # it raised
+            unit.restart()
+            unit.reshard(Phase.FORWARD, stays=unit.stays)
+        self.lasting = {}
         if self._offloading is not None:
             self._offloading.end_forward(self._units)
 
