@@ -115,6 +115,8 @@ class Schedule:
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
+            for layout in unit.handle.layouts if unit.handle is not None else ():
+                layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
 
     @property
     def units(self) -> list[Unit]:
@@ -162,7 +164,7 @@ class Schedule:
                     coming = self._order.coming_in_forward(unit)
                     self._prefetched += self._travel.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
-            if handle.follow_requires_grad() or unit.hooked_generation != handle.generation:
+            if handle.follow_requires_grad() or unit.hooked != handle.hookings:
                 self._hook_leaves(unit)
             if not recompute:
                 self._order.started.append(unit)
@@ -344,6 +346,9 @@ class Schedule:
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
+            if unit.hooked != handle.hookings:  # gradients may come though it does not run
+                handle.follow_requires_grad()
+                self._hook_leaves(unit)
 
     def _choose_what_stays(self) -> None:
         """Decides whose full parameters stay when units reshard, where anything that decides has changed."""
@@ -371,6 +376,15 @@ class Schedule:
         for leaf in leaves:
             hook = unit.arrivals.hook(leaf, act)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        unit.watch_own_gradients()
+
+    @staticmethod
+    def _prepare_leaves(reference: weakref.ref[Unit]) -> None:
+        """Hooks leaves to which gradients may come outside of their unit's forward."""
+        unit = reference()
+        if unit is not None and unit.handle is not None and unit.schedule is not None:
+            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
+                unit.schedule._hook_leaves(unit)
 
     # backward
 
@@ -623,7 +637,7 @@ class Schedule:
             if self._offloading is not None:
                 self._offloading.outdate([unit])
             unit.unshard(Phase.IDLE)
-            if unit.handle.follow_requires_grad() or unit.hooked_generation != unit.handle.generation:
+            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
                 self._hook_leaves(unit)
             unit.handle.shown.show_leaves()
 
@@ -690,7 +704,9 @@ class Schedule:
     def _takes_in_place(self, unit: Unit) -> bool:
         """Whether nothing speaks against gradients in the place of the unit's parameters."""
         options = unit.options
+        handle = unit.handle
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
+        freed = freed and handle is not None and handle.state is HandleState.UNSHARDED
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
