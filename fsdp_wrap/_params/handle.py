@@ -73,6 +73,7 @@ class ParamHandle:
         unsharded_nbytes: Bytes of the unsharded buffers when they are allocated.
         travelling_nbytes: Bytes of what is gathered, where other units' is gathered with it.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
+        hookings: How often leaves or sharded parameters have become others, which have no hooks.
         transport: How parameters and gradients travel in training.
         without_values: Names, within the unit, of the parameters that are on the meta device still.
         trainable: Whether any parameter of the unit needs a gradient now.
@@ -110,7 +111,7 @@ class ParamHandle:
         self.segments = [*map(self._segment, layouts, self._dtypes())]
         self._note_contents()
         self.state = HandleState.SHARDED
-        self.generation = 0
+        self.generation = self.hookings = 0
         self._gathering: Pending = _NOTHING
         self._comes_in_place = False
         self.kept: KeptParameters | None = None
@@ -255,6 +256,7 @@ class ParamHandle:
         anew = [each.prepare() for each in self._extended if each in segments]
         if True in anew:
             self.generation += 1
+            self.hookings += 1
             self._note_contents()
 
     def ride(self, ride: Ride, lasting: bool = False) -> None:
@@ -434,6 +436,7 @@ class ParamHandle:
         self.free_staying()
         self.values += 1
         self._changed = True
+        self.hookings += 1
         for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes())):
             if anew or dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.layout, dtypes)

@@ -75,6 +75,8 @@ class Schedule:
         iteration: How many outermost forwards have begun.
         device: Where the units compute.
         depth: Forward calls in progress.
+        lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
+            its inputs: of several modules not all of which have run, or units that are not to reshard.
         syncs: Whether gradients are reduced: not under `no_sync`.
         sums_over_replicas: Whether they are summed over the replicas as well, where units do not defer that.
     """
@@ -92,6 +94,7 @@ class Schedule:
         self._stay_plan = StayPlan()
         self.iteration = 0
         self.depth = 0
+        self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
         self._backward_open = False
         self._trains = False
         self.syncs = self.sums_over_replicas = True
@@ -114,6 +117,8 @@ class Schedule:
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
+            for layout in unit.handle.layouts if unit.handle is not None else ():
+                layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
 
     @property
     def units(self) -> list[Unit]:
@@ -161,7 +166,7 @@ class Schedule:
                     coming = self._order.coming_in_forward(unit)
                     self._prefetched += self._travel.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
-            if handle.follow_requires_grad() or unit.hooked_generation != handle.generation:
+            if handle.follow_requires_grad() or unit.hooked != handle.hookings:
                 self._hook_leaves(unit)
             if not recompute:
                 self._order.started.append(unit)
@@ -227,12 +232,38 @@ class Schedule:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
-        over = unit.running == 1 and (not unit.parts or unit.ran(use.part))
-        if over and not unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
-            within = unit.options.reshards_within if with_grad else None
-            unit.reshard(Phase.FORWARD, within, unit.stays)
-        elif over:
+        if unit.running > 1:
+            return
+        if unit.parts and not unit.ran(use.part):
+            self.lasting[unit] = use, inputs
+        elif unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+            self.lasting.pop(unit, None)
             handle.shown.show_kept()
+        elif unit.options.reshard_after_forward:
+            self.lasting.pop(unit, None)
+            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+        else:
+            self.lasting[unit] = use, inputs
+
+    def end_lasting(self, tensors: list[torch.Tensor]) -> None:
+        """Ends the forwards of units that have stayed full, with the outermost one.
+
+        What it has computed with their parameters needs these again in backward, which its outputs begin.
+
+        Args:
+            tensors: Those in what it returned.
+        """
+        with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
+        lasting, self.lasting = self.lasting, {}
+        for unit, (use, inputs) in lasting.items():
+            for tensor in with_grad:
+                tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
+            alone = unit.partly_ran and unit.running  # one of several modules by itself: others may follow
+            unit.restart()
+            if alone or unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+                unit.handle.shown.show_kept()  # type: ignore[union-attr]
+            else:
+                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -243,7 +274,8 @@ class Schedule:
             unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
         if graph_task() != -1:
             return
-        if handle is not None and unit.running == 0 and handle.shown.state is Showing.LEAVES:
+        shows_leaves = handle is not None and handle.shown.state is Showing.LEAVES
+        if shows_leaves and unit.running == 0 and unit not in self.lasting:
             handle.shown.show_sharded()
         if self.depth == 0:
             self._end_outermost_forward()
@@ -252,11 +284,10 @@ class Schedule:
         prefetched, self._prefetched = self._prefetched, []
         for unit in prefetched:  # they did not run after all
             unit.reshard(Phase.FORWARD, stays=unit.stays)
-        for unit in self._units:
-            if unit.parts and unit.partly_ran:
-                unit.restart()
-                if unit.options.reshard_after_forward:
-                    unit.reshard(Phase.FORWARD, stays=unit.stays)
+        for unit in self.lasting:  # it raised
+            unit.restart()
+            unit.reshard(Phase.FORWARD, stays=unit.stays)
+        self.lasting = {}
         if self._offloading is not None:
             self._offloading.end_forward(self._units)
 
@@ -317,6 +348,9 @@ class Schedule:
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
+            if unit.hooked != handle.hookings:  # gradients may come though it does not run
+                handle.follow_requires_grad()
+                self._hook_leaves(unit)
         if self._trains and added_names:
             refuse_added(self._units)
 
@@ -346,6 +380,15 @@ class Schedule:
         for leaf in leaves:
             hook = unit.arrivals.hook(leaf, act)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        unit.watch_own_gradients()
+
+    @staticmethod
+    def _prepare_leaves(reference: weakref.ref[Unit]) -> None:
+        """Hooks leaves to which gradients may come outside of their unit's forward."""
+        unit = reference()
+        if unit is not None and unit.handle is not None and unit.schedule is not None:
+            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
+                unit.schedule._hook_leaves(unit)
 
     # backward
 
@@ -605,7 +648,7 @@ class Schedule:
             if self._offloading is not None:
                 self._offloading.outdate([unit])
             unit.unshard(Phase.IDLE)
-            if unit.handle.follow_requires_grad() or unit.hooked_generation != unit.handle.generation:
+            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
                 self._hook_leaves(unit)
             unit.handle.shown.show_leaves()
 
@@ -672,7 +715,9 @@ class Schedule:
     def _takes_in_place(self, unit: Unit) -> bool:
         """Whether nothing speaks against gradients in the place of the unit's parameters."""
         options = unit.options
+        handle = unit.handle
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
+        freed = freed and handle is not None and handle.state is HandleState.UNSHARDED
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
