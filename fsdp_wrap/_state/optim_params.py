@@ -124,7 +124,7 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
                 f"parameter '{original.fqn}' was sharded by fully_shard, so its optimizer state is made of "
                 "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
             )
-    return names
+    return names if optim is None else names.as_held_by(optim)
 
 
 def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Group]:

@@ -128,6 +128,18 @@ def _remade(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.o
     return on_shards(optimizer)
 
 
+def put_in_order(state: dict[Any, State], params: Sequence[Any]) -> None:
+    """Gives the state of an optimizer the order of its parameters, which is the same on all ranks.
+
+    State dict functions gather the values in this order, and steps make them in another on each rank.
+    """
+    wanted = [param for param in params if param in state]
+    known = {*wanted}
+    if not same([key for key in state if key in known], wanted):
+        for param in wanted:
+            state[param] = state.pop(param)
+
+
 class ShardsOfPart:
     """What an optimizer that `on_shards` took knows of a part of its parameters, when it steps with these."""
 
@@ -275,6 +287,7 @@ class _Shards:
         """Lets the `DTensor`s have what state a step has made or replaced."""
         if self._runs.hand_back(public) or not self._own.is_in(self._state):
             self._hand_back_singly(public)
+            put_in_order(public, self._known)
             self._note(public)
         if not self._keeps_state:
             self._state, self._public, self._own = defaultdict(dict), _Contents(), _Contents()
