@@ -192,7 +192,7 @@ def _held_or_error(
     state_dict: Mapping[str, Any] | None,
     initial: bool = False,
 ) -> tuple[_Held, ValueError | None]:
-    """As `_held`; returns what it raises, for other ranks may have nothing to refuse, and wait for this one."""
+    """As `_held`; returns its error, for other ranks may have nothing to refuse, and wait for this one."""
     try:
         return _held(names, optim, state_dict, initial), None
     except ValueError as error:
