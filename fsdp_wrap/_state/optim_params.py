@@ -97,8 +97,9 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def same_values(one: Any, other: Any) -> bool:
     """Whether two values, perhaps tensors, are the same."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    return bool(one == other)
+        same_kind = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return same_kind and torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True)
+    return bool(one == other or (one != one and other != other))  # the latter: not a number
 
 
 # of an optimizer

@@ -13,7 +13,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_values import FullValue, copier, stream
-from fsdp_wrap._state.optim_params import rank
+from fsdp_wrap._state.optim_params import rank, same_values
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 from fsdp_wrap._state.small_states import SCALE, block_of
 
@@ -181,6 +181,7 @@ def _exchanged(
     for communicator, members in by_group.items():
         for original in members:
             _refuse_lacking(original.fqn, told[communicator])
+            _refuse_differing(original.fqn, told[communicator])
             yield original, communicator, [each.states.get(original.fqn, {}) for each in told[communicator]]
 
 
@@ -193,6 +194,23 @@ def _refuse_lacking(fqn: str, told: Sequence[_Told]) -> None:
             f"rank {lacking[0]} has no optimizer state of parameter '{fqn}', of which rank {having[0]} has: "
             "every rank holds a part of it, so make all ranks' optimizers of the same parameters"
         )
+
+
+_NUMBERS = (bool, int, float, torch.Tensor)
+
+
+def _refuse_differing(fqn: str, told: Sequence[_Told]) -> None:
+    """Refuses numbers that differ between ranks: they are of what each rank holds, not of the whole."""
+    having = [each for each in told if each.states.get(fqn)]
+    for key, value in having[0].states[fqn].items() if having else ():
+        for each in having[1:]:
+            other = each.states[fqn].get(key, value)
+            if isinstance(value, _NUMBERS) and not same_values(value, other):
+                raise ValueError(
+                    f"optimizer state '{key}' of parameter '{fqn}' is {value!r} on rank {having[0].rank} and "
+                    f"{other!r} on rank {each.rank}, and no number stands for both: the optimizer computes "
+                    "with whole parameters; use an elementwise one, or NO_SHARD with use_orig_params=True"
+                )
 
 
 # to load

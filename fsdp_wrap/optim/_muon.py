@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._core import note_knows_shards
 from fsdp_wrap._core.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 from fsdp_wrap._params import FlatPiece, copyable, held_by_this_rank, holding
 from fsdp_wrap.optim._newton_schulz import Coefficients, orthogonalized
@@ -128,6 +129,7 @@ class Muon(torch.optim.Optimizer):
         self.others = _made(rest, other or adamw)
         for each in self.others:
             self.param_groups.extend(each.param_groups)
+        note_knows_shards(self)
         self._pieces = _pieces_in(self.param_groups)
         self._entries = 0  # of the state, when it was put in order
 

@@ -447,6 +447,23 @@ def test_rekeying(rank, world_size, use_orig_params):
 # What does not fit.
 
 
+@each_form
+@ranks(2)
+def test_numbers_that_differ_between_ranks(rank, world_size, use_orig_params):
+    """They are of what each rank holds, such as a mean of its elements; refused on all ranks."""
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours = adamw(model)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    for kind in (float, torch.tensor):
+        for entry in ours.state.values():
+            entry["mean"] = kind(float("nan"))
+        FSDP.full_optim_state_dict(model, ours)
+        for entry in ours.state.values():
+            entry["mean"] = kind(float(rank))
+        with pytest.raises(ValueError, match=r"'mean' of .* is .*0.* on rank 0 and .*1.* on rank 1"):
+            FSDP.full_optim_state_dict(model, ours)
+
+
 @ranks(2)
 def test_state_that_is_not_elementwise(rank, world_size):
     model, plain = wrapped_and_plain(Net, per_block, True)

@@ -14,7 +14,27 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
-WHOLE = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor}
+
+class Lamb(torch.optim.Optimizer):
+    """An optimizer of a user, that scales the update of a parameter by two norms."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                    moment.lerp_(param.grad, 0.1)
+                    param.sub_(moment, alpha=group["lr"] * float(param.norm() / (moment.norm() + 1e-8)))
+
+
+WHOLE = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor, "Lamb": Lamb}
 
 
 class Own(torch.optim.Adafactor):
@@ -55,7 +75,9 @@ def test_pieces_are_refused(rank, world_size, use_orig_params, copied, kind):
         step(model, optimizer, [batch(rank)])
     assert not optimizer.state_dict()["state"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    generator = torch.get_rng_state()
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), [batch(rank)])
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 @pytest.mark.parametrize("kind", WHOLE)
@@ -71,8 +93,9 @@ def test_whole_parameters_train_as_a_plain_model(rank, world_size, strategy, use
     )
     same = [batch(0)]
     ours, theirs = (WHOLE[kind](each.parameters(), lr=0.1) for each in (model, plain))
-    if kind == "Adafactor" and (not use_orig_params or strategy == "FULL_SHARD"):  # all there, but flat
-        with pytest.raises(RuntimeError, match="Adafactor computes with whole parameters"):
+    wants_shapes, wants_each = kind == "Adafactor" and strategy == "FULL_SHARD", kind != "LBFGS"
+    if wants_shapes or (wants_each and not use_orig_params):  # all there, but flat, or as one
+        with pytest.raises(RuntimeError, match=f"{kind} computes with whole parameters"):
             step(model, ours, same)
         return
     for _ in range(2):
