@@ -94,6 +94,7 @@ from fsdp_wrap._core.optimizers import (
     refuse_in_steps,
     refuse_in_steps_at_times,
     steps_taken,
+    warn_of_lost_decay,
     watch_steps,
 )
 from fsdp_wrap._core.precision import (

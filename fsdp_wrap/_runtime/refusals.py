@@ -341,8 +341,9 @@ def refuse_pieces(unit: Unit) -> None:
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
                 found.setdefault(source, []).append((extent.fqn, len(extent.shape)))
     note_pieces(
-        (source, Piece(tuple(dim for _, dim in each), cut, _why(_IN_PIECES, unit, each[0][0])))
+        (source, Piece(_why("{name}", unit, each[0][0]), dims, cut, _why(_IN_PIECES, unit, each[0][0])))
         for source, each in found.items()
+        for dims in [tuple(dim for _, dim in each)]
     )
 
 

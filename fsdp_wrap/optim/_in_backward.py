@@ -20,7 +20,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
-from fsdp_wrap._core import Span, SpanKind, reason_against_pieces, step_watchers, warn_caller
+from fsdp_wrap._core import (
+    Span,
+    SpanKind,
+    reason_against_pieces,
+    step_watchers,
+    warn_caller,
+    warn_of_lost_decay,
+)
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
@@ -378,6 +385,7 @@ def _check_optimizer(model: nn.Module, optimizer: Any, given: Sequence[nn.Parame
     reason = reason_against_pieces(optimizer)  # which steps, perhaps in a thread, must not find out
     if reason is not None:
         raise ValueError(f"this {kind} {reason}")
+    warn_of_lost_decay(optimizer)
     known = {*map(id, given)}
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         if id(param) not in known:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import fronts
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
@@ -103,3 +105,38 @@ def test_whole_parameters_train_as_a_plain_model(rank, world_size, strategy, use
         step(plain, theirs, same)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-12)
+
+
+# groups by the number of dimensions
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices alone, as programs say it."""
+    params = [*module.parameters()]
+    matrices, others = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+
+
+@fronts.each_front
+@ranks(2)
+def test_weight_decay_that_groups_lose_is_told(rank, world_size, front):
+    """If they are made after wrapping. The cure that is told works."""
+    module = net()
+    before, plain = groups_of(module), copy.deepcopy(module)
+    model = fronts.shard(front, module, ModuleWrapPolicy({nn.Linear}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.AdamW(groups_of(model))
+        for _ in range(2):
+            model(batch(rank)).sum().backward()
+            optimizer.step()
+    told = [str(each.message) for each in caught if "weight decay may be lost" in str(each.message)]
+    assert len(told) == (0 if front == "composable" else 1)
+    assert all("this AdamW has '0.weight' in a group without it" in each for each in told)
+    if front == "orig":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "weight decay")
+            model.load_state_dict(plain.state_dict())
+            step(model, torch.optim.SGD(before, lr=0.1), [batch(0)])
+        step(plain, torch.optim.SGD(groups_of(plain), lr=0.1), [batch(0)])
+        fronts.assert_same_values(model, plain, rtol=0, atol=1e-12)

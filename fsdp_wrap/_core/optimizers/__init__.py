@@ -13,6 +13,7 @@ from fsdp_wrap._core.optimizers.optimizer_steps import (
     refuse_in_steps,
     refuse_in_steps_at_times,
     steps_taken,
+    warn_of_lost_decay,
     watch_steps,
 )
 from fsdp_wrap._core.optimizers.probe import (
@@ -36,5 +37,6 @@ __all__ = [
     "refuse_in_steps",
     "refuse_in_steps_at_times",
     "steps_taken",
+    "warn_of_lost_decay",
     "watch_steps",
 ]

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_wrap._core.errors import warn_caller
 from fsdp_wrap._core.modules import is_owned
 from fsdp_wrap._core.optimizers.probe import Group, computes_with_wholes, flattened, in_pieces, joined
 
@@ -72,12 +73,14 @@ class Piece:
     """What a parameter of an optimizer is of the model's parameters, flattened.
 
     Attributes:
+        name: Tells that of the first for which it stands.
         dims: How many dimensions those have that it stands for, in order.
         cut: Whether other ranks have the rest of it; else it is all there, but flat.
         reason: Tells why optimizers that compute with whole parameters cannot step with it: the end of a
             sentence about the optimizer.
     """
 
+    name: Callable[[], str]
     dims: tuple[int, ...]
     cut: bool
     reason: Callable[[], str]
@@ -143,6 +146,32 @@ def _try_once(optimizer: torch.optim.Optimizer) -> None:
     reason = reason_against_pieces(optimizer)
     if reason is not None:
         raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
+    warn_of_lost_decay(optimizer)
+
+
+def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
+    """Warns if groups look as if they were made by `p.ndim >= 2` of pieces, which are flat.
+
+    Then what has weight decay has no piece of a matrix, and all pieces are among what has none.
+    """
+    decayed: list[nn.Parameter] = []
+    spared: list[Piece] = []
+    for group in optimizer.param_groups:
+        if group.get("weight_decay"):
+            decayed.extend(group["params"])
+        elif "weight_decay" in group:
+            spared.extend(_pieces[param] for param in group["params"] if param in _pieces)
+    matrix = next((piece for piece in spared if max(piece.dims) > 1), None)
+    only_matrices = all(min(piece.dims) > 1 for piece in spared)
+    some_decay = any(group.get("weight_decay") for group in optimizer.param_groups)
+    if matrix is None or not some_decay or any(p in _pieces for p in decayed) or (decayed and only_matrices):
+        return
+    warn_caller(
+        f"weight decay may be lost: this {type(optimizer).__name__} has '{matrix.name()}' in a group without "
+        "it, and no sharded parameter in a group with it. Sharded parameters are flat, so p.ndim does not tell "
+        "matrices from the rest. Make the groups of the module's parameters before wrapping, and wrap with "
+        "use_orig_params=True, which keeps these objects; or go by names"
+    )
 
 
 def _sees_wholes(optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[Piece]) -> bool:
