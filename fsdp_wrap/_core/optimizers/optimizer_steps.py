@@ -168,7 +168,7 @@ def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
         return
     warn_caller(
         f"weight decay may be lost: this {type(optimizer).__name__} has '{matrix.name()}' in a group without "
-        "it, and no sharded parameter in a group with it. Sharded parameters are flat, so p.ndim does not tell "
+        "it, and no sharded parameter in one with it. Sharded parameters are flat, so p.ndim does not tell "
         "matrices from the rest. Make the groups of the module's parameters before wrapping, and wrap with "
         "use_orig_params=True, which keeps these objects; or go by names"
     )
