@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_wrap._core import (
-    FACTORED,
-    NOT_ELEMENTWISE,
     ChangedBetweenError,
     Contents,
     NotRootError,
     ParamSlot,
+    Piece,
     ReplacedError,
     added_names,
     added_params,
     clean_fqn,
     joined,
+    note_pieces,
     own_modules,
     refuse_in_steps,
     refuse_in_steps_at_times,
@@ -395,14 +395,16 @@ def refuse_pieces(unit: Unit) -> None:
     if handle is None:
         return
     cut = handle.communicator.size > 1 or bool(handle.distributed)
-    found = []
+    found: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
     for layout in handle.layouts:
-        # A `FlatParameter` stands for many: the first is named.
-        for extent, source in reversed([*zip(layout.extents, layout.sources)]):
-            whole = source.shape == extent.shape
-            if not isinstance(source, DTensor) and (cut or not whole):
-                found.append((source, _why(_IN_PIECES, unit, extent.fqn)))
-    refuse_in_steps(found, NOT_ELEMENTWISE if cut else FACTORED)  # flat, but all is there
+        for extent, source in zip(layout.extents, layout.sources):
+            if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
+                found.setdefault(source, []).append((extent.fqn, len(extent.shape)))
+    note_pieces(
+        (source, Piece(_why("{name}", unit, each[0][0]), dims, cut, _why(_IN_PIECES, unit, each[0][0])))
+        for source, each in found.items()
+        for dims in [tuple(dim for _, dim in each)]
+    )
 
 
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
@@ -434,8 +436,7 @@ _LEFT = (
 _IN_PIECES = (
     "computes with whole parameters, and of '{name}' it gets a flat piece (on rank {rank}): its numbers "
     "would be other ones than without sharding. Use an optimizer that is elementwise (SGD, AdamW), "
-    "use_orig_params=True with ShardingStrategy.NO_SHARD, or fully_shard, whose DTensors are computed with "
-    "over all ranks"
+    "fsdp_wrap.optim.Muon, or use_orig_params=True with ShardingStrategy.NO_SHARD, which gives it whole ones"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import (
+    FlatParameter,
     FlatPiece,
     Interval,
     IntervalTensor,
@@ -89,13 +91,24 @@ class Original:
         """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
         return self.source.numel() == 0 and self.interval.held_shape.numel() > 0
 
+    @property
+    def on_all_ranks(self) -> bool:
+        """Whether every rank's optimizer has state of it, if any has."""
+        numel = self.interval.held_shape.numel()
+        if self._spread is None or isinstance(self.source, FlatParameter) or not numel:
+            return True
+        return all(start < stop for start, stop in self._spread.bounds(numel))
+
+    @property
+    def _spread(self) -> Spread | None:
+        if self.handle is None or self.layout is None:
+            return None
+        return Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
+
     def piece(self, held: torch.Tensor) -> IntervalTensor:
         """Returns what this rank holds of something of the parameter's shape."""
-        spread = None
-        if self.handle is not None and self.layout is not None:
-            spread = Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
         start, part = self.interval.start, self.interval.part
-        return IntervalTensor(self.shape, start, held.reshape(-1), spread=spread, part=part)
+        return IntervalTensor(self.shape, start, held.reshape(-1), spread=self._spread, part=part)
 
     @property
     def rows(self) -> tuple[int, int] | None:
@@ -197,6 +210,12 @@ class Originals:
         if not found:
             raise foreign_to_model(param)
         return found
+
+    def as_held_by(self, optim: torch.optim.Optimizer) -> Originals:
+        """Notes for which parameters an optimizer holds pieces of `FlatParameter`s, and returns itself."""
+        for param in chain.from_iterable(group["params"] for group in optim.param_groups):
+            self.by_name.update((each.fqn, each) for each in self._of_piece(param))
+        return self
 
     def _of_piece(self, param: torch.Tensor) -> list[Original]:
         if not isinstance(param, FlatPiece):

@@ -87,7 +87,8 @@ class Subject:
             parts = [_optim_state_by_name(self.model, each) for each in self.optimizers]
         else:
             parts = [
-                sharded_optim_state_dict(self.model, each, None, to_host=False) for each in self.optimizers
+                sharded_optim_state_dict(self.model, each, None, to_host=False, all_names=False)
+                for each in self.optimizers
             ]
         return {
             "state": {name: entry for part in parts for name, entry in part["state"].items()},
