@@ -42,6 +42,7 @@ from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer
 from fsdp_wrap._state.optim_params import options_of, refuse_shared, saved_options
 from fsdp_wrap._state.optim_pieces import refitted
 from fsdp_wrap._state.optim_state_dict import (
+    dtensor_optim_state_dict,
     full_optim_state_dict,
     iter_full_optim_state,
     rekey_optim_state_dict,
@@ -59,9 +60,11 @@ from fsdp_wrap._state.small_dtensors import put_in_dtensor, taken_from_dtensor
 from fsdp_wrap._state.small_states import is_scale, small_states_of
 from fsdp_wrap._state.state_dict import (
     begin_load,
+    by_mesh,
     resolve_settings,
     take_state_dict,
     taking,
     to_load,
+    wants_dtensors,
     wants_result,
 )

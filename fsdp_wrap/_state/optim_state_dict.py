@@ -70,6 +70,24 @@ def sharded_optim_state_dict(
     return {"state": {**state, **held.others}, **held.groups}
 
 
+def dtensor_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, *, to_host: bool
+) -> dict[str, Any]:
+    """Returns the optimizer state by rows, as `DTensor`s; collective: one value after the other is gathered.
+
+    Args and errors are those of `sharded_optim_state_dict`.
+    """
+    full = _FullState(model, optim, state_dict, "optim_state_dict()", initial=True)
+    found = {fqn: dict(entry) for fqn, entry in full.known.items()}
+    for fqn, key, value in full.values(budget=full.unit_nbytes, wanted=True, to_host=False):
+        if isinstance(full.known[fqn][key], FullValue):
+            value = full.names.by_name[fqn].rows_of(value)
+            found[fqn][key] = value.cpu() if to_host else value
+        else:
+            found[fqn][key] = _kept(value, to_host)
+    return {"state": {**found, **full.held.others}, **full.held.groups}
+
+
 def full_optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
@@ -142,16 +160,22 @@ class _FullState:
     """The state of an optimizer on all ranks; making one is collective.
 
     Attributes:
+        names: The model's parameters.
         held: What this rank has of it.
         known: By name, `FullValue`s of what is cut, the values of all else.
         unit_nbytes: Bytes of the full parameters of the largest unit.
     """
 
     def __init__(
-        self, model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, doing: str
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        state_dict: Mapping[str, Any] | None,
+        doing: str,
+        initial: bool = False,
     ) -> None:
-        names = originals_of(model, optim, doing)
-        self.held, error = _held_or_error(names, optim, state_dict)
+        self.names = names = originals_of(model, optim, doing)
+        self.held, error = _held_or_error(names, optim, state_dict, initial)
         self.known = agreed(names, self.held.pieces, error)
         self.unit_nbytes = names.largest_unit_nbytes()
 

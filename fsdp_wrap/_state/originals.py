@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
@@ -21,6 +22,7 @@ from fsdp_wrap._params import (
     Layout,
     ParamHandle,
     Spread,
+    by_rows,
     held_by_this_rank,
 )
 from fsdp_wrap._runtime import Unit, units_in
@@ -153,6 +155,12 @@ class Original:
         others = held.shape[1:]
         shape = torch.Size([self.shape[0], *others])
         return IntervalTensor(shape, rows[0] * others.numel(), held.reshape(-1))
+
+    def rows_of(self, full: torch.Tensor) -> DTensor:
+        """Cuts this rank's rows out of something full, over the ranks that hold the parameter."""
+        assert self.handle is not None
+        held_by = self.handle.held_by
+        return by_rows(full, held_by.mesh, replicated=held_by.replicated)
 
     def piece_of(self, full: torch.Tensor) -> IntervalTensor:
         """Cuts this rank's piece, in memory of its own, out of something of the parameter's shape."""

@@ -36,7 +36,7 @@ from fsdp_wrap._state import (
 from fsdp_wrap.checkpoint._manifest import listed
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
-from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from fsdp_wrap.distributed_state_dict import StateDictOptions, pieces_of_model, set_model_state_dict
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -80,7 +80,7 @@ class Subject:
 
     def model_state(self) -> dict[str, Any]:
         """Returns the model's state dict, of pieces where it is sharded."""
-        return get_model_state_dict(self.model)
+        return pieces_of_model(self.model)
 
     def _optim_state(self) -> dict[str, Any]:
         if self._is_of_dtensors():
