@@ -138,7 +138,7 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
 def original_class(module: nn.Module) -> type[nn.Module]:
     """Returns a module's class without what a front-end has mixed into it."""
     mixed = UNIT_ATTR in module.__dict__ and WRAPPED_ATTR not in module._modules
-    return type(module).__mro__[2] if mixed else type(module)  # itself, what was mixed in, the original
+    return type(module).__bases__[1] if mixed else type(module)  # what was mixed in, the original
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

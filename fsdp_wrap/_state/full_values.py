@@ -493,17 +493,22 @@ class FirstRank:
     Attributes:
         steps: The way.
         is_here: Whether this is the first rank.
-        is_first_beside: Whether it is the first of those that hold other parts of the same copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
         handles = handles_of(units_in(module).values())
         self.steps: list[Communicator] = [handles[0].replicas, handles[0].communicator] if handles else []
-        beside = _beside(handles)
-        self.steps[:0] = beside
-        self.is_first_beside = all(each.rank == 0 for each in beside)
+        self._beside = _beside(handles)
+        self.steps[:0] = self._beside
         first_of_all = not dist.is_initialized() or dist.get_rank() == 0
         self.is_here = all(each.rank == 0 for each in self.steps) if handles else first_of_all
+
+    def is_first_with(self, handle: ParamHandle) -> bool:
+        """Whether no rank before it holds the same of parameters that tensor parallelism has not cut."""
+        own = handle.communicator.members  # which hold other rows, also those of them that are beside
+        return handle.replicas.rank == 0 and all(
+            each.rank == 0 or each.members <= own for each in self._beside
+        )
 
     def object(self, value: Any) -> Any:
         """Returns the first rank's value, which must be small and picklable."""

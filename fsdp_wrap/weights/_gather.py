@@ -46,7 +46,7 @@ def _is_first(original: Original, first: FirstRank) -> bool:
     if handle is None:
         return first.is_here
     if part is None:
-        return first.is_first_beside and handle.replicas.rank == 0
+        return first.is_first_with(handle)
     return part.is_first_copy and handle.replicas.rank == 0
 
 

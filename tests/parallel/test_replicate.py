@@ -462,6 +462,17 @@ def test_states_are_exchanged(rank, world_size, saved, loaded, way, tmp_path):
 
 
 @ranks(2)
+@pytest.mark.parametrize("way", ["replicated", "inside"])
+def test_safetensors_come_back(rank, world_size, way, tmp_path):
+    pytest.importorskip("safetensors")
+    one, other = made(way, 0), made(way, 1)
+    checkpoint.export_safetensors(one, tmp_path)
+    checkpoint.import_safetensors(other, tmp_path)
+    for name, value in one.state_dict().items():
+        assert torch.equal(full(value), full(other.state_dict()[name])), name
+
+
+@ranks(2)
 def test_a_full_state_dict_loads_into_a_plain_model_and_back(rank, world_size):
     model, plain = made("replicated", 1), net(0)
     for name, value in model.state_dict().items():

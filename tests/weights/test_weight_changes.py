@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import moe_nets
 from bed import ranks
 from fronts import each_front, full_state, shard
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_changes
@@ -102,6 +103,21 @@ def test_over_tensor_parallelism(rank, world_size):
         fully_shard(layer, mesh=mesh["dp"])
     torch.manual_seed(1)
     follows(fully_shard(model, mesh=mesh["dp"]))
+
+
+@ranks(4)
+def test_over_experts_whose_ranks_hold_other_rows_of_all_else(rank, world_size):
+    data, own, spread = moe_nets.meshes()
+    model = moe_nets.distribute(moe_nets.net(), spread)
+    places = moe_nets.placing(moe_nets.info_of(own))
+    moe_nets.shard(model, fully_shard, mesh=data, shard_placement_fn=places)
+    receiver, changes = whole(model), weight_changes(model)
+    add_to_some(model)
+    now, found = whole(model), changes.collect()
+    if rank == 0:
+        apply_changes(receiver, found)
+        for name, value in now.items():
+            assert torch.equal(receiver[name], value), name
 
 
 @ranks(2)

@@ -1,0 +1,415 @@
+"""One program in which capabilities meet: it trains, compares, saves, loads elsewhere, and goes on.
+
+A `Capability` changes the program at the points that have its methods' names. Next to the sharded model, a
+plain one in float64 does the same with the rows of all ranks, and what it has is what must be found.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+import scenario
+from fronts import FRONTS, accumulating
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import fully_shard
+from fsdp_wrap.distributed_state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from models import gather_objects
+from optim_states import by_name
+from scenario import VOCABULARY, WIDTH
+
+ROWS, LENGTH = 4, 3
+FIRST, SECOND = range(3), range(3, 5)
+"""The steps before saving, and those after loading."""
+SPEC = {"checkpointing": "none", "tied": "nothing", "frozen": "nothing"}
+FULL = StateDictOptions(full_state_dict=True)
+
+Value = Any
+
+
+class Net(scenario.Model):
+    """Embedding, three blocks, norm and head."""
+
+    reads: str | None = None
+    """The module whose weight the last product takes by itself, in place of the head's forward."""
+    checkpoints_blocks = False
+    skips = False
+    """Whether the second block is left out."""
+
+    def __init__(self, spec: dict[str, str]) -> None:
+        super().__init__(spec)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + shift
+        for number, block in enumerate(self.blocks):
+            if number == 1 and self.skips:
+                continue
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints_blocks else block(x)
+        x = self.norm(x)
+        if self.reads is None:
+            return self.head(x)
+        return nn.functional.linear(
+            x, self.get_submodule(self.reads).weight, getattr(self.head, "bias", None)
+        )
+
+
+class World:
+    """The ranks that train one model: all of them, or each of some parts by itself.
+
+    Args:
+        parts: How many models are trained next to each other.
+        tensor: Over how many ranks tensor parallelism cuts.
+        replicas: How many copies there are of each shard.
+    """
+
+    def __init__(self, parts: int = 1, tensor: int = 1, replicas: int = 1) -> None:
+        self.size = dist.get_world_size() // parts
+        self.parts, self.replicas = parts, replicas
+        self.copies = self.size // tensor
+        shape = (parts, replicas, self.copies // replicas, tensor)
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("parts", "replicate", "shard", "tensor"))
+        own = dist.get_rank() % self.size // tensor
+        self.rows = slice(own * ROWS // self.copies, (own + 1) * ROWS // self.copies)
+        self.group = dist.group.WORLD
+        if parts > 1:
+            groups = [[*range(part * self.size, (part + 1) * self.size)] for part in range(parts)]
+            self.group, _ = dist.new_subgroups_by_enumeration(groups)
+
+    @property
+    def data(self) -> DeviceMesh:
+        """The mesh of data parallelism."""
+        return self.mesh["replicate", "shard"] if self.replicas > 1 else self.mesh["shard"]
+
+
+@dataclass
+class Side:
+    """A model in training: a sharded one, or the plain one.
+
+    Attributes:
+        model: It.
+        world: Its ranks; None of the plain one.
+        front: Its front-end; None of the plain one.
+        notes: What capabilities keep, each under its name.
+    """
+
+    model: Any
+    world: World | None = None
+    front: str | None = None
+    optimizer: Any = None
+    make_optimizer: Callable[[Side], torch.optim.Optimizer] = field(
+        repr=False, default=lambda side: adamw(side.model)
+    )
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def net(self) -> Any:
+        """The model below a wrapper."""
+        return self.model.module if isinstance(self.model, FSDP) else self.model
+
+    @property
+    def rows(self) -> slice:
+        return slice(0, ROWS) if self.world is None else self.world.rows
+
+
+class Capability:
+    """One capability of the package, and what a program does that has it.
+
+    A subclass is a capability: a draw names it. What it leaves out is as in a program without it.
+    """
+
+    slots: ClassVar[tuple[str, ...]] = ()
+    """Two capabilities that share one do not meet."""
+    fronts: ClassVar[Sequence[str]] = FRONTS
+    sizes: ClassVar[Sequence[int]] = (2, 4)
+    tolerance: ClassVar[float] = 1e-9
+    elsewhere: ClassVar[bool] = True
+    """Whether the program may go on at another number of ranks."""
+    needs: ClassVar[str | None] = None
+    """A package."""
+    spec: ClassVar[dict[str, str]] = {}
+    """Of the model, as `scenario.Model` takes it."""
+    letters: ClassVar[str | None] = None
+    """The backwards of a step, as `fronts.accumulating` takes them."""
+    refused: ClassVar[dict[str, str]] = {}
+    """With which capability or front-end the program is refused, and what the error says."""
+    wrapper: ClassVar[dict[str, Any]] = {}
+    composable: ClassVar[dict[str, Any]] = {}
+    """Options of the front-ends."""
+    mesh: ClassVar[dict[str, int]] = {}
+    """Of the `World`."""
+
+    def build(self, net: Net) -> None:
+        """Changes the plain model, of which the sharded one is a copy."""
+
+    def units(self, net: Net, units: list[Any]) -> list[Any]:
+        """Returns which modules become units before the root does."""
+        return units
+
+    def options(self, front: str, world: World) -> dict[str, Any]:
+        """Returns the options of the front-end."""
+        return self.composable if front == "composable" else self.wrapper
+
+    def before_sharding(self, net: Net, world: World) -> None:
+        """Changes what will be sharded."""
+
+    def makes_unit(self, unit: Any, options: dict[str, Any]) -> bool:
+        """Makes a unit in its own way; False for the usual one."""
+        return False
+
+    def sharded(self, side: Side) -> None:
+        """Changes what is sharded now."""
+
+    def optimizer(self, side: Side) -> torch.optim.Optimizer | None:
+        """Makes the optimizer; None for the default."""
+        return None
+
+    def begin(self, side: Side) -> None:
+        """Follows the making of the optimizer, on both sides."""
+
+    def before_step(self, side: Side, at: int) -> None:
+        """Precedes a step."""
+
+    def loss(self, side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Returns what to go backward from."""
+        return loss
+
+    def after_backward(self, side: Side) -> None:
+        """Follows the last backward of a step."""
+
+    def update(self, side: Side) -> bool:
+        """Updates parameters; False for the default."""
+        return False
+
+    def after_step(self, side: Side, at: int) -> None:
+        """Follows a step."""
+
+    def move(self, program: Program, first: Side, second: Side) -> bool:
+        """Brings model and optimizer over; False for the default."""
+        return False
+
+    def goes_on(self, first: Side, second: Side) -> None:
+        """Brings over what the capability keeps by itself."""
+
+
+@dataclass
+class Program:
+    """A program with some capabilities, over one of the front-ends.
+
+    Attributes:
+        front: The front-end.
+        capabilities: Instances, in the order of their points.
+        folder: An empty one that all ranks see.
+    """
+
+    front: str
+    capabilities: Sequence[Capability]
+    folder: Path
+    _sides: list[Side] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Trains, compares, saves, loads, goes on; or is refused by name, and nothing has changed."""
+        told = self._refusal()
+        if told is None:
+            self._run()
+            return
+        with pytest.raises(BaseException, match=told):
+            self._run()
+        for side in self._sides:
+            found = get_model_state_dict(side.model, options=FULL)
+            self.assert_tree(found, side.notes["before"], "model state after a refusal")
+
+    def _refusal(self) -> str | None:
+        names = [self.front, *(type(each).__name__ for each in self.capabilities)]
+        told = (each.refused[name] for each in self.capabilities for name in names if name in each.refused)
+        return next(told, None)
+
+    def _run(self) -> None:
+        plain, first = self.begun(None), self.begun(self.world(1))
+        self.train_alike(plain, first, FIRST)
+        self.assert_same_states(plain, first)
+        second = self.begun(self.world(2 if self._elsewhere() else 1), other=True)
+        self._sides = [first, second]
+        if self._refusal():
+            for side in self._sides:
+                side.notes["before"] = copy.deepcopy(get_model_state_dict(side.model, options=FULL))
+        if not any(each.move(self, first, second) for each in self.capabilities):
+            move_full(first, second)
+        for each in self.capabilities:
+            each.goes_on(first, second)
+        self.train_alike(plain, second, SECOND)
+        self.assert_same_states(plain, second)
+
+    def world(self, parts: int) -> World:
+        options = {key: value for each in self.capabilities for key, value in each.mesh.items()}
+        return World(parts, **options)
+
+    def _elsewhere(self) -> bool:
+        return all(each.elsewhere for each in self.capabilities)
+
+    def begun(self, world: World | None, other: bool = False) -> Side:
+        """A model before its first step; with other values if it will be loaded."""
+        torch.manual_seed(1 if other else 0)
+        net = Net({**SPEC, **{k: v for each in self.capabilities for k, v in each.spec.items()}}).double()
+        for each in self.capabilities:
+            each.build(net)
+        side = Side(net)
+        if world is not None:
+            side = Side(self._sharded(net, world), world, self.front)
+            for each in self.capabilities:
+                each.sharded(side)
+        side.make_optimizer = self._made_optimizer
+        side.optimizer = self._made_optimizer(side)
+        for each in self.capabilities:
+            each.begin(side)
+        return side
+
+    def _made_optimizer(self, side: Side) -> torch.optim.Optimizer:
+        made = (each.optimizer(side) for each in self.capabilities)
+        return next((each for each in made if each is not None), None) or adamw(side.model)
+
+    def _sharded(self, net: Net, world: World) -> nn.Module:
+        for each in self.capabilities:
+            each.before_sharding(net, world)
+        units, options = [*net.blocks], dict[str, Any]()
+        for each in self.capabilities:
+            units, options = each.units(net, units), {**options, **each.options(self.front, world)}
+        if self.front == "composable":
+            options = {"mesh": world.data, **options}
+            for unit in units:
+                if not any(each.makes_unit(unit, options) for each in self.capabilities):
+                    fully_shard(unit, **options)
+            return fully_shard(net, **options)
+        if not {"process_group", "device_mesh"} & options.keys():
+            options["process_group"] = world.group
+        own = {id(unit) for unit in units}
+        return FSDP(
+            net,
+            auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or id(module) in own,
+            use_orig_params=self.front == "orig",
+            **options,
+        )
+
+    def train_alike(self, plain: Side, sharded: Side, steps: Iterable[int]) -> None:
+        """Takes steps on both sides, and looks each time whether they compute alike."""
+        for at in steps:
+            found, expected = self.computed(sharded, at), self.computed(plain, at)[sharded.rows]
+            self.assert_close(found, expected, f"output before step {at}")
+            for side in (plain, sharded):
+                self.step(side, at)
+
+    def computed(self, side: Side, at: int) -> torch.Tensor:
+        """What the model makes of a batch in evaluation."""
+        with torch.no_grad():
+            return side.model(*batch(side, 100 * at)).detach()
+
+    def step(self, side: Side, at: int) -> None:
+        side.optimizer.zero_grad()
+        for each in self.capabilities:
+            each.before_step(side, at)
+        letters = next((each.letters for each in self.capabilities if each.letters), "F")
+        for number, letter in enumerate(letters):
+            with accumulating(side.model, letter if side.world else "F"):
+                self._backward(side, 100 * at + number)
+        for each in self.capabilities:
+            each.after_backward(side)
+        if not any(each.update(side) for each in self.capabilities):
+            side.optimizer.step()
+        for each in self.capabilities:
+            each.after_step(side, at)
+
+    def _backward(self, side: Side, number: int) -> None:
+        inputs = batch(side, number)
+        loss = nn.functional.cross_entropy(side.model(*inputs).flatten(0, 1), inputs[0].flatten())
+        for each in self.capabilities:
+            loss = each.loss(side, loss, inputs)
+        loss.backward()
+
+    def assert_same_states(self, plain: Side, sharded: Side) -> None:
+        """Full and sharded states of model and optimizer are the plain one's."""
+        expected, expected_optim = plain.model.state_dict(), by_name(plain.optimizer, plain.model)
+        for kind, options in (("full", FULL), ("sharded", StateDictOptions())):
+            state = get_model_state_dict(sharded.model, options=options)
+            self.assert_tree(whole(state), expected, f"{kind} model state")
+            optim = get_optimizer_state_dict(sharded.model, sharded.optimizer, options=options)
+            found = whole(optim["state"])
+            self.assert_tree(found, expected_optim["state"], f"{kind} optimizer state")
+            self.assert_tree(groups_of(optim), groups_of(expected_optim), f"{kind} optimizer groups")
+
+    def assert_tree(self, found: Value, expected: Value, what: str) -> None:
+        if isinstance(expected, Mapping):
+            assert {*found} == {*expected}, f"{what}: {[*found]} in place of {[*expected]}"
+            for key, value in expected.items():
+                self.assert_tree(found[key], value, f"{what} '{key}'")
+        elif isinstance(expected, torch.Tensor):
+            self.assert_close(torch.as_tensor(found), expected, what)
+        else:
+            assert found == expected, f"{what}: {found} in place of {expected}"
+
+    def assert_close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        tolerance = max((each.tolerance for each in self.capabilities), default=1e-9)
+        close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+        close(found.detach().to(expected.dtype), expected, msg=lambda told: f"{what}: {told}")
+
+
+def batch(side: Side, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This side's rows of a batch."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+    shift = torch.randn(ROWS, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return tokens[side.rows], shift[side.rows].requires_grad_(side.notes.get("input_grad", False))
+
+
+def adamw(model: Any, **options: Any) -> torch.optim.Optimizer:
+    """The default; a large `eps` keeps it from enlarging what is rounded."""
+    params = model.parameters() if isinstance(model, nn.Module) else model
+    return torch.optim.AdamW(params, **{"lr": 0.02, "eps": 1e-2, "weight_decay": 0.1, **options})
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with full tensors, gathered one after the other, if all ranks have the same names."""
+    told = [(name, [*value] if isinstance(value, Mapping) else None) for name, value in state.items()]
+    others = [names for names in gather_objects(told) if names != told]
+    assert not others, f"ranks have other names, or in another order: {told} and {others[0]}"
+    return tree_map(
+        lambda value: value.full_tensor() if hasattr(value, "full_tensor") else value, dict(state)
+    )
+
+
+def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of a parameter's group, by its name; torch makes lists of tuples."""
+    return {
+        name: {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
+
+
+def move_full(first: Side, second: Side, model: bool = True) -> None:
+    """Brings full states over."""
+    if model:
+        set_model_state_dict(second.model, get_model_state_dict(first.model, options=FULL), options=FULL)
+    state = get_optimizer_state_dict(first.model, first.optimizer, options=FULL)
+    set_optimizer_state_dict(second.model, second.optimizer, copy.deepcopy(state), options=FULL)
