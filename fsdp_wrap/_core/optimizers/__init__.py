@@ -23,20 +23,3 @@ from fsdp_wrap._core.optimizers.probe import (
     knows_its_shards,
     note_knows_shards,
 )
-
-__all__ = [
-    "Group",
-    "Piece",
-    "by_rows",
-    "computes_with_wholes",
-    "knows_its_shards",
-    "note_elsewhere",
-    "note_knows_shards",
-    "note_pieces",
-    "reason_against_pieces",
-    "refuse_in_steps",
-    "refuse_in_steps_at_times",
-    "steps_taken",
-    "warn_of_lost_decay",
-    "watch_steps",
-]
