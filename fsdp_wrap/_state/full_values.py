@@ -220,15 +220,16 @@ def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValu
     or one and that before the batch: twice a batch's size must fit into the budget beside the latter.
     """
     batch: list[FullValue] = []
-    room = budget // 2
+    room, filled = budget // 2, 0
     for value in values:
-        nbytes = sum(each.nbytes for each in (*batch, value))
-        small = value.nbytes <= _SMALL and nbytes <= min(_BATCH, room)
+        nbytes = value.nbytes
+        small = nbytes <= _SMALL and filled + nbytes <= min(_BATCH, room)
         if batch and not (small and batch[0].nbytes <= _SMALL and value.travels_with(batch[0])):
             yield batch
-            room = (budget - batch[-1].nbytes) // 2
+            room, filled = (budget - batch[-1].nbytes) // 2, 0
             batch = []
         batch.append(value)
+        filled += nbytes
     if batch:
         yield batch
 

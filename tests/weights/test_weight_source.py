@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bed.memory import live_bytes
 from fronts import FRONTS, each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_source
+from fsdp_wrap._state.full_values import FullValue
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
@@ -262,3 +264,17 @@ def test_not_while_the_model_is_in_use(rank, world_size):
     model, _ = trained("orig")
     with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="weight_source"):
         weight_source(model)
+
+
+@ranks(2)
+def test_many_small_parameters_take_time_in_proportion(rank, world_size):
+    """Each is looked at a few times while they are put together for their gathers, however many there are."""
+    count = 300
+    model = nn.Linear(2, 2)
+    model.many = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(count))
+    model = fully_shard(model)
+    source, looks = weight_source(model), []
+    sizes = FullValue.nbytes.fget
+    with mock.patch.object(FullValue, "nbytes", property(lambda value: looks.append(1) or sizes(value))):
+        assert len(dict(source)) == count + 2
+    assert len(looks) <= 8 * count
