@@ -276,8 +276,8 @@ def refuse_added(units: Iterable[Unit]) -> None:
                     raise ReplacedError(
                         f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
                         f"another, after sharding (seen on rank {dist.get_rank()}): no rank would get the "
-                        "others' gradients of it. Change the model before sharding it, or freeze what is new "
-                        "(requires_grad_(False))"
+                        "others' gradients of it. Change the model before sharding it (what is to stay out goes "
+                        "into ignored_states, or ignored_params), or freeze what is new"
                     )
             if not found:
                 added_names.pop(module, None)
