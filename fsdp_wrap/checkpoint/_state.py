@@ -39,7 +39,12 @@ from fsdp_wrap._state import (
 from fsdp_wrap.checkpoint._manifest import listed
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
-from fsdp_wrap.distributed_state_dict import StateDictOptions, pieces_of_model, set_model_state_dict
+from fsdp_wrap.distributed_state_dict import (
+    StateDictOptions,
+    has_tensors,
+    pieces_of_model,
+    set_model_state_dict,
+)
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -118,7 +123,10 @@ class Subject:
                 restore()
 
         def load_model() -> None:
-            set_model_state_dict(self.model, model, options=StateDictOptions(strict=strict))
+            if has_tensors(self.model):
+                set_model_state_dict(self.model, model, options=StateDictOptions(strict=strict))
+            else:
+                self.model.load_state_dict(model, strict=strict)
 
         with ExitStack() as undo:
             for optimizer in optimizers:

@@ -405,6 +405,40 @@ def test_each_byte_is_verified_by_one_rank():
         assert max(bytes_each) <= manifest.size / count + 50
 
 
+def test_modules_without_tensors_and_renamed_steps(tmp_path):
+    folder = checkpoint.save(tmp_path, nn.Tanh(), extra={"epoch": 4}, step=3)
+    found = checkpoint.load(folder.rename(tmp_path / "step_00000009"), nn.Tanh())
+    assert found == {"epoch": 4} and found.step == 9
+
+
+def test_a_fraction_is_not_loaded_into_an_integer(tmp_path):
+    model = nn.Module()
+    model.count = nn.Parameter(torch.tensor([1.5]))
+    checkpoint.save(tmp_path, model)
+    model = nn.Module()
+    model.register_buffer("count", torch.tensor([7]))
+    with pytest.raises(ValueError, match=r"count is torch\.float32 there and torch\.int64 here"):
+        checkpoint.load(tmp_path, model)
+    assert model.count.tolist() == [7]
+
+
+@ranks(2)
+def test_parameters_without_elements_have_no_count(rank, world_size, tmp_path):
+    def made(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Linear(4, 4)
+        module.nothing = nn.Parameter(torch.empty(0))
+        model = FSDP(module, use_orig_params=use_orig_params)
+        return model, adamw(model)
+
+    model, optimizer = made(True)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    again, fresh = made(False)
+    checkpoint.load(tmp_path, again, fresh)
+    assert all(int(state["step"]) == 1 for state in fresh.state.values())
+
+
 def test_ties_buffers_and_extra_state_of_plain_models(tmp_path):
     class Odd(Tied):
         def __init__(self) -> None:
