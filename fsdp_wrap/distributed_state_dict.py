@@ -7,7 +7,7 @@ instances go to torch's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -106,9 +106,14 @@ def get_optimizer_state_dict(
 def pieces_of_model(model: nn.Module) -> dict[str, Any]:
     """Returns a model's sharded state dict, of pieces where wrappers shard it; nothing is communicated."""
     if not is_wrapped(model):
-        return get_model_state_dict(model)
+        return get_model_state_dict(model) if has_tensors(model) else model.state_dict()
     with settings_of(model, resolve_settings(StateDictType.SHARDED_STATE_DICT)):
         return _detached(model.state_dict(keep_vars=True))
+
+
+def has_tensors(model: nn.Module) -> bool:
+    """Whether a module has parameters or buffers; torch's functions fail without."""
+    return any(True for _ in chain(model.parameters(), model.buffers()))
 
 
 def _detached(state: dict[str, Any]) -> dict[str, Any]:

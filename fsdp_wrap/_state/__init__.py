@@ -37,6 +37,7 @@ from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
 from fsdp_wrap._state.gradients.over_meshes import clip_parameters
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
+from fsdp_wrap._state.optim_initial import as_saved, innermost
 from fsdp_wrap._state.optim_load import load_optim_state_dict
 from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer_state
 from fsdp_wrap._state.optim_params import options_of, refuse_shared, saved_options

@@ -296,6 +296,8 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
         raise FileNotFoundError(f"neither {SINGLE} nor {INDEX} is in {folder}")
     try:
         weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        if wrong := [file for file in weight_map.values() if not isinstance(file, str)]:
+            raise TypeError(f"{wrong[0]!r} is no name of a file")
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
     found: dict[str, ReadsOnAccess] = {}

@@ -258,7 +258,7 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
     refused(tmp_path / INDEX, RuntimeError, b"{")
     refused(tmp_path / INDEX, RuntimeError, b"{}")
     index = json.loads((tmp_path / INDEX).read_text())
-    for file in (files[0].name, f"../{tmp_path.name}/{files[0].name}", str(files[0])):
+    for file in (files[0].name, f"../{tmp_path.name}/{files[0].name}", str(files[0]), 5, None, ["x"]):
         index["weight_map"]["of.another.model"] = file
         refused(tmp_path / INDEX, RuntimeError, json.dumps(index).encode())
     del index["weight_map"]["of.another.model"]
