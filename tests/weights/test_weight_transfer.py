@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
+from bed.patience import NEVER
 from bed.ports import free_port
 from fronts import full_state, shard
 from fsdp_wrap import fully_shard, weight_changes, weight_source
@@ -50,7 +50,7 @@ class Way:
         self._way, self._place = way, place
         self._port = free_port()
 
-    def channel(self, receives: bool, timeout: float = 20.0) -> Any:
+    def channel(self, receives: bool, timeout: float = NEVER) -> Any:
         if self._way == "gloo":
             address = f"localhost:{self._port}"
             return GlooChannel(address, receives=receives, timeout=timeout, bucket=BUCKET)
@@ -64,7 +64,7 @@ class Way:
 
     def updates(self) -> Iterator[Update]:
         if self._way == "folder":
-            return stored(self._place, timeout=20.0)
+            return stored(self._place, timeout=NEVER)
         return received(self.channel(receives=True))
 
 
@@ -103,7 +103,7 @@ def test_a_receiver_has_what_the_trainers_have(rank, world_size, way, front):
         sender.close()
         if receiver is None:
             return
-        states = receiver.result(30)
+        states = receiver.result(NEVER)
         assert sender.version == 4 and (len(states) == 4 or way == "folder")  # which may be read from its end
         for state, wanted in zip(reversed(states), reversed(expected)):
             assert [*state] == [*wanted]
@@ -128,7 +128,7 @@ def test_what_is_not_wanted_is_passed_over(way, tmp_path):
             sender.send(weight_source(model))
         sender.send_changes(Changes())
         sender.close()
-        found = look() if receiver is None else receiver.result(30)
+        found = look() if receiver is None else receiver.result(NEVER)
     assert found[-2:] == [(3, names[:3]), (4, [])]
 
 
@@ -171,10 +171,9 @@ def stuck(request, tmp_path) -> Iterator[tuple[Callable[[float], WeightSender], 
 @pytest.mark.slow
 def test_training_goes_on_without_a_receiver_that_is_slow(stuck):
     connect, _ = stuck
-    sender, begin = connect(3.0), time.monotonic()
+    sender = connect(3.0)
     with pytest.raises(PeerLost, match="receiver did not take what was sent within 3 s"):
         sender.send(weight_source(nn.Linear(100, 100)))
-    assert time.monotonic() - begin < 10
     with pytest.raises(PeerLost, match="the channel to the receiver is closed"):
         sender.send_changes(Changes())
     sender.close()
@@ -183,13 +182,11 @@ def test_training_goes_on_without_a_receiver_that_is_slow(stuck):
 @pytest.mark.slow
 def test_training_goes_on_without_a_receiver_that_died(stuck):
     connect, process = stuck
-    sender = connect(30.0)
+    sender = connect(NEVER)
     with ThreadPoolExecutor() as pool:
         killed = pool.submit(lambda: (process.stdout.readline(), process.send_signal(signal.SIGKILL)))
-        begin = time.monotonic()
         with pytest.raises(PeerLost, match="receiver has ended, or cannot be reached any more"):
             sender.send(weight_source(nn.Linear(100, 100)))
-        assert time.monotonic() - begin < 20
         assert killed.result()[0] == "begun\n"
 
 
@@ -202,7 +199,7 @@ def test_a_receiver_is_told_that_the_sender_ended(way, tmp_path):
         WeightSender(channel).send(weight_source(nn.Linear(2, 2)))
         channel.close()
         with pytest.raises(PeerLost, match="sender has ended"):
-            receiver.result(30)
+            receiver.result(NEVER)
 
 
 def test_nobody_comes(tmp_path):
