@@ -132,6 +132,7 @@ class ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
         handle.travel_by(self.transport)
+        handle.divide_gradients_by(self._contributors)
         handle.keep_storage(self.keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)

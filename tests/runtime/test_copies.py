@@ -434,3 +434,13 @@ def test_statistics_of_an_average(rank, world_size, front):
     for average in averages:
         update_bn([batch, batch + 0], average)
     assert_same(*averages)
+
+
+@ranks(2)
+def test_a_copy_divides_gradients_by_the_same_number(rank, world_size):
+    model = shard("composable", nn.Linear(WIDTH, 3, bias=False))
+    model.set_gradient_divide_factor(5.0)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each(torch.ones(1, WIDTH)).sum().backward()
+        assert torch.all(each.weight.grad.full_tensor() == 2 / 5)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 import moe_nets
-from fronts import clip
+from fronts import FRONTS, clip
 from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -52,12 +52,13 @@ class Grouped(Capability):
 
 
 class Layers(Capability):
-    """Every layer is a unit, below its block's."""
+    """Every layer but the head is a unit, below its block's."""
 
     slots = ("units",)
 
     def units(self, net: Net, units: list[Any]) -> list[Any]:
-        return [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)] + units
+        layers = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+        return [layer for layer in layers if layer is not net.head] + units
 
 
 class Tied(Capability):
@@ -82,15 +83,23 @@ class FusedHead(Capability):
 
 
 class BorrowedHead(Capability):
-    """The model reads the weight of the embedding, a unit of its own, once more."""
+    """The model reads the weight of the embedding, a unit of its own, once more: of the wrapper no matrix."""
 
-    slots = ("head", "tied", "units")
+    slots, fronts = ("head", "tied", "units"), COMPOSABLE
 
     def build(self, net: Net) -> None:
         net.reads, net.head = "embed", nn.Identity()  # type: ignore[assignment]
 
     def units(self, net: Net, units: list[Any]) -> list[Any]:
         return [*units, net.embed]
+
+
+class BorrowedKeptHead(BorrowedHead):
+    """The same, where full parameters stay."""
+
+    slots, fronts = (*BorrowedHead.slots, "strategy"), FRONTS
+    wrapper = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    composable = {"reshard_after_forward": False}
 
 
 class Frozen(Capability):
@@ -298,7 +307,7 @@ class ForwardHooks(Capability):
 class ParameterHooks(Capability):
     """Hooks of the user's on gradients that are there."""
 
-    slots = ("backwards", "hooks")
+    slots = ("backwards", "hooks", "parameter objects")
 
     def begin(self, side: Side) -> None:
         for param in side.model.parameters():
@@ -732,7 +741,7 @@ class Summoned(Capability):
 class Copied(Capability):
     """A deep copy goes on in place of the model."""
 
-    slots = ("optimizer object",)
+    slots = ("optimizer object", "parameter objects")
 
     def after_step(self, side: Side, at: int) -> None:
         if at == 1:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import scenario
-from fronts import FRONTS, accumulating
+from fronts import FRONTS, accumulating, full
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
 from fsdp_wrap.distributed_state_dict import (
@@ -67,9 +67,8 @@ class Net(scenario.Model):
         x = self.norm(x)
         if self.reads is None:
             return self.head(x)
-        return nn.functional.linear(
-            x, self.get_submodule(self.reads).weight, getattr(self.head, "bias", None)
-        )
+        weight, bias = self.get_submodule(self.reads).weight, getattr(self.head, "bias", None)
+        return nn.functional.linear(x, full(weight), None if bias is None else full(bias))
 
 
 class World:
