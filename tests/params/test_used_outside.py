@@ -254,11 +254,9 @@ def refusal_of(way: Way, front: str, sharding: str, mode: str) -> str | None:
     after = KEPT_SERVES if mode not in CONTEXTS else KEPT_SERVES[:-1]
     if sharding != "full" and way in after:
         return None
-    if way is in_loss:  # where nobody can add a name
+    if way is in_loss or sharding == "none":  # where nobody can add a name
         return MIXED if front == "composable" else "size mismatch|must be a matrix|1-D"
-    return (
-        rf"{MIXED}[\s\S]*' or another of .* on rank" if front == "composable" else r"'(head|embed)\.weight'"
-    )
+    return rf"{MIXED}[\s\S]*' or another of .*rank" if front == "composable" else r"'(head|embed)\.weight'"
 
 
 def sharded_as(front: str, plain: Used, sharding: str) -> Any:
