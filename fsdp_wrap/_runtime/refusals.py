@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -47,6 +48,10 @@ from fsdp_wrap._params import (
 from fsdp_wrap._runtime.unit import Unit, Use
 
 _VERSION = attrgetter("_version")
+_OUTSIDE = (
+    "If this is {} used outside of its module's forward: it was sharded then (on rank {}). Use its "
+    "full_tensor() (fully_shard), keep it from resharding, or make one unit of the modules that use it"
+)
 
 
 def check_tensors(
@@ -221,6 +226,32 @@ def _written_since(use: Use) -> str | None:
             if old != now:
                 return use.unit.name_of(fqn)
     return None
+
+
+def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
+    """Names, in an error of an operation, sharded parameters that it may have been given.
+
+    An error about `DTensor`s does not tell which; one about sizes has that of the part.
+    """
+    message = str(error)
+    mixed, sizes = "mixed torch.Tensor and DTensor" in message, {*map(int, re.findall(r"\d+", message))}
+    vague = "1-D tensor" in message
+    told = _OUTSIDE[-30:] in message or not (mixed or vague or "size" in message or "shape" in message)
+    if told or not isinstance(error, RuntimeError):
+        return
+    names = [
+        unit.name_of(interval.fqn)
+        for unit in units
+        for layout in (unit.handle.layouts if unit.handle is not None and unit.handle.shows_shards else ())
+        for interval in layout.intervals()
+        if mixed or (not isinstance(interval.source, DTensor) and (vague or interval.data.numel() in sizes))
+    ]
+    if names:
+        several = f" or another of {len(names)} parameters" if len(names) > 1 else ""
+        error.args = (
+            f"{message}\n{_OUTSIDE.format(repr(names[0]) + several, dist.get_rank())}",
+            *error.args[1:],
+        )
 
 
 def refuse_edits(unit: Unit, handle: ParamHandle) -> None:

@@ -47,6 +47,7 @@ from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
 from fsdp_wrap._runtime.refusals import (
     ParametrizationGuard,
+    name_sharded,
     refuse_added,
     refuse_changes,
     refuse_graph,
@@ -133,7 +134,8 @@ class Schedule:
         return Phase.BACKWARD if self._backward_open else Phase.IDLE
 
     def explain(self, error: BaseException) -> None:
-        """Lets an error that is about to leave the runtime tell what the units held, if memory ran out."""
+        """Lets an error that is about to leave the runtime tell what units held, or which were sharded."""
+        name_sharded(error, self.units)
         if out_of_memory.filled is not None:
             out_of_memory.filled(error, self.units)
 
@@ -274,8 +276,8 @@ class Schedule:
             unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
         if graph_task() != -1:
             return
-        shows_leaves = handle is not None and handle.shown.state is Showing.LEAVES
-        if shows_leaves and unit.running == 0 and unit not in self.lasting:
+        over = unit.running == 0 and unit not in self.lasting
+        if over and handle is not None and handle.shown.state is Showing.LEAVES:
             handle.shown.show_sharded()
         if self.depth == 0:
             self._end_outermost_forward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from composable import trace
-from fronts import full_grads
-from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, record_events
+from fronts import FULL, KEPT, each_front, full, full_grads, inner, shard
+from fsdp_wrap import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    record_events,
+    replicate,
+)
+from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
 
 
@@ -150,3 +160,147 @@ def test_how_long_modules_in_one_unit_stay_full(rank, world_size):
     model.forward = lambda x: model.norm(x)
     kept = model(batch)[1]
     assert torch.equal(kept, plain.head.weight) and kept is not weight
+
+
+class Used(nn.Module):
+    """Three units, and the root; a way of using parameters outside of their module's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = Embed(WIDTH, WIDTH), Block(), Head(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.way: Way = tied
+
+    def forward(self, x):
+        return self.way(self, x) * self.scale
+
+    def run(self, x):
+        return self.head(self.block(self.embed(x)))
+
+
+class Embed(nn.Linear):
+    """A unit of its own."""
+
+
+class Head(nn.Linear):
+    """Another."""
+
+
+Way = Callable[[Used, torch.Tensor], torch.Tensor]
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    return inner(module).weight
+
+
+def tied(net, x):
+    return F.linear(net.run(x), weight_of(net.embed))
+
+
+def tied_by_call(net, x):
+    out = net.run(x)
+    params = {"weight": weight_of(net.embed), "bias": net.scale}
+    return functional_call(nn.Linear(WIDTH, WIDTH), params, out)
+
+
+def tied_in_hook(net, x):
+    hook = inner(net.head).register_forward_hook(lambda head, args, out: F.linear(out, weight_of(net.embed)))
+    try:
+        return net.run(x)
+    finally:
+        hook.remove()
+
+
+def tied_in_checkpoint(net, x):
+    def tail(out):
+        return F.linear(out, weight_of(net.embed)).tanh()
+
+    out = checkpoint(tail, net.run(x), use_reentrant=False)
+    return checkpoint(tail, out, use_reentrant=True)
+
+
+def instead(net, x):
+    return F.linear(net.block(net.embed(x)), weight_of(net.head))
+
+
+def before(net, x):
+    return net.run(F.linear(x, weight_of(net.embed)))
+
+
+def whole(net, x):
+    return F.linear(net.block(net.embed(x)), full(weight_of(net.head)))
+
+
+def whole_and_run(net, x):
+    return F.linear(net.run(x), full(weight_of(net.head)))
+
+
+def in_loss(net, x):
+    return net.run(x)
+
+
+WAYS = (tied, tied_by_call, tied_in_hook, tied_in_checkpoint, instead, before, whole, whole_and_run, in_loss)
+KEPT_SERVES = (tied, tied_by_call, tied_in_hook, tied_in_checkpoint, whole_and_run, in_loss)
+"""Those that are right where units keep their parameters: these are used after their forward."""
+MIXED = "mixed torch.Tensor and DTensor"
+
+
+def refusal_of(way: Way, front: str, sharding: str, mode: str) -> str | None:
+    """What refuses a way, if anything does; all else must be right."""
+    if sharding == "none" and front != "composable":
+        return None  # all ranks have all parameters, and show them
+    if way in (whole, whole_and_run) and front == "composable":
+        return None
+    after = KEPT_SERVES if mode not in CONTEXTS else KEPT_SERVES[:-1]
+    if sharding != "full" and way in after:
+        return None
+    if way is in_loss or sharding == "none":  # where nobody can add a name
+        return MIXED if front == "composable" else "size mismatch|must be a matrix|1-D"
+    return rf"{MIXED}[\s\S]*' or another of .*rank" if front == "composable" else r"'(head|embed)\.weight'"
+
+
+def sharded_as(front: str, plain: Used, sharding: str) -> Any:
+    model: Any = copy.deepcopy(plain)
+    if (front, sharding) != ("composable", "none"):
+        strategy = {"full": FULL, "kept": KEPT, "none": ShardingStrategy.NO_SHARD}[sharding]
+        return shard(front, model, ModuleWrapPolicy({Embed, Head, Block}), sharding_strategy=strategy)
+    for unit in (model.embed, model.block, model.head, model):
+        replicate(unit)
+    return model
+
+
+CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("mode", ["train", "frozen", *CONTEXTS])
+@pytest.mark.parametrize("sharding", ["full", "kept", "none"])
+@each_front
+@ranks(2)
+def test_every_way_is_right_or_refused(rank, world_size, front, sharding, mode):
+    torch.manual_seed(0)
+    plain = Used().double()
+    batch = batch_of(rank)
+
+    def loss_of(module: Any, way: Way) -> torch.Tensor:
+        net = inner(module)
+        net.way = way
+        out = module(batch)
+        return (F.linear(out, weight_of(net.head)) if way is in_loss else out).square().sum()
+
+    model = sharded_as(front, plain, sharding)
+    for module in (plain, inner(model)) if mode == "frozen" else ():
+        module.embed.requires_grad_(False), module.head.requires_grad_(False)
+    for way in WAYS:
+        refusal = refusal_of(way, front, sharding, mode)
+        with CONTEXTS.get(mode, nullcontext)():
+            expected = loss_of(plain, way)
+            if refusal is not None:
+                with pytest.raises(RuntimeError, match=refusal):
+                    loss_of(model, way)
+                continue
+            loss = loss_of(model, way)
+        torch.testing.assert_close(loss, expected)
+        if mode not in CONTEXTS:
+            expected.backward(), loss.backward()
+            assert_same_gradients(plain, model, world_size)
+        plain.zero_grad(), model.zero_grad()

@@ -70,7 +70,7 @@ class _ThroughLeaf(torch.autograd.Function):
         return gathered[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         everywhere = [Replicate()] * grad.device_mesh.ndim
         whole = grad.redistribute(placements=everywhere).to_local().to(ctx.device)
         return whole if ctx.part is None else ctx.part.tensor(ctx.part.cut(whole)), None, None
