@@ -307,7 +307,7 @@ def refuse_added(units: Iterable[Unit]) -> None:
                     raise ReplacedError(
                         f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
                         f"another, after sharding (seen on rank {dist.get_rank()}): no rank would get the "
-                        "others' gradients of it. Change the model before sharding it (what is to stay out goes "
+                        "others' gradients of it. Change the model before sharding it (what stays out goes "
                         "into ignored_states, or ignored_params), or freeze what is new"
                     )
             if not found:
