@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,7 @@ class FusedHead(Capability):
 class BorrowedHead(Capability):
     """The model reads the weight of the embedding, a unit of its own, once more: of the wrapper no matrix."""
 
+    slots: ClassVar[tuple[str, ...]]
     slots, fronts = ("head", "tied", "units"), COMPOSABLE
 
     def build(self, net: Net) -> None:
@@ -388,6 +389,7 @@ class ReshardedToTwo(Capability):
 class Hybrid(Capability):
     """Two replicas."""
 
+    slots: ClassVar[tuple[str, ...]]
     slots, sizes, mesh = ("strategy", "mesh"), [4], {"replicas": 2}
 
     def options(self, front: str, world: World) -> dict[str, Any]:
@@ -547,7 +549,7 @@ class OverGloo(Capability):
 class Optimizer(Capability):
     """Makes the optimizer, the same on both sides if it need not be another."""
 
-    slots = ("optimizer",)
+    slots: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def optimizer(self, side: Side) -> torch.optim.Optimizer:
         return self.of(side.model.parameters())
@@ -588,7 +590,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

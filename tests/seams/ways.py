@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ FROM_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_
 class Way(Capability):
     """A way; by default full state dicts on all ranks."""
 
-    slots = ("way",)
+    slots: ClassVar[tuple[str, ...]] = ("way",)
 
     def move(self, program: Program, first: Side, second: Side) -> bool:
         self.bring(program, first, second)
@@ -178,7 +178,7 @@ class TorchsFlattened(TorchsCheckpoint):
 class Weights(Way):
     """What a way brings of the model alone; the optimizer's state is brought in full."""
 
-    slots = ("way", "full values")
+    slots: ClassVar[tuple[str, ...]] = ("way", "full values")
 
     def bring(self, program: Program, first: Side, second: Side) -> None:
         found, buffers = self.brought(program, first), dict(first.model.named_buffers())
@@ -199,7 +199,7 @@ class Weights(Way):
 class HuggingFace(Weights):
     """Torch's storage of safetensors, consolidated, of rows; the format has no tensor of two names."""
 
-    slots = ("way", "full values", "aliases", "process group")
+    slots: ClassVar[tuple[str, ...]] = ("way", "full values", "aliases", "process group")
     needs = "safetensors"
 
     def options(self, front: str, world: World) -> dict[str, Any]:
