@@ -126,9 +126,11 @@ class Trainer:
                 print(f"{len(self.events)} receivers were killed", file=sys.stderr, flush=True)
 
     def _lost(self, error: PeerLost) -> None:
-        """On the first rank: the receiver is gone. Another one is on its way."""
-        assert self._link is not None and self._killed, error
+        """The receiver is gone. The first rank starts another one."""
         self._engine = None
+        if self._link is None:
+            return
+        assert self._killed, error
         self.events.append({"step": len(self.ends) + 1})
         self._link.process.wait()
         self._link.start()

@@ -37,6 +37,7 @@ from fsdp_wrap._runtime import (
     UnitSpec,
     assemble_unit,
     check_tensors,
+    drop_gradients,
     is_container,
     move,
 )
@@ -122,6 +123,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
         )
 
     first, *others = [spec_over(over, number) for number, over in enumerate(meshes, 1)]
+    drop_gradients(contents)
     move([named for named in contents.tensors() if not named[1].is_meta], device)
     _offload_state(slots, wanted.offload)
     unit = assemble_unit(owner, contents, first, others)

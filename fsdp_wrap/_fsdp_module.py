@@ -19,6 +19,7 @@ from fsdp_wrap._runtime import (
     converted,
     hook_reductions,
     refuse_replaced,
+    refuse_sharing,
     refuse_steps_between_sums,
     require_root,
     run_forward,
@@ -383,6 +384,7 @@ class FSDPModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
         unit = _unit_of(self)
+        refuse_sharing(unit, fn)
         for each in unit.over_all_meshes:
             converted(each, fn, "they live where their mesh does")
         self.reshard()

@@ -27,6 +27,8 @@ from fsdp_wrap._runtime import Unit, schedule_of, units_in
 from fsdp_wrap._state import (
     Targets,
     begin_load,
+    by_mesh,
+    dtensor_optim_state_dict,
     full_optim_state_dict,
     load_optim_state_dict,
     refitted,
@@ -37,6 +39,7 @@ from fsdp_wrap._state import (
     take_state_dict,
     taking,
     to_load,
+    wants_dtensors,
     wants_result,
 )
 
@@ -77,7 +80,7 @@ class StateDictMethods(nn.Module):
             TypeError: If a configuration does not belong to the kind.
             ValueError: If the instances have different settings now.
         """
-        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        settings = _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
         previous = StateDictMethods.get_state_dict_type(module)
         for wrapper in _wrappers_in(module):
             wrapper._state_dict_settings = settings
@@ -109,16 +112,10 @@ class StateDictMethods(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
         """`set_state_dict_type` while the context is open."""
-        settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
-        wrappers = _wrappers_in(module)
-        previous = [wrapper._state_dict_settings for wrapper in wrappers]
-        for wrapper in wrappers:
-            wrapper._state_dict_settings = settings
-        try:
+        with settings_of(
+            module, _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        ):
             yield
-        finally:
-            for wrapper, before in zip(wrappers, previous):
-                wrapper._state_dict_settings = before
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
@@ -257,6 +254,8 @@ class OptimStateDictMethods:
         settings = StateDictMethods.get_state_dict_type(model)
         config = settings.optim_state_dict_config
         to_host = config.offload_to_cpu
+        if wants_dtensors(config):
+            return dtensor_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             return sharded_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
         wanted = wants_result(model, config)
@@ -369,6 +368,30 @@ def _warn_of_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
         told = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
         warn_caller(told, FutureWarning)
+
+
+def _resolved(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    settings = resolve_settings(kind, config, optim_config)
+    return by_mesh(settings, (wrapper._unit for wrapper in _wrappers_in(module)))
+
+
+@contextmanager
+def settings_of(module: nn.Module, settings: StateDictSettings) -> Iterator[None]:
+    """Gives all wrappers at and below a module these settings while the context is open."""
+    wrappers = _wrappers_in(module)
+    previous = [wrapper._state_dict_settings for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper._state_dict_settings = settings
+    try:
+        yield
+    finally:
+        for wrapper, before in zip(wrappers, previous):
+            wrapper._state_dict_settings = before
 
 
 def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:

@@ -7,7 +7,7 @@ instances go to torch's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -40,9 +40,10 @@ from fsdp_wrap._state import (
     load_optim_state_dict,
     owned_places,
     refuse_shared,
+    resolve_settings,
     unsharded,
 )
-from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, settings_of
 
 __all__ = [
     "StateDictOptions",
@@ -60,7 +61,10 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Returns the model's state dict: pieces, or full tensors with `options.full_state_dict`.
+    """Returns the model's state dict: what each rank holds, or full tensors with `options.full_state_dict`.
+
+    Sharded values are this rank's pieces, and nothing is communicated; `DTensor`s of rows, which the ranks
+    exchange, if a wrapper was given a `device_mesh`.
 
     Args:
         model: Wrapped, or with wrapped modules in it.
@@ -99,6 +103,24 @@ def get_optimizer_state_dict(
     return optim_state(model, optimizers, _prefixes(model, submodules), options)
 
 
+def pieces_of_model(model: nn.Module) -> dict[str, Any]:
+    """Returns a model's sharded state dict, of pieces where wrappers shard it; nothing is communicated."""
+    if not is_wrapped(model):
+        return get_model_state_dict(model) if has_tensors(model) else model.state_dict()
+    with settings_of(model, resolve_settings(StateDictType.SHARDED_STATE_DICT)):
+        return _detached(model.state_dict(keep_vars=True))
+
+
+def has_tensors(model: nn.Module) -> bool:
+    """Whether a module has parameters or buffers; torch's functions fail without."""
+    return any(True for _ in chain(model.parameters(), model.buffers()))
+
+
+def _detached(state: dict[str, Any]) -> dict[str, Any]:
+    state.update({name: v.detach() for name, v in state.items() if isinstance(v, torch.Tensor)})
+    return state
+
+
 def model_state(
     model: nn.Module, prefixes: Iterable[str] | None, options: StateDictOptions | None
 ) -> dict[str, Any]:
@@ -108,8 +130,7 @@ def model_state(
     others_sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     with _kind(model, options, everywhere=others_sharded):
         # For saving at once: the shards themselves, as of plain modules and `fully_shard`.
-        state: dict[str, Any] = model.state_dict(keep_vars=not options.full_state_dict)
-    state.update({name: v.detach() for name, v in state.items() if isinstance(v, torch.Tensor)})
+        state = _detached(model.state_dict(keep_vars=not options.full_state_dict))
     if options.full_state_dict and others_sharded:  # by `fully_shard` in parts of the model
         state.update({name: unsharded(value) for name, value in state.items()})
     if on_first and not is_first_rank(model):

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 import bed
+from bed import sampling
 from bed.purity import is_pure, no_processes
-from bed.sampling import mark_sampled_out
 
 CORE = {
     "test_api_table.py",
@@ -29,8 +29,9 @@ CORE = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_sampled_out(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if omitted := sampling.sample(items, config.args):
+        config.hook.pytest_deselected(items=omitted)
     for item in items:
         if item.get_closest_marker("slow") is not None:
             continue
@@ -46,6 +47,20 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     with no_processes():
         return (yield)
+
+
+def pytest_report_header() -> str:
+    part = "all" if sampling.THOROUGH else f"an eighth, drawn by {sampling.DRAW}={sampling.draw()}"
+    return f"left-over combinations in the slow tier: {part}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    if not sampling.THOROUGH and any("left_over" in report.keywords for report in failed):
+        terminalreporter.write_line(
+            f"Left-over combinations are among these. The same are drawn by: "
+            f"{sampling.DRAW}='{sampling.draw()}' pytest -m slow. One alone: pytest ID"
+        )
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -139,9 +139,9 @@ def _compare(found: dict[str, Any], expected: dict[str, Any], tolerance: dict[st
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients, by the means of the front-end, or of DDP."""
+    """Accumulates gradients, by the means of the front-end, or of DDP; a plain module does anyway."""
     if not isinstance(model, FSDPModule):
-        with model.no_sync():
+        with getattr(model, "no_sync", nullcontext)():
             yield
     else:
         model.set_requires_gradient_sync(False)
@@ -151,10 +151,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def within_copy(model: nn.Module) -> Iterator[None]:
-    """Reduces gradients within each copy alone, by the means of the front-end."""
-    if not isinstance(model, FSDPModule):
+    """Reduces gradients within each copy alone, by the means of the front-end; a plain module is one."""
+    if isinstance(model, FSDP):
         with model.no_sync(reduce_within_copy=True):
             yield
+    elif not isinstance(model, FSDPModule):
+        yield
     else:
         model.set_requires_all_reduce(False)
         yield

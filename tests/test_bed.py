@@ -1,24 +1,30 @@
 """The test bed itself: what it runs, what it reports, and that no test disturbs the next."""
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from bed import Outcome, RankFailure, ranks, run_isolated, run_ranks
+from bed import Outcome, RankFailure, patience, ranks, run_isolated, run_ranks
 from bed.memory import live_bytes
 from bed.paths import TESTS
+from bed.patience import until
 from bed.references import Traffic, count_collectives
+from bed.sampling import DRAW, draw, sample
 
 FORBIDDEN_TO_TRAVEL = "cannot be pickled, so it cannot reach the ranks"
 
@@ -170,7 +176,15 @@ def fail_everywhere(rank: int, world_size: int) -> None:
 
 def sleep_on_last(rank: int, world_size: int) -> None:
     if rank == world_size - 1:
-        time.sleep(60)
+        time.sleep(3600)
+
+
+def work_on_last(rank: int, world_size: int, seconds: float) -> None:
+    """Takes the time of a processor, however long that takes; the others wait."""
+    begin = time.process_time()
+    while rank == world_size - 1 and time.process_time() - begin < seconds:
+        pass
+    dist.barrier()
 
 
 def end_with(rank: int, world_size: int, how: str) -> None:
@@ -208,11 +222,47 @@ def test_failing_everywhere_is_said_once():
 
 
 def test_hanging_rank_shows_its_stack():
-    begin = time.monotonic()
     failure = failure_of(sleep_on_last, timeout=1.0)
-    assert time.monotonic() - begin < 10
     assert kinds(failure.outcomes) == ["passed", "hung"]
+    assert "no rank at work for 1." in failure.outcomes[1].headline
     assert "in sleep_on_last" in str(failure)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the processor's time of threads")
+def test_who_works_is_waited_for_and_so_is_who_waits_for_it():
+    """For longer than ranks may do nothing."""
+    run_ranks(2, work_on_last, 2.5, timeout=2.0)
+
+
+def looks_until_it_ends(taken: Callable[[int], dict[int, float]], silence: float = 8.0) -> tuple[int, str]:
+    """How many seconds ranks are waited for of which a thread has taken so much after so many; and why."""
+    clock = SimpleNamespace(now=0)
+    with (
+        mock.patch.object(patience, "time", SimpleNamespace(monotonic=lambda: clock.now)),
+        mock.patch.object(patience, "_seconds_taken", lambda _: taken(clock.now)),
+    ):
+        waiting = patience.Patience(silence, 100.0)
+        while not waiting.has_ended([]):
+            clock.now += 1
+        return clock.now, str(waiting)
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        (lambda now: {}, 8),  # where the system tells nothing
+        (lambda now: {1: 50.0, 2: 0.02 * now}, 8),  # they look again and again, but wait
+        (lambda now: {1: 0.1 * min(now, 30)}, 38),  # beside many others
+        (lambda now: {now: 50.0}, 8),  # of another thread each time nothing is known
+        (lambda now: {1: now}, 100),
+    ],
+)
+def test_ranks_are_ended_that_do_not_work_or_work_without_an_end(taken, expected):
+    seconds, why = looks_until_it_ends(taken)
+    assert seconds == expected
+    assert why == f"no answer after {seconds:.1f} s, " + (
+        "though at work" if seconds == 100 else "no rank at work for 8.0 s"
+    )
 
 
 @pytest.mark.parametrize(("how", "said"), [("SIGKILL", "killed by SIGKILL"), ("exit", "exited with code 7")])
@@ -243,6 +293,64 @@ def test_a_failure_is_followed_by_fresh_ranks():
             os.kill(pid, 0)
 
 
+# Which tier a test is of.
+
+
+class Combination:
+    """An item of pytest, as far as drawing asks it."""
+
+    def __init__(self, *values: int, marks: Sequence[str] = ()) -> None:
+        self.nodeid = f"tests/test_it.py::test_it[{'-'.join(map(str, values))}]"
+        self.callspec = SimpleNamespace(params={f"parameter {n}": value for n, value in enumerate(values)})
+        self.marks = [getattr(pytest.mark, name).mark for name in marks]
+
+    def iter_markers(self) -> list[pytest.Mark]:
+        return self.marks
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self.marks.append(marker.mark)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.get_closest_marker("slow") is not None
+
+
+def sampled(thorough: bool = False, given: Sequence[str] = ()) -> list[Combination]:
+    """What is left of all combinations of three parameters, and of one whose values are marked by hand."""
+    items = [Combination(*values) for values in itertools.product(range(10), repeat=3)]
+    items += [Combination(n, marks=["left_over"]) for n in range(1000)]
+    with mock.patch("bed.sampling.THOROUGH", thorough):
+        omitted = sample(items, given)  # type: ignore[arg-type]
+    assert len(items) + len(omitted) == 2000 and all(each.is_slow for each in omitted)
+    return items
+
+
+def ids(items: Iterable[Combination], slow: bool) -> set[str]:
+    return {each.nodeid for each in items if each.is_slow is slow}
+
+
+def test_an_eighth_of_the_left_over_combinations_is_drawn_by_the_commit(monkeypatch):
+    every, drawn = sampled(thorough=True), sampled()
+    assert ids(drawn, slow=False) == ids(every, slow=False)
+    assert {each.callspec.params["parameter 0"] for each in drawn if not each.is_slow} == {*range(10)}
+    assert len(ids(drawn, slow=True)) == pytest.approx(len(ids(every, slow=True)) / 8, rel=0.3)
+    assert ids(sampled(), slow=True) == ids(drawn, slow=True)
+    monkeypatch.setenv(DRAW, "another commit")
+    assert ids(sampled(), slow=True) != ids(drawn, slow=True)
+    left = min(ids(every, slow=True) - ids(drawn, slow=True))
+    assert left in ids(sampled(given=[left]), slow=False)
+
+
+def test_all_workers_draw_alike():
+    with mock.patch.dict(os.environ):
+        os.environ.pop(DRAW, None)
+        drawn = draw()
+        assert os.environ[DRAW] == drawn != ""
+
+
 # Processes of their own.
 
 
@@ -260,7 +368,7 @@ def test_isolated_death_is_an_outcome():
 def announce_and_hang(rank: int, world_size: int, folder: str) -> None:
     (Path(folder) / f"{rank}.tmp").write_text(str(os.getpid()))
     (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.pid")
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def is_running(pid: int) -> bool:
@@ -268,13 +376,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -288,11 +389,11 @@ def test_no_rank_survives_its_parent(tmp_path):
     }  # killed, it leaves its files
     command = [sys.executable, "-c", script, str(tmp_path)]
     parent = subprocess.Popen(command, cwd=Path(__file__).parent, env=environment)
-    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, seconds=40)
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     parent.kill()
     parent.wait()
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
-    wait_until(lambda: not any(map(is_running, pids)), seconds=20)
+    until(lambda: not any(map(is_running, pids)))
 
 
 # What pytest shows.
@@ -313,6 +414,10 @@ def test_limit(rank, world_size, limit):
 def test_hook(rank, world_size, hook):
     pass
 
+@pytest.mark.parametrize("value", [0, pytest.param(1, marks=pytest.mark.left_over)])
+def test_value(value):
+    assert not value
+
 def test_pids():
     import os, bed
     print("PID", *bed.run_ranks(2, pid_of), flush=True)
@@ -327,11 +432,25 @@ def pid_of(rank, world_size):
 def test_report_of_pytest(tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", "test_sample.py"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rP",
+        "-p",
+        "no:warnings",
+        "-p",
+        "no:cacheprovider",
+        "test_sample.py",
+    ]
+    drawn = next(str(n) for n in itertools.count() if zlib.crc32(f"{n} test_value[1]".encode()) % 8 == 0)
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment = {**os.environ, "PYTHONPATH": path, DRAW: drawn}
     shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
-    assert "2 failed, 2 passed" in shown
+    assert "3 failed, 3 passed" in shown
     assert "test_limit[1-2ranks]" in shown
+    assert f"The same are drawn by: {DRAW}='{drawn}' pytest -m slow" in shown
     assert "rank 1 of 2 failed: AssertionError: assert 1 < 1" in shown
     assert shown.count("noise of a rank") == 2  # of the failing test: each rank's
     assert f"parameter 'hook' of test_hook {FORBIDDEN_TO_TRAVEL}" in shown

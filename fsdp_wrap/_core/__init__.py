@@ -71,6 +71,8 @@ from fsdp_wrap._core.modules import (
     Ignored,
     ParamPlaces,
     ParamSlot,
+    added_names,
+    added_params,
     announce_sharded,
     find_replicated,
     is_owned,
@@ -81,13 +83,20 @@ from fsdp_wrap._core.modules import (
     replace_tensor,
     show_extra,
 )
-from fsdp_wrap._core.optimizer_steps import (
-    FACTORED,
-    NOT_ELEMENTWISE,
+from fsdp_wrap._core.optimizers import (
+    Group,
+    Piece,
+    by_rows,
+    computes_with_wholes,
+    knows_its_shards,
     note_elsewhere,
+    note_knows_shards,
+    note_pieces,
+    reason_against_pieces,
     refuse_in_steps,
     refuse_in_steps_at_times,
     steps_taken,
+    warn_of_lost_decay,
     watch_steps,
 )
 from fsdp_wrap._core.precision import (

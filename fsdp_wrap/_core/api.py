@@ -362,7 +362,13 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Of this rank's pieces; `_use_dtensor` must be False, as pieces convert by `to_dtensor()`."""
+    """Of what this rank holds.
+
+    Attributes:
+        _use_dtensor: Values are `DTensor`s of rows, for which the ranks gather one parameter after the other,
+            instead of pieces, which need no communication. Wrappers that were given a `device_mesh` do so in
+            any case, as torch's.
+    """
 
     _use_dtensor: bool = False
 
@@ -399,7 +405,11 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Of this rank's pieces; `_use_dtensor` must be False, as pieces convert by `to_dtensor()`."""
+    """Of what this rank holds.
+
+    Attributes:
+        _use_dtensor: As in `ShardedStateDictConfig`.
+    """
 
     _use_dtensor: bool = False
 

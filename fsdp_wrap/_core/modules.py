@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
@@ -11,12 +12,21 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from fsdp_wrap._core.torch_private import composable_registry
 from fsdp_wrap._core.walks import WRAPPED_ATTR, Place, joined, named, params, walk
 
 UNIT_ATTR = "_fsdp_unit"
 """Key in the `__dict__` of a module that a front-end has made a unit."""
+
+_MANAGED = "_is_fsdp_managed_module"
+
+added_names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""Of modules of units, the names under which programs have registered parameters or modules since."""
 
 
 class ParamPlaces:
@@ -221,8 +231,38 @@ def mark_managed(module: nn.Module) -> None:
     The compiler then takes parameters as inputs of its graphs, not as constants or static addresses: leaves,
     which are original parameters to it, have memory only while their unit is unsharded.
     """
-    module.__dict__["_is_fsdp_managed_module"] = True
+    module.__dict__[_MANAGED] = True
     module.__dict__["_fsdp_use_orig_params"] = True
+    _watch_registrations()
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """Lets `added_names` be kept."""
+    register_module_parameter_registration_hook(_note_added)
+    register_module_module_registration_hook(_note_added)
+
+
+def _note_added(module: nn.Module, name: str, added: object) -> None:
+    if added is not None and _MANAGED in module.__dict__:
+        added_names.setdefault(module, set()).add(name)
+
+
+def added_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Finds the parameters of no unit in what was registered in a module since a unit has taken it.
+
+    Returns:
+        (name within the module, parameter).
+    """
+    for name in sorted(added_names.get(module, ())):
+        found: list[tuple[str, nn.Parameter | None]] = [(name, module._parameters.get(name))]
+        child = module._modules.get(name)
+        if child is not None and UNIT_ATTR not in child.__dict__:
+            into = named(child, params, into=lambda each: UNIT_ATTR not in each.__dict__)
+            found = [(joined(name, fqn), param) for fqn, _, param in into]
+        for fqn, param in found:
+            if param is not None and not is_owned(param):
+                yield fqn, param
 
 
 def announce_sharded(module: nn.Module) -> None:

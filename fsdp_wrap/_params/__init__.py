@@ -33,6 +33,7 @@ from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,
     assemble,
+    by_rows,
     rebuild_interval_tensor,
 )
 from fsdp_wrap._params.layout import Interval, Layout, memory_around

@@ -82,7 +82,7 @@ class Cut(Extent):
         if self.whole:
             chunks = parts[: self.whole, self.offset : self.end]
             found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
-        if self.rest:
+        if self.rest or not self.whole:  # of what is empty there is a view too
             shape = self._shape_of(self.rest)
             chunk = parts[self.whole, self.offset : self.offset + shape.numel()]
             found.append(chunk.view(shape).movedim(self.dim, 0))
@@ -97,8 +97,9 @@ class Cut(Extent):
         if self.whole:
             whole = rows[: self.whole * self.chunk]
             found.append(whole.view(self.whole, self.chunk, *rows.shape[1:]))
-        if self.rest:
-            found.append(rows[self.whole * self.chunk :])
+        if self.rest or not self.whole:
+            first = self.whole * self.chunk
+            found.append(rows[first : first + self.rest])
         return found
 
     def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:

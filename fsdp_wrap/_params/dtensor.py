@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
 from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, round_up
-from fsdp_wrap._params.parallel import DataMesh, LocalPart, dtensor_of, held_by_this_rank
+from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, held_by_this_rank
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
 _GRAD_LOCAL = operator.attrgetter("grad._local_tensor")
@@ -103,10 +105,14 @@ class DTensorLayout(Layout):
 
     def _show_pieces(self) -> None:
         """Lets the sharded parameters, which conversions change, be of the shard again."""
-        for param, piece, attributes in zip(self.sources, self._pieces, self._attributes):
+        this = weakref.ref(self)
+        for index, (param, piece) in enumerate(zip(self.sources, self._pieces)):
             param._local_tensor = piece  # type: ignore[attr-defined]  # not another alias of it
-            param.__dict__.update(attributes)
+            param.__dict__.update(self._attributes[index])
             mark_owned(param)
+            part = self._parts[index]
+            ways = partial(_param_of, this, index), partial(_leaf_of, this, index)
+            param.redistribute = Redistribution(*ways, part)  # type: ignore[attr-defined]
             if self._grad_dtype is not None:
                 _set_grad_dtype(param, self._grad_dtype)
 
@@ -211,8 +217,8 @@ class DTensorLayout(Layout):
     def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
         self.note_used(shard[self._used], used)
 
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
-        unknown = [param.requires_grad and not mine for param, mine in zip(self.sources, used)]
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
+        unknown = [(frozen or param.requires_grad) and not mine for param, mine in zip(self.sources, used)]
         if not any(unknown):
             return used
         # Looking at numbers waits for the device: once, and only where this rank does not know by itself.
@@ -261,6 +267,19 @@ class DTensorLayout(Layout):
         self._adopt(self._new_shard(values[0]))
         for piece, value in zip(self._pieces, values):
             piece.copy_(value)
+
+
+def _param_of(reference: weakref.ref[DTensorLayout], index: int) -> nn.Parameter | None:
+    layout = reference()  # tensors with weak references to themselves cannot be swapped
+    return None if layout is None else layout.sources[index]
+
+
+def _leaf_of(reference: weakref.ref[DTensorLayout], index: int) -> nn.Parameter | None:
+    layout = reference()
+    if layout is None or layout.prepare_leaves is None:
+        return None
+    layout.prepare_leaves()
+    return layout.leaves[index]
 
 
 def _whole(cut: Cut, part: LocalPart | None) -> tuple[torch.Size, tuple[int, ...]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from typing import Any, final
 
@@ -268,12 +269,12 @@ class FlatLayout(Layout):
             else:
                 shard[start:stop] = -0.0
 
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
         result = [*self._known_used(used)]
         firsts = {
             index: start
             for index, ((start, stop), known, source) in enumerate(zip(self._bounds, result, self.sources))
-            if source.requires_grad and not known and stop > start
+            if (frozen or source.requires_grad) and not known and stop > start
         }
         if firsts:  # to look at numbers waits for the device
             noted = torch.stack([shard[first] for first in firsts.values()]).tolist()
@@ -340,6 +341,12 @@ class FlatParameterLayout(FlatLayout):
     def _stand_ins(self) -> Sequence[torch.Tensor]:
         return self._pieces
 
+    def _follow_places(self) -> None:
+        super()._follow_places()
+        if self.memory and self.memory[0].data_ptr() == self._shard.data_ptr():
+            # The leaves are the shard: gradients of what is computed with them are not lost.
+            self.show_sharded = functools.partial(_call_both, self.show_sharded, self.cover.put)
+
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         show_extra(self.module, self.name, None)
         super().show_full(params, copies)
@@ -356,6 +363,11 @@ class FlatParameterLayout(FlatLayout):
         super()._go_to(shard)
         self._follow_places()
         self.show_sharded()
+
+
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _extents(slots: Sequence[ParamSlot], alignment: ShardAlignment | None) -> list[Extent]:

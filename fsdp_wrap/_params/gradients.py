@@ -50,6 +50,7 @@ class Gradients:
         kept: Whether anything was kept for a later backward; see `accumulated`.
         collected: Whether there is anything in the reduce buffer.
         buffer: What serves as the reduce buffer now.
+        unreduced: Whether a backward has ended without a reduction since the last one.
         partial: A shard that was summed over this copy's ranks only, to be added to the next reduction's.
         used: For each leaf, whether the reduce buffer holds a gradient of it.
     """
@@ -74,7 +75,7 @@ class Gradients:
         largest = max(each.numel() for each in layout.memory)
         self.bulky, self.sizeable = 2 * largest >= layout.full_numel, 4 * largest >= layout.full_numel
         self.kept = False
-        self._unreduced = False
+        self.unreduced = self._waited = False  # the latter: parts of earlier backwards, summed or not
         self.partial: torch.Tensor | None = None
         self._over_meshes = None if layout.distributed is None else PartialSums(layout.distributed)
         self.average_over(contributors)
@@ -116,7 +117,7 @@ class Gradients:
         Raises:
             RuntimeError: If a gradient lies there already.
         """
-        narrow = self._sums is self._own or not self._unreduced
+        narrow = self._sums is self._own or not self.unreduced
         there = self.buffer is buffer
         if not narrow or (self.collected and not there):
             return
@@ -194,7 +195,7 @@ class Gradients:
         Args:
             counts_unused: Whether parameters that no rank used are to get gradients of zeros.
         """
-        if self._unreduced and not self.collected:
+        if self.unreduced and not self.collected:
             self._lie_in(self._sums)
         self._move_all()
         if self._over_meshes is not None:
@@ -213,7 +214,7 @@ class Gradients:
     @property
     def travels_in(self) -> torch.dtype:
         """The dtype of the reduce buffer at the end of the running backward."""
-        return (self._sums if self._unreduced else self._own).tensor.dtype
+        return (self._sums if self.unreduced else self._own).tensor.dtype
 
     def free_copied(self) -> None:
         """Frees the memory of a complete reduce buffer that travels by a copy, until `drop`."""
@@ -226,20 +227,20 @@ class Gradients:
         """Keeps what was summed over this copy's ranks only for the next reduction."""
         self.partial = shard
         self._layout.mark_partial()
-        self._unreduced = False
+        self.unreduced, self._waited = False, True
         self.drop()
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
         used: Sequence[bool] = self.used
         if False in used:  # else there is nothing to ask
-            used = self._layout.used_by_any(shard, used)
+            used = self._layout.used_by_any(shard, used, frozen=self._waited)
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self._factor is not None:
             reduced.mul_(self._factor)
         if self._layout.average_hook is not None:
             self._layout.average_hook(reduced[: reduced.numel() - self._layout.noted_numel])
-        self._unreduced = False
+        self.unreduced = self._waited = False
         self.drop()
         if self._layout.offloaded:
             self._layout.send_to_host(reduced, used)
@@ -250,7 +251,7 @@ class Gradients:
 
     def keep_accumulated(self) -> None:
         """Keeps the gradients collected so far, if any, for a later backward."""
-        self._unreduced = True
+        self.unreduced = self._waited = True
         if self.collected:
             self.kept = True
             self._layout.mark_unsynced()
@@ -274,7 +275,7 @@ class Gradients:
     def drop_all(self) -> None:
         """Forgets all gradients, also those summed over a part of the ranks."""
         self.drop()
-        self._unreduced = False
+        self.unreduced = self._waited = False
         self.partial = None
 
     def drop_failed(self) -> None:

@@ -73,6 +73,7 @@ class ParamHandle:
         unsharded_nbytes: Bytes of the unsharded buffers when they are allocated.
         travelling_nbytes: Bytes of what is gathered, where other units' is gathered with it.
         generation: How often the leaves were made anew; a graph with older ones cannot run backward.
+        hookings: How often leaves or sharded parameters have become others, which have no hooks.
         transport: How parameters and gradients travel in training.
         without_values: Names, within the unit, of the parameters that are on the meta device still.
         trainable: Whether any parameter of the unit needs a gradient now.
@@ -110,7 +111,7 @@ class ParamHandle:
         self.segments = [*map(self._segment, layouts, self._dtypes())]
         self._note_contents()
         self.state = HandleState.SHARDED
-        self.generation = 0
+        self.generation = self.hookings = 0
         self._gathering: Pending = _NOTHING
         self._comes_in_place = False
         self.kept: KeptParameters | None = None
@@ -256,6 +257,7 @@ class ParamHandle:
         anew = [each.prepare() for each in self._extended if each in segments]
         if True in anew:
             self.generation += 1
+            self.hookings += 1
             self._note_contents()
 
     def ride(self, ride: Ride, lasting: bool = False) -> None:
@@ -435,6 +437,7 @@ class ParamHandle:
         self.free_staying()
         self.values += 1
         self._changed = True
+        self.hookings += 1
         for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes())):
             if anew or dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.layout, dtypes)
@@ -554,7 +557,8 @@ class ParamHandle:
         segments, full, shards, nbytes = [], [], [], 0
         for segment in self.segments:  # as in `reduced_segments`
             gradients = segment.gradients
-            if segment.trainable or gradients.collected or gradients.partial is not None:
+            waits = gradients.collected or gradients.unreduced or gradients.partial is not None
+            if segment.trainable or waits:
                 segments.append(segment)
                 full.append(segment.gradients.complete(counts_unused))
                 shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
@@ -571,11 +575,13 @@ class ParamHandle:
     def reduced_segments(self) -> list[Segment]:
         """Returns the segments that take part in a reduction."""
         # Whether one does must not depend on which of its leaves this rank used.
-        return [
-            each
-            for each in self.segments
-            if each.trainable or each.gradients.collected or each.gradients.partial is not None
-        ]
+        segments = []
+        for segment in self.segments:
+            gradients = segment.gradients
+            waits = gradients.collected or gradients.unreduced or gradients.partial is not None
+            if segment.trainable or waits:  # what was frozen since an earlier backward has gradients of that
+                segments.append(segment)
+        return segments
 
     def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
         """Returns the names of the dtypes in which parameters travel, or gradients."""
@@ -616,7 +622,8 @@ class ParamHandle:
     def keep_accumulated(self) -> None:
         """Keeps the gradients taken so far for a later backward (`no_sync`)."""
         for segment in self.segments:
-            segment.gradients.keep_accumulated()
+            if segment.trainable:
+                segment.gradients.keep_accumulated()
             self.keeps_gradients = self.keeps_gradients or segment.gradients.kept
 
     def forget_zeroed(self) -> None:

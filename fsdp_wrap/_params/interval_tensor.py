@@ -7,11 +7,14 @@ protocol of `torch.distributed.checkpoint` for tensors that bring chunks of thei
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -139,12 +142,8 @@ class IntervalTensor(torch.Tensor):
 
         It is sharded along dimension 0 over the mesh's last dimension, and replicated over the others.
         """
-        placements: list[Any] = [Replicate()] * mesh.ndim
-        if self.ndim > 0:
-            placements[-1] = Shard(0)
-
         full = self._assembled([mesh.get_group(dim) for dim in range(mesh.ndim)])
-        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+        return by_rows(full, mesh)
 
     def _assembled(self, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
         """Returns the full tensor, all of which the ranks of these groups hold between them; collective."""
@@ -252,6 +251,7 @@ class IntervalTensor(torch.Tensor):
         properties = TensorProperties(dtype=self.dtype)
         if self.part is not None and not self.part.is_first_copy:
             return []  # others hold it between them as well, but perhaps cut it elsewhere
+        self._refuse_boxes(fqn)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -260,6 +260,19 @@ class IntervalTensor(torch.Tensor):
             )
             for chunk in self.__create_chunk_list__()
         ]
+
+    def _refuse_boxes(self, fqn: str) -> None:
+        """Refuses files with room for one box of a tensor if this rank has more: only one would be left."""
+        writer, boxes = _writer_asking(), self.boxes()
+        format_ = getattr(writer, "serialization_format", None)
+        if len(boxes) > 1 and format_ == SerializationFormat.SAFETENSORS:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise ValueError(
+                f"{type(writer).__name__} stores one box of a tensor for each rank. Of '{fqn}', of shape "
+                f"{tuple(self.shape)}, rank {rank} holds {len(boxes)}, with elements {self.start} to "
+                f"{self.stop}: take a state dict of rows, by ShardedStateDictConfig(_use_dtensor=True) or by "
+                "wrapping with a device_mesh, or use fsdp_wrap.checkpoint.export_safetensors"
+            )
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), box.shape) for offsets, box in self.boxes().items()]
@@ -327,6 +340,21 @@ _ON_PIECES = {
     pin_memory_operator,
     *_LOOKS,
 }
+
+
+def by_rows(full: torch.Tensor, mesh: DeviceMesh, *, replicated: bool = False) -> DTensor:
+    """Cuts this rank's rows, in memory of their own, out of a full tensor that all ranks of a mesh have.
+
+    Args:
+        full: The tensor; without dimensions, all ranks keep it.
+        mesh: It is sharded over the last dimension, and replicated over the others.
+        replicated: Replicate it over all of them.
+    """
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if full.ndim > 0 and not replicated:
+        placements[-1] = Shard(0)
+    rows = distribute_tensor(full, mesh, placements, src_data_rank=None)
+    return cast(DTensor, rows.clone())  # else the rows keep all of the full tensor
 
 
 def rebuild_interval_tensor(
@@ -430,6 +458,19 @@ def assemble(
         with deaths_told(group):
             dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
     return full
+
+
+def _writer_asking() -> Any:
+    """Returns the storage writer for which DCP asks a value for its chunks; None if there is none.
+
+    DCP does not tell values who writes them, so it is looked up among the callers.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if "storage_writer" in frame.f_code.co_varnames + frame.f_code.co_freevars:
+            return frame.f_locals.get("storage_writer")
+        frame = frame.f_back
+    return None
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:

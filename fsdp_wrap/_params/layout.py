@@ -202,6 +202,7 @@ class Layout(ABC):
         extended: Whether tensor subclasses say what travels of the parameters, and make the leaves.
         resident: The unsharded buffer, where it is the shard itself and always in memory.
         average_hook: Called with this rank's part of each reduction once it is averaged, if there is one.
+        prepare_leaves: Lets the leaves take gradients, once the unit is part of a schedule.
     """
 
     extents: Sequence[Extent]
@@ -235,6 +236,7 @@ class Layout(ABC):
         self.memory: Sequence[torch.Tensor] = self.leaves
         self.distributed = local_parts([slot.param for slot in slots], own_dims)
         self.average_hook: Callable[[torch.Tensor], None] | None = None
+        self.prepare_leaves: Callable[[], None] | None = None
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
@@ -519,12 +521,13 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
         """Tells which original parameters any rank has used, all ranks alike.
 
         Args:
             shard: What was reduced, with what the ranks noted; neither divided nor cast since.
             used: For each original parameter, whether this rank has contributed to its gradient.
+            frozen: Whether a parameter that is frozen now may have been used.
         """
 
     # gradients
@@ -543,7 +546,7 @@ class Layout(ABC):
             reduced = self._accelerator.beside(reduced, self._shard)
         grads, used = self._cut_gradients(reduced), self._having_gradients(used)
         for param, grad, by_any in zip(self.sharded_params, grads, used):
-            if by_any and param.requires_grad:
+            if by_any:
                 if param.grad is None:
                     param.grad = grad
                 else:
@@ -675,7 +678,7 @@ class Layout(ABC):
             memo: Of `copy.deepcopy`; the old sharded parameters stand for the new ones in it afterwards.
         """
         new = copy(self)
-        new._marks, new._arriving = GradientMarks(), []
+        new._marks, new._arriving, new.prepare_leaves = GradientMarks(), [], None
         new._adopt_copies()
         pieces = zip(new._pieces, self.sources)
         new._stand_for([nn.Parameter(piece, source.requires_grad) for piece, source in pieces])

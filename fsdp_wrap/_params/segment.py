@@ -14,6 +14,7 @@ from fsdp_wrap._core import SegmentDtypes
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
 from fsdp_wrap._params.layout import Layout
+from fsdp_wrap._params.parallel import held_by_this_rank
 
 _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
@@ -249,6 +250,15 @@ class Segment:
         for leaf, trains in zip(self.leaves, wanted):
             leaf.requires_grad_(trains)
         self.trainable = True in wanted
+
+    @torch.no_grad()
+    def take_gradient(self, index: int, grad: torch.Tensor) -> None:
+        """Adds a gradient that came another way to a leaf's."""
+        leaf, part = self.leaves[index], (self.layout.distributed or [None] * (index + 1))[index]
+        held = held_by_this_rank(grad)
+        held = held.to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
+        taken = held if part is None else part.tensor(held)
+        leaf.grad = taken if leaf.grad is None else leaf.grad + taken
 
     def take_in_place(self, index: int) -> None:
         """Moves a leaf's gradient to where the leaf lies, if that may serve as the reduce buffer.

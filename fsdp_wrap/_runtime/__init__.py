@@ -13,8 +13,10 @@ from fsdp_wrap._runtime.materialize import MaterializationError, Values, move
 from fsdp_wrap._runtime.refusals import (
     check_tensors,
     converted,
+    drop_gradients,
     refuse_pieces,
     refuse_replaced,
+    refuse_sharing,
     refuse_steps_between_sums,
     refuse_unsharded,
     require_root,

@@ -50,8 +50,9 @@ class Arrivals:
         """Prepares for a backward of the tree, which may or may not reach the unit."""
         self.progress = Progress.UNREACHED
         self.open_uses = 0
-        self.needed_to_end = False
-        self.expect_all()
+        self.needed_to_end = self.quarter_came = False
+        self.missing = self._weights.copy()  # as `expect_all`, in a frame less
+        self._to_come = self._next_stop = self._total
 
     def expect_all(self) -> None:
         """Expects all gradients anew."""

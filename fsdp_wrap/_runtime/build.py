@@ -32,7 +32,12 @@ from fsdp_wrap._runtime.materialize import (
     move,
     refuse_together,
 )
-from fsdp_wrap._runtime.refusals import check_tensors, refuse_earlier_optimizers, refuse_pieces
+from fsdp_wrap._runtime.refusals import (
+    check_tensors,
+    drop_gradients,
+    refuse_earlier_optimizers,
+    refuse_pieces,
+)
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import InitialValues, sample
 from fsdp_wrap._runtime.schedule import guard_parametrizations
@@ -115,6 +120,7 @@ def check_module(
         refuse_together(error, mesh.groups)
     if error is not None:
         raise error
+    drop_gradients(contents)
     return contents.tensors()
 
 

@@ -54,9 +54,8 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
                 f"set_custom_{method}() of {name} takes an object that can be called and has a method "
                 f"allocate(size, *, dtype, device), as torch's AllGather and ReduceScatter, not {comm!r}"
             )
-    if handle.communicator.size > 1:  # else nothing travels
-        theirs = before.comms if isinstance(before, CustomTransport) else {}
-        handle.travel_by(CustomTransport(handle, {**theirs, **comms}))
+    theirs = before.comms if isinstance(before, CustomTransport) else {}
+    handle.travel_by(CustomTransport(handle, {**theirs, **comms}))
 
 
 def allocate_by_group(unit: Unit, enable: bool) -> None:
@@ -184,11 +183,12 @@ class CustomTransport:
     def __init__(self, handle: ParamHandle, comms: dict[str, Any]) -> None:
         self._communicator: Communicator = handle.communicator
         self.comms = comms
-        self.keeps_notes = "reduce_scatter" not in comms
+        self._used = comms if self._communicator.size > 1 else {}  # else nothing travels
+        self.keeps_notes = "reduce_scatter" not in self._used
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         """As a communicator's."""
-        communicator, comm = self._communicator, self.comms.get("all_gather")
+        communicator, comm = self._communicator, self._used.get("all_gather")
         if comm is None:
             return communicator.gather_into(buffers, fill)
         for buffer in buffers:
@@ -213,7 +213,7 @@ class CustomTransport:
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
         """As a communicator's; the user's object gets `ReduceOp.SUM`, and what comes is divided by us."""
-        comm = self.comms.get("reduce_scatter")
+        comm = self._used.get("reduce_scatter")
         if comm is None:
             return self._communicator.reduce_scatter(shards, full)
 

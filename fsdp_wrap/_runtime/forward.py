@@ -70,6 +70,8 @@ def run_forward(
                 refuse_edits(use.unit, handle)
                 output, tensors = _without_parameters(handle, output)
                 schedule.post_forward(use, tensors, nodes)
+        if own.lasting and own.depth == len(uses):
+            output = _without_lasting(own, output)
         return output
     except (RuntimeError, MemoryError) as error:
         own.explain(error)
@@ -123,6 +125,17 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
             output = _copied(handle, output)
             return output, list(iter_tensors(output))
     return output, tensors
+
+
+def _without_lasting(schedule: Schedule, output: Any) -> Any:
+    """Ends, with the outermost forward, those of units that have stayed full; returns its output."""
+    if graph_task() != -1:
+        return output
+    for unit in schedule.lasting:
+        if unit.handle is not None:
+            output, _ = _without_parameters(unit.handle, output)
+    schedule.end_lasting([*iter_tensors(output)])
+    return output
 
 
 def _copied(handle: ParamHandle, output: Any) -> Any:

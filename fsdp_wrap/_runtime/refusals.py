@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,15 +17,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_wrap._core import (
-    FACTORED,
-    NOT_ELEMENTWISE,
     ChangedBetweenError,
     Contents,
     NotRootError,
     ParamSlot,
+    Piece,
     ReplacedError,
+    added_names,
+    added_params,
+    clean_fqn,
+    joined,
+    note_pieces,
+    own_modules,
     refuse_in_steps,
     refuse_in_steps_at_times,
+    warn_caller,
 )
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 from fsdp_wrap._params import (
@@ -41,6 +48,10 @@ from fsdp_wrap._params import (
 from fsdp_wrap._runtime.unit import Unit, Use
 
 _VERSION = attrgetter("_version")
+_OUTSIDE = (
+    "If this is {} used outside of its module's forward: it was sharded then (on rank {}). Use its "
+    "full_tensor() (fully_shard), keep it from resharding, or make one unit of the modules that use it"
+)
 
 
 def check_tensors(
@@ -92,6 +103,19 @@ def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
         raise TypeError(
             f"parameter '{fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
             "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
+        )
+
+
+def drop_gradients(contents: Contents) -> None:
+    """Drops what gradients parameters have that are to be sharded, with a warning: ranks have others."""
+    having = [slot for slot in contents.slots if slot.param.grad is not None]
+    for slot in having:
+        slot.param.grad = None
+    if having:
+        warn_caller(
+            f"gradients that {len(having)} parameters had before sharding were dropped, the first of "
+            f"'{having[0].fqn}': they are of this rank alone, not averaged. Step before sharding, or run the "
+            "backward after it; zero_grad() before sharding avoids this warning"
         )
 
 
@@ -150,6 +174,21 @@ def converted(
     return found
 
 
+def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuses a function that moves tensors to memory shared with other processes: `DTensor`s have none.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    probe = torch.empty(1, device="cpu")
+    if fn(probe).is_cpu and probe.is_shared():  # type: ignore[no-untyped-call]
+        raise TypeError(
+            f"share_memory() of {unit.name} on rank {dist.get_rank()}: sharded parameters are DTensors, "
+            "which cannot lie in memory shared with other processes. Share a plain model with the values "
+            "that fsdp_wrap.iter_full_params() gives"
+        )
+
+
 def refuse_outdated(use: Use) -> None:
     """Refuses the backward of a forward that computed with other values of the parameters.
 
@@ -189,6 +228,32 @@ def _written_since(use: Use) -> str | None:
     return None
 
 
+def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
+    """Names, in an error of an operation, sharded parameters that it may have been given.
+
+    An error about `DTensor`s does not tell which; one about sizes has that of the part.
+    """
+    message = str(error)
+    mixed, sizes = "mixed torch.Tensor and DTensor" in message, {*map(int, re.findall(r"\d+", message))}
+    vague = "1-D tensor" in message
+    told = _OUTSIDE[-30:] in message or not (mixed or vague or "size" in message or "shape" in message)
+    if told or not isinstance(error, RuntimeError):
+        return
+    names = [
+        unit.name_of(interval.fqn)
+        for unit in units
+        for layout in (unit.handle.layouts if unit.handle is not None and unit.handle.shows_shards else ())
+        for interval in layout.intervals()
+        if mixed or (not isinstance(interval.source, DTensor) and (vague or interval.data.numel() in sizes))
+    ]
+    if names:
+        several = f" or another of {len(names)} parameters" if len(names) > 1 else ""
+        error.args = (
+            f"{message}\n{_OUTSIDE.format(repr(names[0]) + several, dist.get_rank())}",
+            *error.args[1:],
+        )
+
+
 def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
     """Refuses a forward that has written to full parameters, which are freed without a trace.
 
@@ -225,6 +290,32 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
             f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
             "edit it inside summon_full_params, or each shard by itself (model.parameters())"
         )
+
+
+def refuse_added(units: Iterable[Unit]) -> None:
+    """Refuses parameters that train and were registered in a unit after it was made, also in new modules.
+
+    Raises:
+        ReplacedError: If there is any.
+    """
+    for unit in units:
+        for prefix, module in () if unit.gone else own_modules(unit.module):
+            found = [*added_params(module)] if module in added_names else []
+            for fqn, param in found:
+                if param.requires_grad and not _is_leaf_of(unit, param):
+                    name = unit.name_of(clean_fqn(joined(prefix, fqn)))
+                    raise ReplacedError(
+                        f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
+                        f"another, after sharding (seen on rank {dist.get_rank()}): no rank would get the "
+                        "others' gradients of it. Change the model before sharding it (what stays out goes "
+                        "into ignored_states, or ignored_params), or freeze what is new"
+                    )
+            if not found:
+                added_names.pop(module, None)
+
+
+def _is_leaf_of(unit: Unit, param: nn.Parameter) -> bool:
+    return unit.handle is not None and any(param in each.places for each in unit.handle.segments)
 
 
 def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
@@ -335,14 +426,16 @@ def refuse_pieces(unit: Unit) -> None:
     if handle is None:
         return
     cut = handle.communicator.size > 1 or bool(handle.distributed)
-    found = []
+    found: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
     for layout in handle.layouts:
-        # A `FlatParameter` stands for many: the first is named.
-        for extent, source in reversed([*zip(layout.extents, layout.sources)]):
-            whole = source.shape == extent.shape
-            if not isinstance(source, DTensor) and (cut or not whole):
-                found.append((source, _why(_IN_PIECES, unit, extent.fqn)))
-    refuse_in_steps(found, NOT_ELEMENTWISE if cut else FACTORED)  # flat, but all is there
+        for extent, source in zip(layout.extents, layout.sources):
+            if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
+                found.setdefault(source, []).append((extent.fqn, len(extent.shape)))
+    note_pieces(
+        (source, Piece(_why("{name}", unit, each[0][0]), dims, cut, _why(_IN_PIECES, unit, each[0][0])))
+        for source, each in found.items()
+        for dims in [tuple(dim for _, dim in each)]
+    )
 
 
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
@@ -374,8 +467,7 @@ _LEFT = (
 _IN_PIECES = (
     "computes with whole parameters, and of '{name}' it gets a flat piece (on rank {rank}): its numbers "
     "would be other ones than without sharding. Use an optimizer that is elementwise (SGD, AdamW), "
-    "use_orig_params=True with ShardingStrategy.NO_SHARD, or fully_shard, whose DTensors are computed with "
-    "over all ranks"
+    "fsdp_wrap.optim.Muon, or use_orig_params=True with ShardingStrategy.NO_SHARD, which gives it whole ones"
 )
 
 

@@ -20,7 +20,8 @@ class Registry:
 
     def __init__(self) -> None:
         self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Unit]]
+        # Units in the order in which they were noted, which is the same on all ranks: they unshard in it.
+        self._users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Unit, None]]
         self._users = weakref.WeakKeyDictionary()
         self._owners = WeakIdKeyDictionary()  # for an original parameter: its unit, segment and place there
 
@@ -55,7 +56,7 @@ class Registry:
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
             for module, _ in chain.from_iterable(segment.layout.places):
-                self._users.setdefault(module, weakref.WeakSet()).add(unit)
+                self._users.setdefault(module, weakref.WeakKeyDictionary())[unit] = None
 
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
         """Returns the unit that has taken a parameter, the layout in which it is, and its number there.

@@ -29,6 +29,7 @@ from fsdp_wrap._core import (
     NotIdleError,
     Phase,
     Seam,
+    added_names,
     check_nbytes,
     emit,
     follow_profiler,
@@ -46,6 +47,8 @@ from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
 from fsdp_wrap._runtime.refusals import (
     ParametrizationGuard,
+    name_sharded,
+    refuse_added,
     refuse_changes,
     refuse_graph,
     refuse_outdated,
@@ -73,6 +76,8 @@ class Schedule:
         iteration: How many outermost forwards have begun.
         device: Where the units compute.
         depth: Forward calls in progress.
+        lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
+            its inputs: of several modules not all of which have run, or units that are not to reshard.
         syncs: Whether gradients are reduced: not under `no_sync`.
         sums_over_replicas: Whether they are summed over the replicas as well, where units do not defer that.
     """
@@ -90,6 +95,7 @@ class Schedule:
         self._stay_plan = StayPlan()
         self.iteration = 0
         self.depth = 0
+        self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
         self._backward_open = False
         self._trains = False
         self.syncs = self.sums_over_replicas = True
@@ -112,6 +118,8 @@ class Schedule:
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
+            for layout in unit.handle.layouts if unit.handle is not None else ():
+                layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
 
     @property
     def units(self) -> list[Unit]:
@@ -126,7 +134,8 @@ class Schedule:
         return Phase.BACKWARD if self._backward_open else Phase.IDLE
 
     def explain(self, error: BaseException) -> None:
-        """Lets an error that is about to leave the runtime tell what the units held, if memory ran out."""
+        """Lets an error that is about to leave the runtime tell what units held, or which were sharded."""
+        name_sharded(error, self.units)
         if out_of_memory.filled is not None:
             out_of_memory.filled(error, self.units)
 
@@ -159,7 +168,7 @@ class Schedule:
                     coming = self._order.coming_in_forward(unit)
                     self._prefetched += self._travel.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
-            if handle.follow_requires_grad() or unit.hooked_generation != handle.generation:
+            if handle.follow_requires_grad() or unit.hooked != handle.hookings:
                 self._hook_leaves(unit)
             if not recompute:
                 self._order.started.append(unit)
@@ -225,12 +234,38 @@ class Schedule:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
-        over = unit.running == 1 and (not unit.parts or unit.ran(use.part))
-        if over and not unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
-            within = unit.options.reshards_within if with_grad else None
-            unit.reshard(Phase.FORWARD, within, unit.stays)
-        elif over:
+        if unit.running > 1:
+            return
+        if unit.parts and not unit.ran(use.part):
+            self.lasting[unit] = use, inputs
+        elif unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+            self.lasting.pop(unit, None)
             handle.shown.show_kept()
+        elif unit.options.reshard_after_forward:
+            self.lasting.pop(unit, None)
+            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+        else:
+            self.lasting[unit] = use, inputs
+
+    def end_lasting(self, tensors: list[torch.Tensor]) -> None:
+        """Ends the forwards of units that have stayed full, with the outermost one.
+
+        What it has computed with their parameters needs these again in backward, which its outputs begin.
+
+        Args:
+            tensors: Those in what it returned.
+        """
+        with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
+        lasting, self.lasting = self.lasting, {}
+        for unit, (use, inputs) in lasting.items():
+            for tensor in with_grad:
+                tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
+            alone = unit.partly_ran and unit.running  # one of several modules by itself: others may follow
+            unit.restart()
+            if alone or unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+                unit.handle.shown.show_kept()  # type: ignore[union-attr]
+            else:
+                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -241,7 +276,8 @@ class Schedule:
             unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
         if graph_task() != -1:
             return
-        if handle is not None and unit.running == 0 and handle.shown.state is Showing.LEAVES:
+        over = unit.running == 0 and unit not in self.lasting
+        if over and handle is not None and handle.shown.state is Showing.LEAVES:
             handle.shown.show_sharded()
         if self.depth == 0:
             self._end_outermost_forward()
@@ -250,11 +286,10 @@ class Schedule:
         prefetched, self._prefetched = self._prefetched, []
         for unit in prefetched:  # they did not run after all
             unit.reshard(Phase.FORWARD, stays=unit.stays)
-        for unit in self._units:
-            if unit.parts and unit.partly_ran:
-                unit.restart()
-                if unit.options.reshard_after_forward:
-                    unit.reshard(Phase.FORWARD, stays=unit.stays)
+        for unit in self.lasting:  # it raised
+            unit.restart()
+            unit.reshard(Phase.FORWARD, stays=unit.stays)
+        self.lasting = {}
         if self._offloading is not None:
             self._offloading.end_forward(self._units)
 
@@ -315,6 +350,11 @@ class Schedule:
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
+            if unit.hooked != handle.hookings:  # gradients may come though it does not run
+                handle.follow_requires_grad()
+                self._hook_leaves(unit)
+        if self._trains and added_names:
+            refuse_added(self._units)
 
     def _choose_what_stays(self) -> None:
         """Decides whose full parameters stay when units reshard, where anything that decides has changed."""
@@ -342,6 +382,15 @@ class Schedule:
         for leaf in leaves:
             hook = unit.arrivals.hook(leaf, act)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        unit.watch_own_gradients()
+
+    @staticmethod
+    def _prepare_leaves(reference: weakref.ref[Unit]) -> None:
+        """Hooks leaves to which gradients may come outside of their unit's forward."""
+        unit = reference()
+        if unit is not None and unit.handle is not None and unit.schedule is not None:
+            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
+                unit.schedule._hook_leaves(unit)
 
     # backward
 
@@ -443,6 +492,9 @@ class Schedule:
             refuse_graph(unit, leaf)
         if not self._backward_open:
             self._open_backward()
+            if not leaf.requires_grad:  # frozen since its forward, as one sees by now
+                leaf.grad = None
+                return
             arrivals.expect_all_but(leaf)
         if options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
@@ -502,9 +554,13 @@ class Schedule:
         self._order.begin_backward()
         self._order_check.begin_backward()
         for unit in self._units:
+            handle = unit.handle
+            if handle is not None:
+                if handle.follow_requires_grad():  # others than in the last forward, which may be no one's
+                    self._hook_leaves(unit)
+                if handle.keeps_gradients:
+                    handle.forget_zeroed()
             unit.arrivals.begin()
-            if unit.handle is not None and unit.handle.keeps_gradients:
-                unit.handle.forget_zeroed()
         execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
@@ -594,7 +650,7 @@ class Schedule:
             if self._offloading is not None:
                 self._offloading.outdate([unit])
             unit.unshard(Phase.IDLE)
-            if unit.handle.follow_requires_grad() or unit.hooked_generation != unit.handle.generation:
+            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
                 self._hook_leaves(unit)
             unit.handle.shown.show_leaves()
 
@@ -661,7 +717,9 @@ class Schedule:
     def _takes_in_place(self, unit: Unit) -> bool:
         """Whether nothing speaks against gradients in the place of the unit's parameters."""
         options = unit.options
+        handle = unit.handle
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
+        freed = freed and handle is not None and handle.state is HandleState.UNSHARDED
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:

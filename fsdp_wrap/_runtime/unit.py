@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from fsdp_wrap._core import (
     observers,
     step_watchers,
     walk,
+    warn_caller,
 )
 from fsdp_wrap._core.torch_private import will_execute
 from fsdp_wrap._params import HandleState, ParamHandle, Ride, Segment
@@ -127,7 +129,8 @@ class Unit:
         schedule: In which it runs; None before its first use.
         positions: Where it tells other ranks what it does, once it runs in a schedule.
         arrivals: What it has got of the running backward.
-        hooked_generation: The generation of the handle's leaves that were hooked last.
+        hooked: Which of the handle's `hookings` was the last.
+        told_of_own_gradients: Whether a warning told that a graph leads to sharded parameters themselves.
         all_train: Whether every leaf needs a gradient.
         over: What tells it from the module's units over other meshes; empty for the first.
         stays: Segments of the tree whose full parameters stay within the budget when their units reshard.
@@ -170,7 +173,9 @@ class Unit:
         self.nested = False
         self.schedule: Schedule | None = None
         self._hooked: set[nn.Parameter] = set()
-        self.hooked_generation = -1
+        self._own_gradients: list[tuple[Node, Any]] = []
+        self.told_of_own_gradients = False
+        self.hooked = -1
         self.all_train = handle is None
         self.stays: Collection[Segment] = ()
         self.stays_on: Collection[Segment] = ()
@@ -212,6 +217,7 @@ class Unit:
         """Lets go of everything when the module has gone: the units of a tree know each other."""
         self.handle = self.initial = None
         self._hooked.clear()
+        self._own_gradients = []
 
     @property
     def over_all_meshes(self) -> tuple[Unit, ...]:
@@ -562,12 +568,28 @@ class Unit:
         assert handle is not None
         leaves = [leaf for segment in handle.segments for leaf in segment.leaves]
         trainable = [leaf for leaf in leaves if leaf.requires_grad]
-        self.hooked_generation = handle.generation
+        self.hooked = handle.hookings
         self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
         new = [leaf for leaf in trainable if leaf not in self._hooked]
         self._hooked = {*self._hooked.intersection(leaves), *new}
         return new
+
+    @torch.inference_mode(False)
+    def watch_own_gradients(self) -> None:
+        """Watches gradients that reach sharded parameters themselves, not by their leaves."""
+        handle, this = self.handle, weakref.ref(self)
+        assert handle is not None
+        for _, watching in self._own_gradients:
+            watching.remove()
+        self._own_gradients = []
+        for segment in handle.segments:
+            sources = {source: index for index, source in enumerate(segment.layout.sources)}
+            for source, index in sources.items():
+                if source.requires_grad:
+                    node = get_gradient_edge(source).node  # which only a graph would keep
+                    watching = node.register_prehook(partial(_on_own_gradient, this, segment, index))
+                    self._own_gradients.append((node, watching))
 
     # backward
 
@@ -638,6 +660,34 @@ class Use:
         self.task = -1
         self.unit.arrivals.open_uses -= 1
         return self.unit.arrivals.open_uses == 0
+
+
+def _on_own_gradient(
+    reference: weakref.ref[Unit], segment: Segment, index: int, grads: tuple[torch.Tensor | None, ...]
+) -> tuple[None] | None:
+    """Acts where a graph leads to a sharded parameter itself.
+
+    If every rank has the whole, the gradient goes to the leaf, and is averaged with the others. Of a part it
+    is taken as it is, with a warning: nobody knows here whether ranks computed the same.
+    """
+    unit, layout = reference(), segment.layout
+    if unit is None or grads[0] is None:
+        return None
+    if not layout.sharded and layout.sources[index] is not layout.flat_param:
+        segment.take_gradient(index, grads[0])
+        for hook in (segment.leaves[index]._post_accumulate_grad_hooks or {}).values():
+            hook(segment.leaves[index])
+        return (None,)
+    if not unit.told_of_own_gradients:
+        unit.told_of_own_gradients = True
+        warn_caller(
+            f"a gradient reached the sharded parameter '{unit.name_of(layout.fqns[index])}' itself on rank "
+            f"{dist.get_rank()}, since a graph uses it outside of the forward of {unit.name}. It is taken "
+            "as it is, not averaged: right for what all ranks compute alike, or each with its own elements "
+            "(a penalty), wrong for what depends on their batches. For that use full_tensor() of the "
+            "parameter itself (fully_shard), the module's forward, or one unit for all that uses it"
+        )
+    return None
 
 
 def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:

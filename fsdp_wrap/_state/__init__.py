@@ -16,6 +16,7 @@ from fsdp_wrap._state.full_values import (
     is_sharded,
     iter_full_params,
     param_aliases,
+    persistent_buffers,
     settled_units,
     unsharded,
 )
@@ -36,24 +37,35 @@ from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
 from fsdp_wrap._state.gradients.over_meshes import clip_parameters
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
+from fsdp_wrap._state.optim_initial import as_saved, innermost
 from fsdp_wrap._state.optim_load import load_optim_state_dict
 from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer_state
 from fsdp_wrap._state.optim_params import options_of, refuse_shared, saved_options
 from fsdp_wrap._state.optim_pieces import refitted
 from fsdp_wrap._state.optim_state_dict import (
+    dtensor_optim_state_dict,
     full_optim_state_dict,
     iter_full_optim_state,
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Original, Originals, foreign_to_model, handles_of, owned_places
+from fsdp_wrap._state.originals import (
+    Original,
+    Originals,
+    foreign_to_model,
+    handles_of,
+    owned_places,
+    uncut,
+)
 from fsdp_wrap._state.small_dtensors import put_in_dtensor, taken_from_dtensor
 from fsdp_wrap._state.small_states import is_scale, small_states_of
 from fsdp_wrap._state.state_dict import (
     begin_load,
+    by_mesh,
     resolve_settings,
     take_state_dict,
     taking,
     to_load,
+    wants_dtensors,
     wants_result,
 )

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart, ParamHan
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
 from fsdp_wrap._state.originals import Originals, handles_of, owned_places
+
+Named = tuple[str, torch.Tensor]
+T = TypeVar("T")
 
 _SMALL, _BATCH = 2**16, 2**20
 """Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
@@ -100,7 +103,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
-    """Returns a tensor that this rank has whole.
+    """Returns a tensor that no unit owns: this rank has it whole, or it is a `DTensor`.
 
     Raises:
         RuntimeError: If it is on the meta device.
@@ -111,7 +114,9 @@ def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
             "initialise or load it first"
         )
     alone = make_communicator(None, tensor.device)
-    return FullValue(key, tensor.shape, tensor.dtype, alone, [tensor.numel()], copier(tensor))
+    # Writing is collective too: it is where ranks take part in a gather.
+    write = (lambda out: copier(unsharded(tensor))(out)) if is_sharded(tensor) else copier(tensor)
+    return FullValue(key, tensor.shape, tensor.dtype, alone, [tensor.numel()], write)
 
 
 def copier(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
@@ -215,15 +220,16 @@ def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValu
     or one and that before the batch: twice a batch's size must fit into the budget beside the latter.
     """
     batch: list[FullValue] = []
-    room = budget // 2
+    room, filled = budget // 2, 0
     for value in values:
-        nbytes = sum(each.nbytes for each in (*batch, value))
-        small = value.nbytes <= _SMALL and nbytes <= min(_BATCH, room)
+        nbytes = value.nbytes
+        small = nbytes <= _SMALL and filled + nbytes <= min(_BATCH, room)
         if batch and not (small and batch[0].nbytes <= _SMALL and value.travels_with(batch[0])):
             yield batch
-            room = (budget - batch[-1].nbytes) // 2
+            room, filled = (budget - batch[-1].nbytes) // 2, 0
             batch = []
         batch.append(value)
+        filled += nbytes
     if batch:
         yield batch
 
@@ -345,7 +351,8 @@ class FullParams:
         self._module, names = module, Originals(module)
         self._values = [_cast(value, dtype) for value in _params(names)]
         self._budget = 2 * names.largest_unit_nbytes()
-        self._values += _buffers(module, units) if buffers else []
+        if buffers:
+            self._values += [value_held_here(*each) for each in persistent_buffers(module, units)]
 
     def refuse_subclasses(self, doing: str) -> None:
         """Refuses what takes plain tensors only.
@@ -419,9 +426,10 @@ def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
     return replace(value, dtype=dtype) if dtype is not None and is_castable(value.dtype) else value
 
 
-def _buffers(module: nn.Module, units: Iterable[Unit]) -> list[FullValue]:
+def persistent_buffers(module: nn.Module, units: Iterable[Unit]) -> list[tuple[str, torch.Tensor]]:
+    """Returns the buffers of a state dict by name, in their own dtype."""
     with original_buffers(units):
-        return [value_held_here(fqn, buffer) for fqn, _, buffer in named(module, persistent)]
+        return [(fqn, buffer) for fqn, _, buffer in named(module, persistent)]
 
 
 # of torch's own kinds
@@ -509,6 +517,35 @@ class FirstRank:
             value = communicator.broadcast_object(value)
         return value
 
+    def uses(self, tensors: Iterator[Named], use: Callable[[Iterator[Named]], T], doing: str) -> T:
+        """Lets the first rank use tensors that all ranks gather; collective.
+
+        Returns:
+            What the first rank made of them, which must be small and picklable.
+
+        Raises:
+            RuntimeError: What the first rank raised, on every rank, when all have come to the end.
+        """
+        own: list[Exception] = []
+        failure: Exception | None = None
+        result: T | None = None
+        if self.is_here:
+            try:
+                result = use(_noting(tensors, own))
+            except Exception as error:
+                if error in own:  # a gather failed, as on the other ranks
+                    raise
+                failure = error
+        for _ in tensors:  # a rank that does not use them, or cannot, takes part in the gathers all the same
+            pass
+        told = failure
+        if failure is not None and not isinstance(failure, RuntimeError):
+            told = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
+        told, found = self.object((told, result))
+        if told is not None:
+            raise told from None if told is failure else failure
+        return cast(T, found)
+
     def announced(self, values: Any) -> Any:
         """Returns the first rank's values, in containers: tensors with dimensions as `Announced`.
 
@@ -531,6 +568,15 @@ class FirstRank:
         for communicator in self.steps:
             communicator.broadcast(value.view(-1).view(torch.uint8) if value.numel() else value)
         return value
+
+
+def _noting(tensors: Iterator[Named], errors: list[Exception]) -> Iterator[Named]:
+    """Yields tensors, and notes the error that ends them."""
+    try:
+        yield from tensors
+    except Exception as error:
+        errors.append(error)
+        raise
 
 
 def _beside(handles: Iterable[ParamHandle]) -> list[Communicator]:

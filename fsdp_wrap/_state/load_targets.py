@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import is_tensor_like
 
 from fsdp_wrap._core import (
@@ -104,7 +105,11 @@ class _Target:
             full = value.whole() if isinstance(value, ReadsOnAccess) else torch.detach(value)
             held = full if self.part is None else self.part.cut(full)
             part = held.reshape(-1)[self.start : self.stop]
-        self.data.copy_(part.view_as(self.data))
+        values = part.view(self.data.shape)
+        if isinstance(self.data, DTensor):  # outside of all units; each rank has the full tensor, and cuts it
+            mesh, placements = self.data.device_mesh, self.data.placements
+            values = distribute_tensor(values, mesh, placements, src_data_rank=None)
+        self.data.copy_(values)
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
         """Yields complaints about a value that does not fit."""

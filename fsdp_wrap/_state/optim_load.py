@@ -223,6 +223,7 @@ def _source_state(
     """
     if originals[0].left_out:
         return {}
+    originals = [each for each in originals if each.shape.numel()] or originals  # others are never stepped
     found = [(each, pieces[each.fqn]) for each in originals if pieces.get(each.fqn)]
     found = [(each, entry) for each, entry in found if not _never_stepped(entry)]
     having = {each.fqn for each, _ in found}

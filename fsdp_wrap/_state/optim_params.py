@@ -97,8 +97,9 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def same_values(one: Any, other: Any) -> bool:
     """Whether two values, perhaps tensors, are the same."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    return bool(one == other)
+        same_kind = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return same_kind and torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True)
+    return bool(one == other or (one != one and other != other))  # the latter: not a number
 
 
 # of an optimizer
@@ -124,7 +125,7 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
                 f"parameter '{original.fqn}' was sharded by fully_shard, so its optimizer state is made of "
                 "DTensors: take it with torch.distributed.checkpoint.state_dict, and shard the whole model so"
             )
-    return names
+    return names if optim is None else names.as_held_by(optim)
 
 
 def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Group]:

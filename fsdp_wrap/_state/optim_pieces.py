@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_values import FullValue, copier, stream
-from fsdp_wrap._state.optim_params import rank
+from fsdp_wrap._state.optim_params import rank, same_values
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 from fsdp_wrap._state.small_states import SCALE, block_of
 
@@ -121,24 +121,68 @@ def agreed(names: Originals, pieces: Mapping[str, State], error: ValueError | No
     Raises:
         RuntimeError: If a rank lacks state of what it holds, and another has it.
     """
+    cut = [each for each in names.by_name.values() if each.handle is not None and not each.uncut]
+    found = dict(pieces)
+    for original, communicator, entries in _exchanged(cut, pieces, error):
+        found[original.fqn] = _together(original, communicator, entries, pieces.get(original.fqn, {}))
+    return {fqn: found[fqn] for fqn in names.by_name if found.get(fqn)}
+
+
+def with_empty_pieces(
+    names: Originals, pieces: Mapping[str, State], error: ValueError | None
+) -> dict[str, State]:
+    """Returns pieces of every parameter with state on any rank, in one order; collective.
+
+    Pieces of which this rank holds nothing are empty. Only what some rank holds nothing of is asked for.
+
+    Raises:
+        RuntimeError: As `agreed`.
+    """
+    found = dict(pieces)
+    partly = [each for each in names.by_name.values() if not each.on_all_ranks]
+    for original, _, entries in _exchanged(partly, pieces, error):
+        if original.left_out:
+            told = {key: value for entry in reversed(entries) for key, value in entry.items()}
+            found[original.fqn] = {key: _empty(original, key, value) for key, value in told.items()}
+    return {fqn: found[fqn] for fqn in names.by_name if found.get(fqn)}
+
+
+def _empty(original: Original, key: str, told: Any) -> Any:
+    """Returns the piece of a rank that holds nothing, or the value that is the same for all ranks."""
+    if not isinstance(told, _Extent):
+        return told
+    nothing = torch.empty(0, dtype=told.dtype, device=original.source.device)
+    if told.shape == original.shape and not key.endswith(SCALE):
+        return original.piece(nothing)
+    bounds = _bounds_in(original, key, told.shape)
+    return IntervalTensor(told.shape, 0 if bounds is None else bounds[0], nothing)
+
+
+def _exchanged(
+    originals: Iterable[Original], pieces: Mapping[str, State], error: ValueError | None
+) -> Iterator[tuple[Original, Communicator, list[State]]]:
+    """Yields parameters with what each rank has of their state; collective over the ranks that hold them.
+
+    Raises:
+        RuntimeError: If a rank lacks state of what it holds, and another has it.
+        ValueError: If any rank has an error.
+    """
     by_group: dict[Communicator, list[Original]] = {}
-    for original in names.by_name.values():
-        if original.handle is not None and not original.uncut:
+    for original in originals:
+        if original.handle is not None:
             by_group.setdefault(original.handle.communicator, []).append(original)
     told: dict[Communicator, list[_Told]] = {}
-    for communicator, originals in by_group.items():
-        own = {each.fqn: _told(pieces.get(each.fqn, {})) for each in originals if not each.left_out}
+    for communicator, members in by_group.items():
+        own = {each.fqn: _told(pieces.get(each.fqn, {})) for each in members if not each.left_out}
         told[communicator] = communicator.all_gather_object(_Told(rank(), error, own))
     for each_error in (error, *(each.error for of_group in told.values() for each in of_group)):
         if each_error is not None:
             raise each_error
-    found = dict(pieces)
-    for communicator, originals in by_group.items():
-        for original in originals:
+    for communicator, members in by_group.items():
+        for original in members:
             _refuse_lacking(original.fqn, told[communicator])
-            entries = [each.states.get(original.fqn, {}) for each in told[communicator]]
-            found[original.fqn] = _together(original, communicator, entries, pieces.get(original.fqn, {}))
-    return {fqn: found[fqn] for fqn in names.by_name if found.get(fqn)}
+            _refuse_differing(original.fqn, told[communicator])
+            yield original, communicator, [each.states.get(original.fqn, {}) for each in told[communicator]]
 
 
 def _refuse_lacking(fqn: str, told: Sequence[_Told]) -> None:
@@ -150,6 +194,23 @@ def _refuse_lacking(fqn: str, told: Sequence[_Told]) -> None:
             f"rank {lacking[0]} has no optimizer state of parameter '{fqn}', of which rank {having[0]} has: "
             "every rank holds a part of it, so make all ranks' optimizers of the same parameters"
         )
+
+
+_NUMBERS = (bool, int, float, torch.Tensor)
+
+
+def _refuse_differing(fqn: str, told: Sequence[_Told]) -> None:
+    """Refuses numbers that differ between ranks: they are of what each rank holds, not of the whole."""
+    having = [each for each in told if each.states.get(fqn)]
+    for key, value in having[0].states[fqn].items() if having else ():
+        for each in having[1:]:
+            other = each.states[fqn].get(key, value)
+            if isinstance(value, _NUMBERS) and not same_values(value, other):
+                raise ValueError(
+                    f"optimizer state '{key}' of parameter '{fqn}' is {value!r} on rank {having[0].rank} and "
+                    f"{other!r} on rank {each.rank}, and no number stands for both: the optimizer computes "
+                    "with whole parameters; use an elementwise one, or NO_SHARD with use_orig_params=True"
+                )
 
 
 # to load

@@ -20,7 +20,7 @@ from fsdp_wrap._state.full_params import settle
 from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
 from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, options_of, originals_of
-from fsdp_wrap._state.optim_pieces import State, agreed
+from fsdp_wrap._state.optim_pieces import State, agreed, with_empty_pieces
 from fsdp_wrap._state.originals import Original, Originals
 from fsdp_wrap._state.small_states import SmallStates, is_scale, small_states_of
 
@@ -28,9 +28,17 @@ from fsdp_wrap._state.small_states import SmallStates, is_scale, small_states_of
 
 
 def sharded_optim_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, *, to_host: bool
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    to_host: bool,
+    all_names: bool = True,
 ) -> dict[str, Any]:
-    """Returns this rank's pieces of the optimizer state; nothing is communicated.
+    """Returns this rank's pieces of the optimizer state.
+
+    All ranks have all names in one order; a piece of what a rank holds nothing of is empty. For this the
+    ranks tell each other, without any tensor, what they have of the parameters that not all of them hold.
 
     An optimizer that was never stepped gets the state it would begin with, with a step count of zero, so
     that `torch.distributed.checkpoint` finds where to load to; loading such state leaves it never stepped.
@@ -40,6 +48,7 @@ def sharded_optim_state_dict(
         optim: Made from its parameters.
         state_dict: The optimizer's own state dict; None to take it now.
         to_host: Copy to host memory; otherwise the pieces are the optimizer's own memory.
+        all_names: Whether empty pieces are wanted; without them nothing is communicated.
 
     Returns:
         `state` by name, with `IntervalTensor`s, and `param_groups`.
@@ -48,12 +57,35 @@ def sharded_optim_state_dict(
         ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
     """
     names = originals_of(model, optim, "optim_state_dict()")
-    held = _held(names, optim, state_dict, initial=True)
+    held, error = _held_or_error(names, optim, state_dict, initial=True)
+    if all_names:
+        pieces = with_empty_pieces(names, held.pieces, error)
+    elif error is not None:
+        raise error
+    else:
+        pieces = held.pieces
     state = {
-        fqn: {key: _kept(value, to_host) for key, value in entry.items()}
-        for fqn, entry in held.pieces.items()
+        fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()
     }
     return {"state": {**state, **held.others}, **held.groups}
+
+
+def dtensor_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, *, to_host: bool
+) -> dict[str, Any]:
+    """Returns the optimizer state by rows, as `DTensor`s; collective: one value after the other is gathered.
+
+    Args and errors are those of `sharded_optim_state_dict`.
+    """
+    full = _FullState(model, optim, state_dict, "optim_state_dict()", initial=True)
+    found = {fqn: dict(entry) for fqn, entry in full.known.items()}
+    for fqn, key, value in full.values(budget=full.unit_nbytes, wanted=True, to_host=False):
+        if isinstance(full.known[fqn][key], FullValue):
+            value = full.names.by_name[fqn].rows_of(value)
+            found[fqn][key] = value.cpu() if to_host else value
+        else:
+            found[fqn][key] = _kept(value, to_host)
+    return {"state": {**found, **full.held.others}, **full.held.groups}
 
 
 def full_optim_state_dict(
@@ -128,20 +160,22 @@ class _FullState:
     """The state of an optimizer on all ranks; making one is collective.
 
     Attributes:
+        names: The model's parameters.
         held: What this rank has of it.
         known: By name, `FullValue`s of what is cut, the values of all else.
         unit_nbytes: Bytes of the full parameters of the largest unit.
     """
 
     def __init__(
-        self, model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, doing: str
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        state_dict: Mapping[str, Any] | None,
+        doing: str,
+        initial: bool = False,
     ) -> None:
-        names = originals_of(model, optim, doing)
-        self.held, error = _Held(), None
-        try:
-            self.held = _held(names, optim, state_dict)
-        except ValueError as refusal:  # the other ranks may have nothing to refuse, and wait for this one
-            error = refusal
+        self.names = names = originals_of(model, optim, doing)
+        self.held, error = _held_or_error(names, optim, state_dict, initial)
         self.known = agreed(names, self.held.pieces, error)
         self.unit_nbytes = names.largest_unit_nbytes()
 
@@ -174,6 +208,19 @@ class _Held:
     pieces: dict[str, State] = field(default_factory=dict)
     others: State = field(default_factory=dict)
     groups: State = field(default_factory=dict)
+
+
+def _held_or_error(
+    names: Originals,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    initial: bool = False,
+) -> tuple[_Held, ValueError | None]:
+    """As `_held`; returns its error, for other ranks may have nothing to refuse, and wait for this one."""
+    try:
+        return _held(names, optim, state_dict, initial), None
+    except ValueError as error:
+        return _Held(), error
 
 
 def _held(

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import (
+    FlatParameter,
     FlatPiece,
     Interval,
     IntervalTensor,
     Layout,
     ParamHandle,
     Spread,
+    by_rows,
     held_by_this_rank,
 )
 from fsdp_wrap._runtime import Unit, units_in
@@ -89,13 +93,24 @@ class Original:
         """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
         return self.source.numel() == 0 and self.interval.held_shape.numel() > 0
 
+    @property
+    def on_all_ranks(self) -> bool:
+        """Whether every rank's optimizer has state of it, if any has."""
+        numel = self.interval.held_shape.numel()
+        if self._spread is None or isinstance(self.source, FlatParameter) or not numel:
+            return True
+        return all(start < stop for start, stop in self._spread.bounds(numel))
+
+    @property
+    def _spread(self) -> Spread | None:
+        if self.handle is None or self.layout is None:
+            return None
+        return Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
+
     def piece(self, held: torch.Tensor) -> IntervalTensor:
         """Returns what this rank holds of something of the parameter's shape."""
-        spread = None
-        if self.handle is not None and self.layout is not None:
-            spread = Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
         start, part = self.interval.start, self.interval.part
-        return IntervalTensor(self.shape, start, held.reshape(-1), spread=spread, part=part)
+        return IntervalTensor(self.shape, start, held.reshape(-1), spread=self._spread, part=part)
 
     @property
     def rows(self) -> tuple[int, int] | None:
@@ -140,6 +155,12 @@ class Original:
         others = held.shape[1:]
         shape = torch.Size([self.shape[0], *others])
         return IntervalTensor(shape, rows[0] * others.numel(), held.reshape(-1))
+
+    def rows_of(self, full: torch.Tensor) -> DTensor:
+        """Cuts this rank's rows out of something full, over the ranks that hold the parameter."""
+        assert self.handle is not None
+        held_by = self.handle.held_by
+        return by_rows(full, held_by.mesh, replicated=held_by.replicated)
 
     def piece_of(self, full: torch.Tensor) -> IntervalTensor:
         """Cuts this rank's piece, in memory of its own, out of something of the parameter's shape."""
@@ -198,6 +219,12 @@ class Originals:
             raise foreign_to_model(param)
         return found
 
+    def as_held_by(self, optim: torch.optim.Optimizer) -> Originals:
+        """Notes for which parameters an optimizer holds pieces of `FlatParameter`s, and returns itself."""
+        for param in chain.from_iterable(group["params"] for group in optim.param_groups):
+            self.by_name.update((each.fqn, each) for each in self._of_piece(param))
+        return self
+
     def _of_piece(self, param: torch.Tensor) -> list[Original]:
         if not isinstance(param, FlatPiece):
             return []
@@ -232,13 +259,18 @@ def _walk(module: nn.Module) -> Iterator[Original]:
     for fqn, place, param in named(module, params):
         found = owned.get(place)
         if found is None and param is not None and id(param) not in sources:  # else it is a `FlatParameter`
-            found = Original(fqn, Interval(fqn, param.shape, 0, _flat(param), param, 0))
+            found = uncut(fqn, param)
         if found is not None and found.key not in seen:
             yield replace(found, fqn=fqn, order=len(seen))
             seen.add(found.key)
 
 
-def _flat(param: nn.Parameter) -> torch.Tensor:
+def uncut(fqn: str, tensor: torch.Tensor) -> Original:
+    """Returns a parameter or buffer that no unit owns."""
+    return Original(fqn, Interval(fqn, tensor.shape, 0, _flat(tensor), cast(nn.Parameter, tensor), 0))
+
+
+def _flat(param: torch.Tensor) -> torch.Tensor:
     """Returns a parameter in one dimension; of what lies on several ranks only how large it is."""
     if held_by_this_rank(param) is param:
         return param.detach().reshape(-1)

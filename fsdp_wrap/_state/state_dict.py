@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -71,7 +72,6 @@ def resolve_settings(
 
     Raises:
         TypeError: If an argument is of another type than the kind of state dict wants.
-        ValueError: If `_use_dtensor` is set.
     """
     check_kind("state_dict_type", kind, StateDictType, optional=False)
     config_type, optim_type = _CONFIGS[kind]
@@ -82,18 +82,34 @@ def resolve_settings(
     )
 
 
+def by_mesh(settings: StateDictSettings, units: Iterable[Unit]) -> StateDictSettings:
+    """Returns settings with sharded values as `DTensor`s, if one of the wrappers was given a mesh."""
+    meshed = any(handle.held_by.given is not None for handle in handles_of(units))
+    if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT or not meshed:
+        return settings
+    of_model, of_optim = settings.state_dict_config, settings.optim_state_dict_config
+    return replace(
+        settings,
+        state_dict_config=replace(of_model, _use_dtensor=True),  # type: ignore[call-arg]
+        optim_state_dict_config=replace(of_optim, _use_dtensor=True),  # type: ignore[call-arg]
+    )
+
+
 def _completed(name: str, kind: StateDictType, given: Any, wanted: type) -> Any:
     given = wanted() if given is None else given
     if type(given) is not wanted:
         if type(given).__name__ == wanted.__name__:  # of another package
             check_kind(name, given, wanted)
         raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
-    if getattr(given, "_use_dtensor", False):
-        raise ValueError(f"{name} asks for _use_dtensor; leave it out and use IntervalTensor.to_dtensor()")
     return given
 
 
 # saving
+
+
+def wants_dtensors(config: StateDictConfig | OptimStateDictConfig) -> bool:
+    """Whether sharded values are to be `DTensor`s of rows; else they are this rank's intervals."""
+    return getattr(config, "_use_dtensor", False)
 
 
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
@@ -242,6 +258,8 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: 
         for handle in handles:
             if kind is StateDictType.FULL_STATE_DICT:
                 _show(handle, _full_copies(handle, offload, wanted))
+            elif wants_dtensors(settings.state_dict_config):
+                _show(handle, _rows(handle, offload))
             else:
                 _show(handle, _saved_pieces(handle, offload, copied))
         yield
@@ -282,6 +300,18 @@ def _saved_pieces(handle: ParamHandle, offload: bool, copied: bool) -> Iterator[
     for original in originals_in(handle):
         held = original.interval.data
         yield original.piece(offloaded(held, offload) if copied else held)
+
+
+def _rows(handle: ParamHandle, offload: bool) -> Iterator[torch.Tensor]:
+    """Yields this rank's rows of one parameter after the other; collective."""
+    cut = [value for value in full_values(handle) if value.whole is None]
+    gathered = stream(cut, 2 * max((value.nbytes for value in cut), default=0))
+    for original in originals_in(handle):
+        if original.wanted is not None:  # what a subclass holds has rows of its own
+            yield original.piece(offloaded(original.interval.data, offload))
+            continue
+        rows = original.rows_of(next(gathered)[1])
+        yield rows.cpu() if offload else rows
 
 
 def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:

@@ -50,6 +50,12 @@ def steps_in(parent: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
+def number_of(folder: Path, written: int) -> int:
+    """Returns the number in a step folder's name, by which it is found; without one that in its manifest."""
+    found = _STEP.fullmatch(folder.name)
+    return int(found[1]) if found else written
+
+
 def is_step(folder: Path) -> bool:
     """Whether a folder has the name of a step's."""
     return _STEP.fullmatch(folder.name) is not None

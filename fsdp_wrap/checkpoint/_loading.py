@@ -108,7 +108,7 @@ def load(
     values = team.together(lambda: subject.put_in_extra(found["extra"]))
     if restore_random_state and found["random"] is not None:
         set_random_state(found["random"])
-    return Loaded(values, manifest.step, folder)
+    return Loaded(values, folders.number_of(folder, manifest.step), folder)
 
 
 def _found(
@@ -282,6 +282,9 @@ class _Reading:
                 continue
             if entry.size != value.shape:
                 yield f"{name} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
+            dtype = entry.properties.dtype
+            if (dtype.is_floating_point or dtype.is_complex) and not torch.can_cast(dtype, value.dtype):
+                yield f"{name} is {dtype} there and {value.dtype} here, which cannot hold it"
 
     def _other_names(self, model: Mapping[str, Any], unexpected: Sequence[str]) -> Iterator[str]:
         saved = set(self._content.saved)

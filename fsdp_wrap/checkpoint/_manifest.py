@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import io
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -16,12 +17,15 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from enum import Enum
+from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_wrap._core.torch_private import StorageInfo, get_layout
 
@@ -163,7 +167,7 @@ def verify(folder: Path, pieces: Iterable[Piece]) -> Iterator[Fault]:
     for file, offset, length, crc in pieces:
         span = range(offset, offset + length)
         try:
-            if _crc(folder / file, offset, length) != crc:
+            if crc_of(folder / file, offset, length) != crc:
                 yield Fault(file, f"bytes {span.start} to {span.stop} are not as written", span)
         except OSError as error:
             yield Fault(file, f"cannot be read: {error}", span)
@@ -218,7 +222,8 @@ def _places(folder: Path) -> list[tuple[str, int, str]]:
     return sorted((info.relative_path, info.offset, index.fqn) for index, info in storage.items())
 
 
-def _crc(path: Path, offset: int, length: int) -> int:
+def crc_of(path: Path, offset: int, length: int) -> int:
+    """Returns the CRC-32 of some bytes of a file; -1 if it is shorter."""
     crc = 0
     with open(path, "rb") as file:
         file.seek(offset)
@@ -250,6 +255,12 @@ def metadata_in(data: bytes, folder: Path) -> Metadata:
         found = _Unpickler(io.BytesIO(data), folder / METADATA).load()
         if not isinstance(found, Metadata):
             raise TypeError(type(found).__name__)
+        for name, entry in found.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and not _tile(entry):
+                raise RuntimeError(
+                    f"{folder / METADATA} cuts {name!r}, of shape {tuple(entry.size)}, into chunks that "
+                    "leave elements out or hold some twice, and nothing was read: do not trust this folder"
+                )
     except (RuntimeError, OSError):
         raise
     except Exception as error:  # whatever unpickling meets
@@ -264,6 +275,73 @@ def metadata_in(data: bytes, folder: Path) -> Metadata:
                 f"{folder / METADATA} names a file outside of the folder: {name!r}; do not trust this folder"
             )
     return found
+
+
+def _tile(entry: TensorStorageMetadata) -> bool:
+    """Whether each element of a tensor is in one of its chunks, and in no other."""
+    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+    shape = tuple(entry.size)
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape):
+            return False
+        if any(at < 0 or size < 0 or at + size > of for at, size, of in zip(offsets, sizes, shape)):
+            return False
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    return not any(
+        _overlap(box, other)
+        for number, box in enumerate(boxes)
+        for other in takewhile(partial(_begins_within, box), boxes[number + 1 :])
+    )
+
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _begins_within(box: _Box, other: _Box) -> bool:
+    """Whether another box begins in the rows of one."""
+    return not box[0] or other[0][0] < box[0][0] + box[1][0]
+
+
+def _overlap(one: _Box, other: _Box) -> bool:
+    ends = zip(*one, *other)
+    return all(max(at, begin) < min(at + size, begin + length) for at, size, begin, length in ends)
+
+
+class _StandIn(type):
+    """A class or function of others while a pickle is read: it can be called, and not be changed."""
+
+    real: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.real(*args, **kwargs)
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets {name} of {cls.__name__}: do not trust this folder")
+
+
+@cache
+def _stand_in(real: Any) -> _StandIn:
+    """Makes one; by pickle's opcode for it, it makes instances as `real.__new__` does."""
+
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return made.real.__new__(made.real, *args, **kwargs)
+
+    is_code = isinstance(real, type) and issubclass(real, Enum)
+    made = _StandIn(real.__name__, (), {"__new__": new, "__slots__": (), "real": _Code if is_code else real})
+    return made
+
+
+class _Code:
+    """The value of an enum's member, which is one for all, and so nothing for a pickle to change."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Enum) and bool(other.value == self.value)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _WrittenAt(pathlib.PurePosixPath):
@@ -300,14 +378,14 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns a class or function that DCP's metadata are made of."""
+        """Returns what stands for a class or function that DCP's metadata are made of."""
         if (module, name) in _ADMITTED:
-            return _ADMITTED[module, name]
+            return _stand_in(_ADMITTED[module, name])
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         found = getattr(metadata, name, None)
         if module == metadata.__name__ and isinstance(found, type) and found.__module__ == module:
-            return found  # one of its own classes, which only hold values
+            return _stand_in(found)  # one of its own classes, which only hold values
         raise RuntimeError(
             f"{self._path} asks for {module}.{name}, which torch.distributed.checkpoint does not write "
             "there, and nothing of it was run: do not trust this folder"

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -98,19 +99,8 @@ def export_safetensors(
     params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True)
     params.refuse_subclasses("export_safetensors()")
     plan = _plan(params.described(), max_shard_bytes)
-    first = FirstRank(module)
-    error: str | None = None
     stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)
-    if first.is_here:
-        try:
-            _write(Path(directory), plan, stream)
-        except OSError as failure:
-            error = f"{type(failure).__name__}: {failure}"
-    for _ in stream:  # a rank that does not write, or cannot, takes part in the gathers all the same
-        pass
-    error = first.object(error)
-    if error is not None:
-        raise RuntimeError(f"export_safetensors() failed on the first rank: {error}")
+    FirstRank(module).uses(stream, partial(_write, Path(directory), plan), "export_safetensors()")
     return [*plan]
 
 
@@ -138,13 +128,23 @@ def write_safetensors(
     return [*plan]
 
 
+def refuse_dtypes(described: Described) -> None:
+    """Refuses tensors that safetensors cannot hold.
+
+    Raises:
+        ValueError: If it has no such dtype.
+    """
+    for name, (_, dtype) in described.items():
+        if dtype not in _NAMES:
+            raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}: cast it before")
+
+
 def _plan(described: Described, most: int | str) -> dict[str, Described]:
     """Distributes tensors over files in their order, each of so many bytes at most; by the files' names."""
+    refuse_dtypes(described)
     most, filled = nbytes_of(most, "max_shard_bytes"), 0
     parts: list[dict[str, Any]] = [{}]
     for name, (shape, dtype) in described.items():
-        if dtype not in _NAMES:
-            raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}; choose another by dtype=")
         size = _nbytes(shape, dtype)
         if parts[-1] and filled + size > most:
             parts.append({})
@@ -296,6 +296,8 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
         raise FileNotFoundError(f"neither {SINGLE} nor {INDEX} is in {folder}")
     try:
         weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        if wrong := [file for file in weight_map.values() if not isinstance(file, str)]:
+            raise TypeError(f"{wrong[0]!r} is no name of a file")
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
     found: dict[str, ReadsOnAccess] = {}

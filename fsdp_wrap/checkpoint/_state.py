@@ -21,8 +21,11 @@ from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, original_class
 from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
+    Originals,
+    as_saved,
     foreign_to_model,
     handles_of,
+    innermost,
     is_scale,
     load_optim_state_dict,
     options_of,
@@ -36,7 +39,12 @@ from fsdp_wrap._state import (
 from fsdp_wrap.checkpoint._manifest import listed
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
-from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from fsdp_wrap.distributed_state_dict import (
+    StateDictOptions,
+    has_tensors,
+    pieces_of_model,
+    set_model_state_dict,
+)
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -80,14 +88,15 @@ class Subject:
 
     def model_state(self) -> dict[str, Any]:
         """Returns the model's state dict, of pieces where it is sharded."""
-        return get_model_state_dict(self.model)
+        return pieces_of_model(self.model)
 
     def _optim_state(self) -> dict[str, Any]:
         if self._is_of_dtensors():
             parts = [_optim_state_by_name(self.model, each) for each in self.optimizers]
         else:
             parts = [
-                sharded_optim_state_dict(self.model, each, None, to_host=False) for each in self.optimizers
+                sharded_optim_state_dict(self.model, each, None, to_host=False, all_names=False)
+                for each in self.optimizers
             ]
         return {
             "state": {name: entry for part in parts for name, entry in part["state"].items()},
@@ -107,14 +116,18 @@ class Subject:
             Exception: As the model or an optimizer raises, on all ranks; then nothing has changed.
         """
         optimizers = self.optimizers if optim is not None else []
-        cut = team.together(lambda: [self._cut(each, optim) for each in optimizers])
+        cut = team.together(lambda: [self._cut(each, optim, model) for each in optimizers])
 
         def load_optimizers() -> None:
-            for optimizer, state in zip(optimizers, cut):
+            for optimizer, (state, restore) in zip(optimizers, cut):
                 optimizer.load_state_dict(state)
+                restore()
 
         def load_model() -> None:
-            set_model_state_dict(self.model, model, options=StateDictOptions(strict=strict))
+            if has_tensors(self.model):
+                set_model_state_dict(self.model, model, options=StateDictOptions(strict=strict))
+            else:
+                self.model.load_state_dict(model, strict=strict)
 
         with ExitStack() as undo:
             for optimizer in optimizers:
@@ -133,10 +146,18 @@ class Subject:
                 values[name] = each
         return values
 
-    def _cut(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
-        """Returns what one of the optimizers takes of all optimizers' state; refuses what does not fit."""
-        cut = _optim_state_by_key if self._is_of_dtensors() else load_optim_state_dict
-        return cut(self.model, optimizer, state)
+    def _cut(
+        self, optimizer: torch.optim.Optimizer, state: Any, model: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Returns what one of the optimizers takes of all optimizers' state; refuses what does not fit.
+
+        And what gives that its dtypes back, once the optimizer has it.
+        """
+        cut = (_optim_state_by_key if self._is_of_dtensors() else load_optim_state_dict)(
+            self.model, optimizer, state
+        )
+        dtypes = {name: value.dtype for name, value in model.items() if isinstance(value, torch.Tensor)}
+        return cut, as_saved(Originals(self.model), optimizer, cut, dtypes)
 
     def _is_of_dtensors(self) -> bool:
         """Whether the model is sharded by torch's own tensors alone."""
@@ -287,9 +308,7 @@ def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator
 
 def _kept(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Returns what gives an optimizer back its state and groups of now; loading replaces them."""
-    inner: Any = optimizer
-    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
-        inner = inner.optimizer
+    inner = innermost(optimizer)
     state, entries = inner.state, {param: dict(entry) for param, entry in inner.state.items()}
     groups = [dict(group) for group in inner.param_groups]
 

@@ -20,10 +20,18 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
-from fsdp_wrap._core import Span, SpanKind, step_watchers, warn_caller
+from fsdp_wrap._core import (
+    Span,
+    SpanKind,
+    reason_against_pieces,
+    step_watchers,
+    warn_caller,
+    warn_of_lost_decay,
+)
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
+from fsdp_wrap.optim._on_shards import put_in_order
 from fsdp_wrap.optim._part import Part, Scaled
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -129,6 +137,7 @@ class BackwardSteps:
         self._optimizer = optimizer
         self._parts: MutableMapping[Unit, Part] = WeakKeyDictionary()
         self._overflowed = self._began = False
+        self._entries = 0  # of the optimizer's state, when it was put in order
         self._scaled: MutableMapping[Unit, Scaled] = WeakKeyDictionary()
         theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for unit in units:
@@ -201,6 +210,11 @@ class BackwardSteps:
             self._take_norm(self._norm)
         for part in self._parts.values():
             part.commit()
+        state = self._optimizer.state
+        if len(state) != self._entries:  # units were updated in the order of the backward
+            self._entries = len(state)
+            groups = self._optimizer.param_groups
+            put_in_order(state, [param for group in groups for param in group["params"]])
 
     def abandon(self, left: Sequence[Unit]) -> None:
         """The backward has failed: waits for what was begun, and drops the gradients of other units."""
@@ -368,6 +382,10 @@ def _check_optimizer(model: nn.Module, optimizer: Any, given: Sequence[nn.Parame
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"this {kind} is differentiable, and backward has no graph: make it without")
+    reason = reason_against_pieces(optimizer)  # which steps, perhaps in a thread, must not find out
+    if reason is not None:
+        raise ValueError(f"this {kind} {reason}")
+    warn_of_lost_decay(optimizer)
     known = {*map(id, given)}
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         if id(param) not in known:

@@ -12,10 +12,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._core import note_knows_shards
 from fsdp_wrap._core.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 from fsdp_wrap._params import FlatPiece, copyable, held_by_this_rank, holding
 from fsdp_wrap.optim._newton_schulz import Coefficients, orthogonalized
-from fsdp_wrap.optim._on_shards import as_placed, on_shards
+from fsdp_wrap.optim._on_shards import as_placed, on_shards, put_in_order
 from fsdp_wrap.optim._owned_matrices import (
     OwnedMatrices,
     Select,
@@ -128,7 +129,9 @@ class Muon(torch.optim.Optimizer):
         self.others = _made(rest, other or adamw)
         for each in self.others:
             self.param_groups.extend(each.param_groups)
+        note_knows_shards(self)
         self._pieces = _pieces_in(self.param_groups)
+        self._entries = 0  # of the state, when it was put in order
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses groups beside those of the model, which the optimizer has from the beginning.
@@ -176,6 +179,9 @@ class Muon(torch.optim.Optimizer):
             each.param_groups, each.state = self.param_groups[first:last], self.state
             each.step()
             first = last
+        if len(self.state) != self._entries:
+            self._entries = len(self.state)
+            put_in_order(self.state, [param for group in self.param_groups for param in group["params"]])
         increment_version([*{id(piece.flat): piece.flat for piece in self._pieces}.values()])
         return loss
 

@@ -19,7 +19,13 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import NOT_ELEMENTWISE, note_elsewhere
+from fsdp_wrap._core import (
+    Group,
+    by_rows,
+    computes_with_wholes,
+    knows_its_shards,
+    note_elsewhere,
+)
 from fsdp_wrap._core.torch_private import DTensorSpec
 from fsdp_wrap._params import held_by_this_rank, holding
 from fsdp_wrap._state import is_state_offloaded
@@ -30,7 +36,6 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 _SHARDS = "_fsdp_shards"
 _LOCAL = operator.attrgetter("_local_tensor")
 _GRAD_SPEC, _GRAD_LOCAL = operator.attrgetter("grad._spec"), operator.attrgetter("grad._local_tensor")
-_WHOLE_MATRICES = tuple(getattr(torch.optim, name) for name in ("Muon",) if hasattr(torch.optim, name))
 
 
 def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -44,14 +49,15 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Args:
         optimizer: Its update of each element depends on nothing but that element, its gradient and state, and
-            numbers that are the same for all. Of torch's own, all but LBFGS, Adafactor and Muon.
+            numbers that are the same for all. Of torch's own, all but LBFGS, Adafactor and Muon. Others of
+            its class take a few steps on small tensors to find out.
 
     Returns:
         The same optimizer.
 
     Raises:
         TypeError: If it is no `torch.optim.Optimizer`.
-        ValueError: If it is known not to be elementwise, is differentiable, or its `step` was replaced, as a
+        ValueError: If it is found not to be elementwise, is differentiable, or its `step` was replaced, as a
             learning rate scheduler does: make that afterwards.
     """
     if isinstance(optimizer, torch.optim.Optimizer) and _SHARDS in optimizer.__dict__:
@@ -73,15 +79,18 @@ def check_elementwise(optimizer: Any, by: str) -> None:
 
     Raises:
         TypeError: If it is no `torch.optim.Optimizer`.
-        ValueError: If it is known not to be elementwise, is differentiable, or its `step` was replaced.
+        ValueError: If it is found not to be elementwise, is differentiable, or its `step` was replaced.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{by} takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     kind = type(optimizer)
-    if isinstance(optimizer, (*NOT_ELEMENTWISE, *_WHOLE_MATRICES)):
+    if knows_its_shards(optimizer):
+        raise ValueError(f"{kind.__name__} knows of shards: use it without {by}")
+    if any(computes_with_wholes(optimizer, group, by_rows) for group in map(_tried, optimizer.param_groups)):
         raise ValueError(
             f"{kind.__name__} computes with whole parameters, of which a shard is a part: it cannot step on "
-            "shards alone. Use an elementwise optimizer, such as AdamW"
+            "shards alone. Use an elementwise optimizer, such as AdamW; or for matrices "
+            "fsdp_wrap.optim.Muon, or a function of your own with owned_matrices()"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
@@ -93,6 +102,14 @@ def check_elementwise(optimizer: Any, by: str) -> None:
             f"the step of this {kind.__name__} was replaced, perhaps by a learning rate scheduler: call "
             f"{by} first, and make the scheduler afterwards"
         )
+
+
+def _tried(group: dict[str, Any]) -> Group:
+    """Returns how a group is tried: with tensors of as many dimensions as its parameters have."""
+    params: list[nn.Parameter] = group["params"]
+    options = {name: value for name, value in group.items() if name != "params"}
+    dims = frozenset(param.dim() for param in params)
+    return Group(options, dims, device=params[0].device if params else torch.device("cpu"))
 
 
 @functools.cache
@@ -126,6 +143,18 @@ def _remade(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.o
     optimizer = kind.__new__(kind)
     optimizer.__setstate__(state)
     return on_shards(optimizer)
+
+
+def put_in_order(state: dict[Any, State], params: Sequence[Any]) -> None:
+    """Gives the state of an optimizer the order of its parameters, which is the same on all ranks.
+
+    State dict functions gather the values in this order, and steps make them in another on each rank.
+    """
+    wanted = [param for param in params if param in state]
+    known = {*wanted}
+    if not same([key for key in state if key in known], wanted):
+        for param in wanted:
+            state[param] = state.pop(param)
 
 
 class ShardsOfPart:
@@ -275,6 +304,7 @@ class _Shards:
         """Lets the `DTensor`s have what state a step has made or replaced."""
         if self._runs.hand_back(public) or not self._own.is_in(self._state):
             self._hand_back_singly(public)
+            put_in_order(public, self._known)
             self._note(public)
         if not self._keeps_state:
             self._state, self._public, self._own = defaultdict(dict), _Contents(), _Contents()

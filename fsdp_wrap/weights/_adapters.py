@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._core import clean_fqn
+from fsdp_wrap._core import clean_fqn, is_castable
 from fsdp_wrap.weights._made import LowRank, Made, Merged, Taken
 
 _BASE, _AROUND = "base_layer", "base_model.model."
@@ -48,14 +48,15 @@ def merged(
     found: dict[str, Made] = {}
     for name in plain:
         if name in sums or name in left:
-            cast = None if name in subclasses else dtype
-            found[_without_adapters(name)] = sums.get(name) or _cast(left[name], cast)
+            found[_without_adapters(name)] = sums.get(name) or cast(left[name], dtype, subclasses)
     return found
 
 
-def _cast(tensor: Taken, dtype: torch.dtype | None) -> Taken:
-    castable = dtype is not None and tensor.dtype.is_floating_point
-    return Taken(tensor.key, tensor.shape, dtype) if castable and dtype is not None else tensor
+def cast(tensor: Taken, dtype: torch.dtype | None, subclasses: Collection[str]) -> Taken:
+    """Returns a tensor as it travels in a dtype, if it is floating-point and not quantised."""
+    if dtype is None or tensor.key in subclasses or not is_castable(tensor.dtype):
+        return tensor
+    return Taken(tensor.key, tensor.shape, dtype)
 
 
 def _of_layer(fqn: str, layer: Any, left: dict[str, Taken], dtype: torch.dtype | None) -> dict[str, Made]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import is_castable
-from fsdp_wrap._state import Original, Originals, check_dtype, settled_units
+from fsdp_wrap._params import held_by_this_rank
+from fsdp_wrap._state import Original, Originals, check_dtype, persistent_buffers, settled_units, uncut
 from fsdp_wrap.weights._gather import Found, first_holders, gathered_on_first_rank
 
 _DOING = "weight_changes()"
@@ -63,8 +64,10 @@ class Changes:
         return sum(change.index.nbytes + change.value.nbytes for change in self.of)
 
 
-def weight_changes(model: nn.Module, dtype: torch.dtype | None = None) -> WeightChanges:
-    """Begins to follow which elements of a model's parameters change.
+def weight_changes(
+    model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = True
+) -> WeightChanges:
+    """Begins to follow which elements of a model's parameters and buffers change.
 
     Each rank keeps a copy of its own shards in host memory, in `dtype`. Nothing is unsharded. Every rank
     makes it, when the receiver has the weights as they are then (by `weight_source`, say).
@@ -73,6 +76,7 @@ def weight_changes(model: nn.Module, dtype: torch.dtype | None = None) -> Weight
         model: Wrapped by `FullyShardedDataParallel` or `fully_shard`, in whole or in part.
         dtype: That in which the receiver has floating-point parameters; None for the master dtype. What does
             not change the bits of it is no change.
+        buffers: Also the persistent buffers: those of the first rank where they differ.
 
     Raises:
         RuntimeError: Inside a forward, a backward or `summon_full_params`; if a parameter is on the meta
@@ -81,7 +85,7 @@ def weight_changes(model: nn.Module, dtype: torch.dtype | None = None) -> Weight
         ValueError: If it is not floating-point, or a parameter is of a tensor subclass.
     """
     check_dtype(dtype)
-    return WeightChanges(model, dtype)
+    return WeightChanges(model, dtype, buffers)
 
 
 class _Snapshot:
@@ -121,10 +125,10 @@ class _Snapshot:
 
 
 class WeightChanges:
-    """The changes of a model's parameters since the last `collect`, or since `weight_changes`."""
+    """The changes of a model's tensors since the last `collect`, or since `weight_changes`."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        self._model, self._dtype = model, dtype
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, buffers: bool) -> None:
+        self._model, self._dtype, self._buffers = model, dtype, buffers
         originals = self._originals()
         self._extents = _extents(originals)
         self._snapshots = {
@@ -156,8 +160,11 @@ class WeightChanges:
         return _joined(gathered_on_first_rank(self._model, own), checksums)
 
     def _originals(self) -> list[Original]:
-        settled_units(self._model, _DOING)
+        units = settled_units(self._model, _DOING)
         originals = [*Originals(self._model).by_name.values()]
+        if self._buffers:
+            buffers = persistent_buffers(self._model, units)
+            originals += [uncut(name, _unless_cut(buffer)) for name, buffer in buffers]
         for each in originals:
             _refuse(each)
         return originals
@@ -170,6 +177,12 @@ class WeightChanges:
 def _extents(originals: Iterable[Original]) -> dict[str, tuple[torch.Size, int, int]]:
     """Returns, by name, the shape of each parameter and which of its elements this rank holds."""
     return {each.fqn: (each.shape, each.interval.start, each.interval.stop) for each in originals}
+
+
+def _unless_cut(buffer: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor of a `DTensor` that each rank has whole."""
+    held = held_by_this_rank(buffer)
+    return held if held.shape == buffer.shape else buffer
 
 
 def _refuse(original: Original) -> None:
@@ -255,13 +268,17 @@ def apply_changes(state_dict: Mapping[str, torch.Tensor], changes: Changes) -> N
         changes: What `collect` returned on the first rank.
 
     Raises:
-        ValueError: If a name is missing, or a tensor has another dtype or fewer elements.
+        ValueError: If a name is missing or comes twice, a tensor has another dtype, or indices are no
+            integers, repeated, or not within a tensor, or not as many as values.
         RuntimeError: If the checksum of a parameter would be another: the tensors were not what the changes
             began from. Nothing is written in either case.
     """
+    by_name: dict[str, Change] = {}
     for change in changes:
         _check(change, state_dict.get(change.name))
-    by_name = {change.name: change for change in changes}
+        if change.name in by_name:
+            raise ValueError(f"'{change.name}' comes twice in the changes: pass what one collect() returned")
+        by_name[change.name] = change
     for name, expected in changes.checksums.items():
         if name in state_dict and _after(state_dict[name], by_name.get(name)) != expected:
             raise RuntimeError(
@@ -284,8 +301,18 @@ def _check(change: Change, target: torch.Tensor | None) -> None:
             f"'{change.name}' is of {target.dtype}, and its changes of {change.value.dtype}: call "
             "weight_changes(model, dtype=...) with the dtype of the tensors"
         )
-    if len(change.index) and int(change.index.max()) >= target.numel():
-        raise ValueError(f"'{change.name}' has {target.numel()} elements, and a later one changed")
+    index, fault = change.index, None
+    if index.dtype != torch.int64 or index.dim() != 1 or change.value.shape != index.shape:
+        fault = f"{tuple(index.shape)} {index.dtype} indices and {tuple(change.value.shape)} values"
+    elif len(index) and not 0 <= int(index.min()) <= int(index.max()) < target.numel():
+        fault = f"indices from {int(index.min())} to {int(index.max())}"
+    elif not bool((index[1:] > index[:-1]).all()) and len(torch.unique(index)) < len(index):
+        fault = "the same index twice"
+    if fault is not None:
+        raise ValueError(
+            f"the changes of '{change.name}', which has {target.numel()} elements, have {fault}: each value "
+            "needs an int64 index of its own, within the tensor"
+        )
 
 
 def _after(tensor: torch.Tensor, change: Change | None) -> int:

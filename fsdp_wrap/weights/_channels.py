@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_wrap._core import nbytes_of
-from fsdp_wrap._core.torch_private import PrefixStore, TCPStore
+from fsdp_wrap._core.torch_private import PrefixStore, TCPStore, gloo_group
 
 _NUMBER = struct.Struct("<q")
 _ACCEPTED = b"!"
@@ -110,6 +109,8 @@ class Channel(ABC):
 class GlooChannel(Channel):
     """Over a gloo process group of two, beside all others of the two processes.
 
+    Both listen on the interface of that address only.
+
     Args:
         address: "host:port", where the sender listens and the receiver asks.
         receives: Which side this is.
@@ -117,6 +118,7 @@ class GlooChannel(Channel):
         bucket: As for `Channel`; the sender's counts.
 
     Raises:
+        OSError: If the sender cannot listen there.
         PeerLost: If the other side does not come within the time limit.
         ValueError: If `address` is none.
     """
@@ -128,13 +130,20 @@ class GlooChannel(Channel):
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"address must be 'host:port', not {address!r}")
-        limit = timedelta(seconds=timeout)
+        limit, listener = timedelta(seconds=timeout), None if receives else _listening(host, int(port))
         self._other, self._limit = int(not receives), limit
         self._pending: list[tuple[Any, torch.Tensor]] = []
         with self._told("come"):
-            store = TCPStore(host, int(port), None, not receives, limit, wait_for_workers=False)
+            store = TCPStore(
+                host,
+                int(port),
+                is_master=not receives,
+                timeout=limit,
+                wait_for_workers=False,
+                master_listen_fd=listener,
+            )
             own = PrefixStore("fsdp_wrap.weights", store)
-            self._group: Any = dist.ProcessGroupGloo(own, int(receives), 2, limit)
+            self._group = gloo_group(own, int(receives), 2, limit, _own_address(host, int(port)))
 
     def _put(self, data: torch.Tensor) -> None:
         data = data.clone()
@@ -156,6 +165,27 @@ class GlooChannel(Channel):
 
     def _close(self) -> None:
         self._pending, self._group = [], None
+
+
+def _resolved(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """Returns the family and address of a host, of IPv4 where it has one: both sides choose alike."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return family, address
+
+
+def _listening(host: str, port: int) -> int:
+    """Returns a descriptor of a socket that listens on one address."""
+    family, address = _resolved(host, port)
+    return socket.create_server(address[:2], family=family).detach()
+
+
+def _own_address(host: str, port: int) -> str:
+    """Returns this host's address on the way to another, or to itself; nothing is sent."""
+    family, address = _resolved(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 class SharedMemoryChannel(Channel):

@@ -6,15 +6,21 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_wrap._state import FirstRank
 from fsdp_wrap.weights._changes import Changes
 from fsdp_wrap.weights._source import WeightMeta, WeightSource
 from fsdp_wrap.weights._updates import Update
+
+if TYPE_CHECKING:
+    from fsdp_wrap.checkpoint._safetensors import Described
 
 _NAME, _ABOUT, _END = "version-{:08}", "update.json", "closed"
 _INDEX, _VALUE = "index:", "value:"
@@ -25,56 +31,77 @@ _PAUSE = 0.02
 class WeightFolder:
     """Writes a model's weights, whole or what changed, into a folder that receivers read at their own pace.
 
-    It is used as a `WeightSender`. Needs the extra `safetensors` where it is read.
+    It is used as a `WeightSender`. Needs the extra `safetensors` where it is read. It alone deletes versions.
 
     Args:
         path: Of the folder, on the first rank; None on all others.
+        keep_last: How many whole versions stay, with the changes after them. Older ones are removed when a
+            whole one has been written. None keeps all.
 
     Attributes:
         version: The number of what was written last; it goes on where an earlier run has ended.
+
+    Raises:
+        ValueError: If `keep_last` is less than 1.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, keep_last: int | None = 2) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, or None to keep all versions, not {keep_last}")
         self._path = None if path is None else Path(path)
+        self._keep_last, self._gap = keep_last, False
         self.version = 0
         if self._path is not None:
-            self._path.mkdir(parents=True, exist_ok=True)
-            (self._path / _END).unlink(missing_ok=True)
-            self.version = max(_versions(self._path), default=0)
+            with suppress(OSError):  # the first `send` tells of it, on all ranks
+                self._path.mkdir(parents=True, exist_ok=True)
+                (self._path / _END).unlink(missing_ok=True)
+                self.version = max(_versions(self._path), default=0)
 
     def send(self, source: WeightSource) -> None:
         """Writes all tensors of a source; collective.
 
+        If that fails, nothing of it stays, and the next one gets its number.
+
         Raises:
-            OSError: On the first rank, when all ranks have come to the end, if it could not write.
+            RuntimeError: On every rank, when all have come to the end, if the first one could not write.
+            TypeError: If a tensor is of a tensor subclass; before anything is gathered, on every rank.
+            ValueError: If safetensors has no such dtype; likewise.
         """
-        self.version += 1
-        tensors, error = iter(source), None
-        if self._path is not None:
-            try:
-                self._write(source.metadata(), tensors, whole=True)
-            except OSError as failure:
-                error = failure
-        for _ in tensors:  # a rank that does not write, or cannot, takes part in the gathers all the same
-            pass
-        if error is not None:
-            raise error
+        from fsdp_wrap.checkpoint._safetensors import refuse_dtypes
+
+        source.refuse_subclasses("WeightFolder.send()")
+        described = {name: (shape, dtype) for name, dtype, shape in source.metadata()}
+        refuse_dtypes(described)
+        write = partial(self._write, described, True, {})
+        self._gap = True
+        self.version = FirstRank(source.model).uses(iter(source), write, "WeightFolder.send()")
+        self._gap = False
 
     def send_changes(self, changes: Changes) -> None:
         """Writes what `WeightChanges.collect` has found.
 
         Raises:
-            OSError: If it cannot be written.
+            RuntimeError: On the first rank, if it cannot be written, or what came before it was not.
+            ValueError: Likewise, if safetensors has no such dtype.
         """
-        self.version += 1
         if self._path is None:
+            self.version += 1
             return
-        described, tensors = [], []
+        if self._gap:
+            raise RuntimeError(
+                f"what came after version {self.version} was not written to {self._path}, and readers would "
+                "miss it: send all weights (send) before more changes"
+            )
+        tensors = {}
         for name, index, value in changes:
-            for prefix, tensor in ((_INDEX, index), (_VALUE, value)):
-                described.append(WeightMeta(prefix + name, tensor.dtype, tuple(tensor.shape)))
-                tensors.append((prefix + name, tensor))
-        self._write(described, iter(tensors), whole=False, checksums=changes.checksums)
+            tensors[_INDEX + name], tensors[_VALUE + name] = index, value
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self._gap = True
+        try:
+            self._write(described, False, changes.checksums, iter(tensors.items()))
+        except OSError as error:
+            raise RuntimeError(f"version {self.version + 1} was not written: {error}") from error
+        self._gap = False
 
     def close(self) -> None:
         """Tells receivers that nothing more comes."""
@@ -83,27 +110,53 @@ class WeightFolder:
 
     def _write(
         self,
-        described: Sequence[WeightMeta],
-        tensors: Iterator[tuple[str, torch.Tensor]],
+        described: Described,
         whole: bool,
-        checksums: dict[str, int] | None = None,
-    ) -> None:
+        checksums: dict[str, int],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+    ) -> int:
+        from fsdp_wrap.checkpoint._manifest import Manifest, crc_of
         from fsdp_wrap.checkpoint._safetensors import write_safetensors
 
-        assert self._path is not None
-        name = _NAME.format(self.version)
+        if self._path is None:
+            raise ValueError("the first rank writes, and has no path: give it there")
+        name = _NAME.format(self.version + 1)
         aside = self._path / f".{name}"
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        if described:
-            write_safetensors(aside, {each.name: (each.shape, each.dtype) for each in described}, tensors)
-        about = {"whole": whole, "names": [each.name for each in described], "checksums": checksums or {}}
-        (aside / _ABOUT).write_text(json.dumps(about))
-        aside.rename(self._path / name)
+        try:
+            aside.mkdir()
+            if described:
+                write_safetensors(aside, described, tensors)
+            about = {"whole": whole, "names": [*described], "checksums": checksums}
+            (aside / _ABOUT).write_text(json.dumps(about))
+            sizes = {file: file.stat().st_size for file in sorted(aside.iterdir())}
+            ranges = {file.name: [[0, size, crc_of(file, 0, size)]] for file, size in sizes.items()}
+            Manifest(self.version + 1, 1, ranges).write(aside)
+            aside.rename(self._path / name)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)  # what was written in part
+        self.version += 1
+        if whole:
+            self._remove_old(self._path)
+        return self.version
+
+    def _remove_old(self, folder: Path) -> None:
+        whole = _whole(folder)
+        if self._keep_last is None or len(whole) <= self._keep_last:
+            return
+        for version in _versions(folder):
+            if version < whole[-self._keep_last]:
+                name = _NAME.format(version)
+                with suppress(OSError):  # and tries again after the next one
+                    (folder / name).rename(folder / f".{name}")  # no reader sees a part of it
+                    shutil.rmtree(folder / f".{name}")
 
 
 def stored(path: str | os.PathLike[str], after: int = 0, timeout: float | None = 60.0) -> Iterator[Update]:
     """Yields the updates that a `WeightFolder` has written and writes, until that is closed.
+
+    Where the next one was removed, a reader goes on with the last whole one. The files of what is yielded
+    were read once, and are as they were written.
 
     Args:
         path: Of the folder.
@@ -111,25 +164,23 @@ def stored(path: str | os.PathLike[str], after: int = 0, timeout: float | None =
         timeout: Seconds to wait for the next update; None to wait for ever.
 
     Raises:
+        DamagedCheckpoint: If files of an update are not as they were written. It is a `RuntimeError`.
         ImportError: If the package safetensors is not installed.
-        RuntimeError: If nothing more comes within the time limit, or files are damaged.
+        RuntimeError: If nothing more comes within the time limit.
     """
-    folder = Path(path)
-    last_whole = max(
-        (version for version in _versions(folder) if _about(folder, version)["whole"]), default=0
-    )
-    version = max(after + 1, last_whole)
-    end = None if timeout is None else time.monotonic() + timeout
+    folder, begin = Path(path), time.monotonic()
+    after = max([after, *(version - 1 for version in _whole(folder))])
     while True:
         closed = (folder / _END).exists()  # after which nothing more appears
-        if (folder / _NAME.format(version)).is_dir():
-            yield _read(folder, version)
-            version += 1
-            end = None if timeout is None else time.monotonic() + timeout
-        elif closed:
+        version = _next(folder, after)
+        update = None if version is None else _read(folder, version)
+        if update is not None:
+            yield update
+            after, begin = update.version, time.monotonic()
+        elif closed and version is None:
             return
-        elif end is not None and time.monotonic() > end:
-            raise RuntimeError(f"no version {version} has appeared in {folder} within {timeout:g} s")
+        elif timeout is not None and time.monotonic() > begin + timeout:
+            raise RuntimeError(f"no version {after + 1} has appeared in {folder} within {timeout:g} s")
         else:
             time.sleep(_PAUSE)
 
@@ -140,16 +191,45 @@ def _versions(folder: Path) -> list[int]:
     return [int(number) for number in found if number.isdecimal()]
 
 
-def _about(folder: Path, version: int) -> dict[str, Any]:
-    about: dict[str, Any] = json.loads((folder / _NAME.format(version) / _ABOUT).read_text())
-    return about
+def _whole(folder: Path) -> list[int]:
+    """Returns the versions that have all weights, in order; of what is gone or damaged none."""
+    found = []
+    for version in sorted(_versions(folder)):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((folder / _NAME.format(version) / _ABOUT).read_bytes())["whole"]:
+                found.append(version)
+    return found
 
 
-def _read(folder: Path, version: int) -> Update:
+def _next(folder: Path, after: int) -> int | None:
+    """Returns the following version, or the last whole one where that was removed; None if none is there."""
+    if (folder / _NAME.format(after + 1)).is_dir():
+        return after + 1
+    return max((version for version in _whole(folder) if version > after), default=None)
+
+
+def _read(folder: Path, version: int) -> Update | None:
+    """Returns an update that is as it was written; None if it was removed meanwhile."""
+    from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, told
     from fsdp_wrap.checkpoint._safetensors import read_safetensors
 
-    about = _about(folder, version)
-    given = read_safetensors(folder / _NAME.format(version)) if about["names"] else {}
+    place = folder / _NAME.format(version)
+    try:
+        faults = told(place, Manifest.read(place).faults(place))
+        if faults:
+            raise DamagedCheckpoint("; ".join(faults))
+        about = json.loads((place / _ABOUT).read_bytes())
+        given = read_safetensors(place) if about["names"] else {}
+    except DamagedCheckpoint as error:
+        if place.is_dir():
+            raise DamagedCheckpoint(
+                f"{place} is damaged: {error}. Go on after the next whole version"
+            ) from None
+        return None
+    except FileNotFoundError:
+        if place.is_dir():
+            raise
+        return None
     contents = _Stored(given, "" if about["whole"] else _VALUE)
     names = [name for name in about["names"] if not name.startswith(_INDEX) or about["whole"]]
     metadata = [WeightMeta(contents.own(name), given[name].dtype, tuple(given[name].shape)) for name in names]

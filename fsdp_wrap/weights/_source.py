@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import nbytes_of
-from fsdp_wrap._state import FullParams
-from fsdp_wrap.weights._adapters import merged
+from fsdp_wrap._state import FullParams, check_dtype
+from fsdp_wrap.weights._adapters import cast, merged
 from fsdp_wrap.weights._fuse import Rules, check_rules, fused
 from fsdp_wrap.weights._made import Made, Taken
 
@@ -40,7 +40,7 @@ def weight_source(
     budget: int | str = "1GB",
     adapters: Literal["merge", "apart"] = "merge",
     *,
-    buffers: bool = False,
+    buffers: bool = True,
     rank0_only: bool = False,
 ) -> WeightSource:
     """Gives the full tensors of a model in training, one after the other, to whoever else computes with them.
@@ -63,7 +63,7 @@ def weight_source(
             "500MB". What the largest tensor takes is allowed in any case.
         adapters: "merge" adds the active LoRA adapters of peft to their weights, tensor by tensor, and gives
             the names that the model has without them. "apart" gives all tensors as the model has them.
-        buffers: Also the persistent buffers, at the end.
+        buffers: Also the persistent buffers, at the end: those of the first rank where they differ.
         rank0_only: Only the first rank keeps tensors; the others get them on the meta device.
 
     Raises:
@@ -78,11 +78,14 @@ def weight_source(
     if rename is not None and not callable(rename):
         raise TypeError(f"rename must be a function or None, not a {type(rename).__name__}")
     rules, nbytes = check_rules(fuse), nbytes_of(budget, "budget")
-    params = FullParams(model, _DOING, dtype=None if adapters == "merge" else dtype, buffers=buffers)
+    check_dtype(dtype)
+    params = FullParams(model, _DOING, buffers=buffers)
     plain = {name: Taken(name, *described) for name, described in params.described().items()}
-    made: dict[str, Made] = {**plain}
+    made: dict[str, Made]
     if adapters == "merge":
         made = merged(model, plain, dtype, params.subclasses)
+    else:
+        made = {name: cast(each, dtype, params.subclasses) for name, each in plain.items()}
     return WeightSource(model, _renamed(fused(made, rules), rename), nbytes, buffers, rank0_only)
 
 
@@ -106,26 +109,41 @@ class WeightSource:
 
     Each iteration is collective, and gives the values that the model has when it begins. Breaking off early
     takes part in the remaining gathers, since the other ranks cannot know: it saves nothing.
+
+    Attributes:
+        model: The model.
     """
 
     def __init__(
         self, model: nn.Module, made: dict[str, Made], budget: int, buffers: bool, rank0_only: bool
     ) -> None:
-        self._model, self._made = model, made
+        self.model, self._made = model, made
         self._budget, self._buffers, self._rank0_only = budget, buffers, rank0_only
 
     def metadata(self) -> list[WeightMeta]:
         """Returns name, dtype and shape of each tensor, in order; nothing is communicated."""
         return [WeightMeta(name, made.dtype, tuple(made.shape)) for name, made in self._made.items()]
 
+    def refuse_subclasses(self, doing: str) -> None:
+        """Refuses what takes plain tensors only.
+
+        Raises:
+            TypeError: If a tensor is of a tensor subclass.
+        """
+        self._params().refuse_subclasses(doing)
+
     def __len__(self) -> int:
         return len(self._made)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        params = FullParams(self._model, _DOING, buffers=self._buffers)
+        params = self._params()
+        return self._iterate(params.stream(budget=self._room(), rank0_only=self._rank0_only))
+
+    def _params(self) -> FullParams:
+        params = FullParams(self.model, _DOING, buffers=self._buffers)
         takes = [taken for made in self._made.values() for taken in made.takes]
         params.choose({taken.key: taken.dtype for taken in takes})
-        return self._iterate(params.stream(budget=self._room(), rank0_only=self._rank0_only))
+        return params
 
     def _iterate(self, stream: Generator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         with closing(stream):

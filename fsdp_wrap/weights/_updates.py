@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from fsdp_wrap._state import FirstRank
 from fsdp_wrap.weights._changes import Change, Changes, apply_changes
 from fsdp_wrap.weights._channels import Channel, PeerLost
 from fsdp_wrap.weights._source import WeightMeta, WeightSource
@@ -37,25 +39,21 @@ class WeightSender:
         """Sends all tensors of a source, while the next are gathered; collective.
 
         Raises:
-            PeerLost: On the first rank, when all ranks have come to the end: training can go on.
+            PeerLost: On every rank, when all have come to the end: training can go on.
+            TypeError: If a tensor is of a tensor subclass; before anything is gathered, on every rank.
         """
+        source.refuse_subclasses("WeightSender.send()")
         self.version += 1
-        lost: PeerLost | None = None
-        buckets = None if self._channel is None else _Buckets(self._channel)
-        try:
-            self._announce(_FULL, source.metadata(), {})
-        except PeerLost as error:
-            lost = error
-        for _, tensor in source:
-            if buckets is not None and lost is None:
-                try:
-                    buckets.add(tensor)
-                except PeerLost as error:
-                    lost = error
-        if lost is not None:
-            raise lost
-        if buckets is not None:
-            buckets.finish()
+        FirstRank(source.model).uses(iter(source), partial(self._send, source), "WeightSender.send()")
+
+    def _send(self, source: WeightSource, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self._channel is None:
+            raise ValueError("the first rank sends, and has no channel: give it there")
+        self._announce(_FULL, source.metadata(), {})
+        buckets = _Buckets(self._channel)
+        for _, tensor in tensors:
+            buckets.add(tensor)
+        buckets.finish()
 
     def send_changes(self, changes: Changes) -> None:
         """Sends what `WeightChanges.collect` has found; the receiver must have all that was sent before.

@@ -16,12 +16,14 @@ from unittest import mock
 
 from bed import worker
 from bed.job import Job, Outcome
+from bed.patience import NEVER, Patience
 
 _PRELOADED = ["torch.distributed.tensor.debug", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CLEAN_UP_LIMIT = 20.0
 _LEAVE_LIMIT = 10.0
 """Seconds that ranks without a job have to leave by themselves, as a measuring of coverage needs."""
+_STACK_LIMIT = 20.0
 _OUTPUT_TAIL = 6000
 _MOST_THREADS = 150
 """Those of gloo groups that something still holds wake up every 10 ms, and slow all tests that follow."""
@@ -76,28 +78,28 @@ class _Member:
         return replace(outcome, output=self._output())
 
     def died(self) -> Outcome:
-        self.process.join(5)
+        self.process.join(NEVER)
         code = self.process.exitcode
         how = "closed its link" if code is None else f"exited with code {code}"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
         return Outcome(kind="died", pid=self.pid, headline=how, exitcode=code, output=self._output())
 
-    def interrupt(self, waited: float) -> Outcome:
+    def interrupt(self, what: str) -> Outcome:
         """What a rank that did not answer is doing."""
         if not self.process.is_alive():
             return self.died()
-        what, stack = f"no answer after {waited:.1f} s", self._stack()
+        stack = self._stack()
         return Outcome(kind="hung", pid=self.pid, headline=what, text=stack, output=self._output())
 
     def _stack(self) -> str:
         if not self.stacks.exists():  # the signal would kill it
             return "(it had not yet come to take jobs)"
         os.kill(self.pid, signal.SIGUSR1)
-        limit = time.monotonic() + 2
-        while not self.stacks.stat().st_size and time.monotonic() < limit:
-            time.sleep(0.02)
-        time.sleep(0.05)  # the dump is written piece by piece
+        limit, size = time.monotonic() + _STACK_LIMIT, -1
+        while size != (now := self.stacks.stat().st_size) or (not now and time.monotonic() < limit):
+            size = now
+            time.sleep(0.05)  # the dump is written piece by piece
         return self.stacks.read_text(errors="replace") or "(it does not even answer signals)"
 
     def kill(self) -> None:
@@ -132,7 +134,7 @@ class Crew:
         try:
             for member in members:
                 member.send(replace(job, store=str(folder / f"store{self._jobs}")))
-            outcomes = self._gather(members, job.timeout, grace)
+            outcomes = self._gather(members, Patience(job.timeout, job.longest), grace)
             if _completed(outcomes):
                 outcomes = self._clean_up(members, outcomes)
         except BaseException:  # Ctrl-C, say: nobody knows what the ranks are doing
@@ -172,27 +174,26 @@ class Crew:
         """Let the ranks leave the job's group, now that none needs another any more."""
         for member in members:
             member.send("all ranks are done")
-        cleaned = self._gather(members, _CLEAN_UP_LIMIT, grace=1.0)
+        cleaned = self._gather(members, Patience(_CLEAN_UP_LIMIT, NEVER), grace=1.0)
         if _completed(cleaned):
             return outcomes
         return [replace(outcome, headline=f"after the test: {outcome.headline}") for outcome in cleaned]
 
-    def _gather(self, members: list[_Member], timeout: float, grace: float) -> list[Outcome]:
+    def _gather(self, members: list[_Member], patience: Patience, grace: float) -> list[Outcome]:
         """One outcome of each member, asked for or found out."""
-        begin = time.monotonic()
-        deadline = begin + timeout
         outcomes: dict[int, Outcome] = {}
         while missing := {member.link: member for member in members if member.rank not in outcomes}:
-            ready = connection.wait(list(missing), max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = connection.wait(list(missing), patience.pause)
+            if not ready and patience.has_ended(member.pid for member in missing.values()):
                 break
             for link in ready:
                 member = missing[link]  # type: ignore[index]
                 outcome = outcomes[member.rank] = member.receive()
                 if outcome.kind != "passed":
-                    deadline = min(deadline, time.monotonic() + grace)
+                    patience.shorten(grace)
+        why = str(patience)
         for member in missing.values():
-            outcomes[member.rank] = member.interrupt(time.monotonic() - begin)
+            outcomes[member.rank] = member.interrupt(why)
         return [outcomes[member.rank] for member in members]
 
 

@@ -32,8 +32,14 @@ class Job:
     """None: no process group is made."""
     seed: int
     timeout: float
+    """Seconds after which it hangs if no rank has worked in them."""
     store: str = ""
     """A fresh file in which the ranks of the process group meet."""
+
+    @property
+    def longest(self) -> float:
+        """Seconds in which it must be over, whatever the ranks do."""
+        return 20 * self.timeout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from bed.report import RankFailure
 POOL_SIZE = 4
 """The most ranks of a job on the pool."""
 TIMEOUT = 60.0
-"""Seconds in which a job must be over."""
+"""Seconds after which a job hangs if no rank has worked in them."""
 GRACE = 3.0
-"""Seconds that the other ranks have once one did not pass."""
+"""The same for the other ranks once one did not pass."""
 
 _pool = Crew()
 # Registered after multiprocessing's own handler, so it runs before that one joins what is still alive.

@@ -1,21 +1,29 @@
-"""Which part of a product of parameters the fast tier runs.
+"""Which part of a product of parameters each tier runs.
 
-A test with three or more parameters runs there with combinations in which every two values meet that meet in
-any; one that is marked `each_value`, because it takes long, with combinations in which every value is. The
-others are slow. Of what takes longest the slow tier runs a seeded part, unless it is to be thorough.
+A test with three or more parameters runs in the fast tier with combinations in which every two values meet
+that meet in any; one that is marked `each_value`, because it takes long, with combinations in which every
+value is. The others are left over, as are values that `few_fast` marks. The slow tier runs an eighth of what
+is left over, drawn anew for each commit. Unless it is to be thorough: then it runs all.
 """
 
 import itertools
 import os
 import random
+import subprocess
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import pytest
 
+from bed.paths import ROOT
+
 THOROUGH = os.environ.get("FSDP_WRAP_THOROUGH") == "1"
-"""Whether the slow tier leaves nothing out, for which it takes half an hour more."""
+"""Whether the slow tier leaves nothing out, for which it takes hours more."""
+DRAW = "FSDP_WRAP_DRAW"
+"""The variable of the environment that says which left-over combinations the slow tier runs: any text."""
+_ONE_IN = 8
 
 _T = TypeVar("_T")
 
@@ -23,21 +31,59 @@ _Together = tuple[tuple[int, str], ...]
 """Values that are to meet, by the number of the parameter."""
 
 
-def mark_sampled_out(items: Iterable[pytest.Item]) -> None:
-    """Marks as slow what no values need that are to meet."""
+def draw() -> str:
+    """Returns by what left-over combinations are drawn: the commit, unless the environment says otherwise.
+
+    From the first call on the environment says so, to all workers of pytest-xdist, and also once the commit
+    is another.
+    """
+    if DRAW not in os.environ:
+        command = ["git", "rev-parse", "--short=12", "HEAD"]
+        try:
+            os.environ[DRAW] = subprocess.check_output(
+                command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+            ).strip()
+        except (OSError, subprocess.CalledProcessError):  # not a checkout
+            os.environ[DRAW] = "none"
+    return os.environ[DRAW]
+
+
+def sample(items: list[pytest.Item], given: Sequence[str]) -> list[pytest.Item]:
+    """Marks left-over combinations as slow; takes those out that were not drawn, and returns them.
+
+    Args:
+        items: What was collected.
+        given: Arguments of the command line. A combination whose id is one of them is in the fast tier.
+    """
+    names = {argument.partition("::")[2] for argument in given}
     tests: dict[str, dict[pytest.Item, set[_Together]]] = defaultdict(dict)
     for item in items:
-        if not any(mark.name in ("slow", "gpu") for mark in item.iter_markers()):
+        if not any(mark.name in ("slow", "gpu", "left_over") for mark in item.iter_markers()):
             tests[item.nodeid.partition("[")[0]][item] = _meetings(item)
     for combinations in tests.values():
         for item in combinations.keys() - _covering(combinations):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.left_over)
+    left = {item for item in items if item.get_closest_marker("left_over") and _name(item) not in names}
+    for item in left:
+        item.add_marker(pytest.mark.slow)
+    omitted = set() if THOROUGH else {item for item in left if not _is_drawn(item)}
+    items[:] = [item for item in items if item not in omitted]
+    return [*omitted]
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[2]
+
+
+def _is_drawn(item: pytest.Item) -> bool:
+    """Whether the draw takes this item, whatever else was collected."""
+    return zlib.crc32(f"{draw()} {_name(item)}".encode()) % _ONE_IN == 0
 
 
 def few_fast(values: Iterable[object], step: int) -> list[object]:
-    """Leaves all but every n-th value of a parameter to the slow tier."""
-    slow = pytest.mark.slow
-    return [one if n % step == 0 else pytest.param(one, marks=slow) for n, one in enumerate(values)]
+    """Leaves all but every n-th value of a parameter over to the slow tier."""
+    left_over = pytest.mark.left_over
+    return [one if n % step == 0 else pytest.param(one, marks=left_over) for n, one in enumerate(values)]
 
 
 def part_of(values: Iterable[_T], one_in: int) -> list[_T]:

@@ -114,7 +114,7 @@ def _prepare(job: Job, rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no host name look-ups
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # all ranks are here, and there may be no other network
     # Longer than the job may take: a stuck rank is to be found stuck, with its stack.
-    patience = timedelta(seconds=job.timeout + 30)
+    patience = timedelta(seconds=job.longest + 30)
     store = dist.FileStore(job.store, job.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=patience)
 

@@ -9,6 +9,7 @@ import random
 import time
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +22,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from bed import ranks
+from fronts import each_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
+from nets import WIDTH
 from optim_states import assert_same, by_name
 from resuming import Counter, full_disk, net, other, per_block_of, train, trained
 from state_nets import Tied, adamw, assert_close, assert_equal
@@ -111,6 +115,65 @@ def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path
     plain, reference = trained(len(kinds))
     assert_close(model.state_dict(), plain.state_dict())
     assert_same(FSDP.optim_state_dict(model, optimizer), by_name(reference, plain))
+
+
+f32, f64, i64 = torch.float32, torch.float64, torch.int64
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps state of dtypes and kinds that torch's `load_state_dict` changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (each for group in self.param_groups for each in group["params"]):
+            state = self.state[param]
+            if not state and param.numel():
+                like = {
+                    kind: torch.zeros_like(param, dtype=kind) for kind in (f32, f64, torch.int64, torch.bool)
+                }
+                _own(like[f32]).copy_(_own(param).float() / 3)
+                _own(like[f64]).copy_(_own(param).double() / 3)
+                _own(like[i64]).copy_(_own(param).double() * 2**40)
+                _own(like[torch.bool]).copy_(_own(param) > 0)
+                state |= {str(kind): value for kind, value in like.items()}
+                state |= {"scalar": torch.tensor(1 / 3, dtype=f64), "mode": "cosine", "count": 3}
+
+
+@each_front
+@ranks(2)
+def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_path):
+    makes = (Odd, torch.optim.NAdam, torch.optim.ASGD, partial(torch.optim.SGD, momentum=0.9))
+    for number, make in enumerate(makes):
+        runs = []
+        for steps in (2, 0):
+            model = shard(front, net().bfloat16())
+            runs.append((model, make(model.parameters())))
+            for _ in range(steps):
+                model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
+                runs[-1][1].step()
+        (model, optimizer), (again, fresh) = runs
+        checkpoint.save(tmp_path, model, optimizer, step=number)
+        checkpoint.load(tmp_path, again, fresh)
+        assert optimizer.state
+        for param, twin in zip(model.parameters(), again.parameters()):
+            assert optimizer.state[param].keys() == fresh.state[twin].keys()
+            for key, value in optimizer.state[param].items():
+                found = fresh.state[twin][key]
+                assert type(found) is type(value) and getattr(found, "dtype", 0) == getattr(value, "dtype", 0)
+                assert torch.equal(_own(found), _own(value)) if torch.is_tensor(value) else found == value
+    wrong = torch.optim.AdamW(again.parameters())
+    before = copy.deepcopy(again.state_dict())
+    with pytest.raises(ValueError, match=r"momentum_buffer, and AdamW needs step, .*another optimizer"):
+        checkpoint.load(tmp_path, again, wrong)
+    assert not wrong.state and wrong.defaults["betas"] == wrong.param_groups[0]["betas"]
+    assert_equal(again.state_dict(), before)
+
+
+def _own(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @ranks(2)
@@ -340,6 +403,40 @@ def test_each_byte_is_verified_by_one_rank():
         assert len(set(pieces)) == len(pieces) == 100
         bytes_each = [sum(piece.length for piece in share) for share in shares]
         assert max(bytes_each) <= manifest.size / count + 50
+
+
+def test_modules_without_tensors_and_renamed_steps(tmp_path):
+    folder = checkpoint.save(tmp_path, nn.Tanh(), extra={"epoch": 4}, step=3)
+    found = checkpoint.load(folder.rename(tmp_path / "step_00000009"), nn.Tanh())
+    assert found == {"epoch": 4} and found.step == 9
+
+
+def test_a_fraction_is_not_loaded_into_an_integer(tmp_path):
+    model = nn.Module()
+    model.count = nn.Parameter(torch.tensor([1.5]))
+    checkpoint.save(tmp_path, model)
+    model = nn.Module()
+    model.register_buffer("count", torch.tensor([7]))
+    with pytest.raises(ValueError, match=r"count is torch\.float32 there and torch\.int64 here"):
+        checkpoint.load(tmp_path, model)
+    assert model.count.tolist() == [7]
+
+
+@ranks(2)
+def test_parameters_without_elements_have_no_count(rank, world_size, tmp_path):
+    def made(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Linear(4, 4)
+        module.nothing = nn.Parameter(torch.empty(0))
+        model = FSDP(module, use_orig_params=use_orig_params)
+        return model, adamw(model)
+
+    model, optimizer = made(True)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    again, fresh = made(False)
+    checkpoint.load(tmp_path, again, fresh)
+    assert all(int(state["step"]) == 1 for state in fresh.state.values())
 
 
 def test_ties_buffers_and_extra_state_of_plain_models(tmp_path):

@@ -42,11 +42,15 @@ class Noisy(nn.Module):
 
 
 def run(
-    rank: int, world_size: int, folder: Path, how: str, victim: int, delay: float
-) -> tuple[list[float], float]:
-    """Trains, from the newest checkpoint on; the victim is killed after a while.
+    rank: int, world_size: int, folder: Path, how: str, victim: int = -1, at: int = 0, delay: float = 0.0
+) -> list[float]:
+    """Trains, from the newest checkpoint on; the victim is killed in a step, or after it.
 
-    Returns what it ends with, and how many seconds the steps took.
+    Returns what it ends with.
+
+    Args:
+        at: The step.
+        delay: Of the time that the step before it took, the part after which the victim is killed.
     """
     torch.manual_seed(1)
     model = per_block_of(Noisy().double(), use_orig_params=True)
@@ -56,11 +60,11 @@ def run(
     extra = {"scheduler": scheduler, "data": data}
     torch.manual_seed(rank)
     done = checkpoint.load(folder, model, optimizer, extra).step if checkpoint.latest(folder) else 0
-    started = time.monotonic()
-    if rank == victim:
-        subprocess.Popen(["sh", "-c", f"sleep {delay}; kill -9 $PPID"])
-    pending = None
+    pending, begin, took = None, time.monotonic(), 0.0
     for step in range(done + 1, STEPS + 1):
+        took, begin = time.monotonic() - begin, time.monotonic()
+        if (rank, step) == (victim, at):
+            subprocess.Popen(["sh", "-c", f"sleep {delay * took:.6f}; kill -9 $PPID"])
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(data.at * 2 + rank)).double()
         data.at += 1
         optimizer.zero_grad()
@@ -74,14 +78,13 @@ def run(
                 checkpoint.save(folder, model, optimizer, extra, step=step, keep_last=2)
     if pending is not None:
         pending.result()
-    seconds = time.monotonic() - started
     values = [value.double().sum().item() for value in model.state_dict().values()]
-    return [*values, torch.rand(()).item()], seconds
+    return [*values, torch.rand(()).item()]
 
 
 def ended(outcomes: list[Outcome]) -> list[list[float]]:
     assert [outcome.kind for outcome in outcomes] == ["passed", "passed"], outcomes
-    return [outcome.value[0] for outcome in outcomes]
+    return [outcome.value for outcome in outcomes]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -103,17 +106,16 @@ def kept(before: Path | None) -> list[list[str]]:
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_killed_runs_resume_to_the_same_end(tmp_path, how):
-    whole = run_isolated(run, tmp_path / "whole", how, -1, 0.0, world_size=2)
-    expected, duration = ended(whole), whole[0].value[1]
+    expected = ended(run_isolated(run, tmp_path / "whole", how, world_size=2))
     moments, hit = random.Random(how), 0
     for index in range(KILLS // 2):
         folder = tmp_path / str(index)
-        delay = round(moments.uniform(0.0, duration), 3)
-        killed = run_isolated(run, folder, how, moments.randrange(2), delay, world_size=2)
+        moment = moments.randrange(2), moments.randrange(1, STEPS), moments.uniform(0.0, 2.0)
+        killed = run_isolated(run, folder, how, *moment, world_size=2)
         hit += any(outcome.kind != "passed" for outcome in killed)
         before = checkpoint.latest(folder)
-        assert ended(run_isolated(run, folder, how, -1, 0.0, world_size=2)) == expected, (delay, before)
-        assert names_in(folder) in kept(before), (delay, before)
+        assert ended(run_isolated(run, folder, how, world_size=2)) == expected, (moment, before)
+        assert names_in(folder) in kept(before), (moment, before)
     assert hit >= KILLS // 4, "too many moments came after the end of a run"
 
 

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.serialization import _get_layout
 
 from bed import ranks, run_isolated
 from fronts import each_front, full_state, shard
@@ -500,6 +504,58 @@ def readers(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
         "convert": run("convert", str(out / "file.pt")),
         "export": run("export", str(out / "files")),
     }
+
+
+def test_metadata_change_nothing_that_others_use(tmp_path):
+    """Pickle's opcodes that change what they find, on classes, functions and members of enums."""
+    of_torch = b"ctorch.distributed.checkpoint.metadata\n"
+    named = (
+        of_torch + b"ChunkStorageMetadata\n",
+        of_torch + b"_MEM_FORMAT_ENCODING\n",
+        b"ctorch.serialization\n_get_layout\n",
+        b"ccollections\nOrderedDict\n",
+        b"ctorch\nfloat32\n",
+    )
+    changes = (b"(N(Vhidden\nNdtb", b"(Vhidden\nNdb", b"Vhidden\nNs", b"Na", b"(NNe", b"(N\x90")
+    for thing in named:
+        for change in changes:
+            (tmp_path / ".metadata").write_bytes(thing + change + b".")
+            with pytest.raises(RuntimeError, match=r"\.metadata holds no metadata"):
+                read_metadata(tmp_path)
+    member = of_torch + b"_MEM_FORMAT_ENCODING\n(K\x00tR"
+    (tmp_path / ".metadata").write_bytes(member + b"(Vhidden\nNdb.")
+    with pytest.raises(RuntimeError, match=r"\.metadata holds no metadata"):
+        read_metadata(tmp_path)
+    for thing in (ChunkStorageMetadata, _get_layout, OrderedDict, metadata._MEM_FORMAT_ENCODING):
+        assert not hasattr(thing, "hidden")
+    assert not any(hasattr(each, "hidden") for each in metadata._MEM_FORMAT_ENCODING)
+
+
+def test_chunks_that_do_not_tile_a_tensor_are_refused(tmp_path, capsys):
+    folder = checkpoint.save(tmp_path, layers())
+    genuine = pickle.loads((folder / ".metadata").read_bytes())
+    for boxes in (
+        [],
+        [((0, 0), (3, 4))],
+        [((0, 0), (2, 4)), ((1, 0), (2, 4))],
+        [((0, 0), (2, 4)), ((1, 0), (2, 4)), ((3, 0), (1, 4))],
+        [((0, 0), (4, 5))],
+        [((0, 0), (4, 2)), ((0, 1), (4, 2))],
+        [((0,), (16,))],
+        [((-1, 0), (4, 4))],
+    ):
+        broken = copy.deepcopy(genuine)
+        broken.state_dict_metadata["model.0.weight"].chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
+        ]
+        forged(folder, broken)
+        for refused in (
+            lambda: checkpoint.load(tmp_path, layers()),
+            lambda: _convert.to_torch_file(folder, tmp_path / "out"),
+            lambda: _convert.export(folder, tmp_path / "exported"),
+        ):
+            with pytest.raises(RuntimeError, match=r"cuts 'model\.0\.weight', of shape \(4, 4\)"):
+                refused()
 
 
 def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):

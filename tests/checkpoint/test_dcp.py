@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchStateDictType
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from bed import ranks
 from bed.references import count_collectives
@@ -95,8 +100,8 @@ class Run:
     def save(self, path: Path, kind: str) -> None:
         if not self.takes_part:
             return
-        if kind == "sharded":
-            with sharded(self.model):
+        if kind in ("sharded", "rows"):
+            with sharded(self.model, rows=kind == "rows"):
                 dcp.save(self._state(), checkpoint_id=path, process_group=self.group)
             return
         model_config, optim_config = FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True)
@@ -116,7 +121,7 @@ class Run:
             state = torch.load(path / "full", weights_only=True)
             self._take(state)
             return
-        with sharded(self.model):
+        with sharded(self.model, rows=kind == "rows"):
             state = self._state()
             dcp.load(state, checkpoint_id=path, process_group=self.group)
             self._take(state)
@@ -127,18 +132,22 @@ class Run:
         self.optimizer.load_state_dict(cut)
 
 
-def sharded(model: nn.Module, offload: bool = False) -> Any:
+def sharded(model: nn.Module, offload: bool = False, rows: bool = False) -> Any:
     return FSDP.state_dict_type(
         model,
         SHARDED,
-        ShardedStateDictConfig(offload_to_cpu=offload),
-        ShardedOptimStateDictConfig(offload_to_cpu=offload),
+        ShardedStateDictConfig(offload_to_cpu=offload, _use_dtensor=rows),
+        ShardedOptimStateDictConfig(offload_to_cpu=offload, _use_dtensor=rows),
     )
 
 
 @pytest.mark.parametrize("scenario", few_fast(pairwise(RESUMES, 5, settle), 2), ids=name_of)
 @ranks(4)
 def test_resuming_elsewhere_equals_a_plain_model_that_went_on(rank, world_size, scenario, tmp_path):
+    resumed_elsewhere(scenario, tmp_path)
+
+
+def resumed_elsewhere(scenario: dict[str, Any], tmp_path: Path) -> None:
     groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
     before, after = (Run(scenario, side, groups) for side in ("from", "to"))
     before.train(range(3))
@@ -153,6 +162,71 @@ def test_resuming_elsewhere_equals_a_plain_model_that_went_on(rank, world_size, 
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-10)
         assert_same(FSDP.optim_state_dict(after.model, after.optimizer), by_name(optimizer, plain))
+
+
+# Rows.
+
+_ROWS = [
+    settle({**one, "kind": "rows", "from_wrap": "block", "to_wrap": "whole"})
+    for one in (
+        {"from_strategy": "FULL_SHARD", "to_strategy": "FULL_SHARD", "from_ranks": 3, "to_ranks": 2}
+        | {"from_orig": True, "to_orig": False},
+        {"from_strategy": "HYBRID_SHARD", "to_strategy": "NO_SHARD", "to_ranks": 2}
+        | {"from_orig": False, "to_orig": True},
+    )
+]
+
+
+@pytest.mark.parametrize("scenario", _ROWS, ids=name_of)
+@ranks(4)
+def test_rows_resume_elsewhere(rank, world_size, scenario, tmp_path):
+    resumed_elsewhere(scenario, tmp_path)
+
+
+@each_form
+@ranks(2)
+def test_state_dicts_of_rows_are_torchs(rank, world_size, use_orig_params):
+    """As `DTensor`s by type, shape, placements and bits; asked for, or implied by a mesh."""
+    plain, optimizer = trained(2)
+    expected = {"model": plain.state_dict(), "optimizer": by_name(optimizer, plain)["state"]}
+    mesh = init_device_mesh("cpu", (2,))
+    for given in ({}, {"device_mesh": mesh}):
+        model = per_block_of(net(), use_orig_params=use_orig_params, **given)
+        ours = adamw(model)
+        train(model, ours, rank, world_size, range(2))
+        with sharded(model, rows=not given):
+            found = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, ours)["state"]}
+        assert list(found["model"]) == list(plain.state_dict())
+        assert list(found["optimizer"]) == list(expected["optimizer"])
+        for values, wanted in (
+            (found["model"], expected["model"]),
+            *((found["optimizer"][name], entry) for name, entry in expected["optimizer"].items()),
+        ):
+            for name, value in values.items():
+                if name == "step":
+                    continue
+                rows = distribute_tensor(wanted[name], mesh, [Shard(0)])
+                assert type(value) is DTensor
+                assert value.placements == (Shard(0),)
+                assert value.device_mesh == mesh
+                assert value.to_local().untyped_storage().nbytes() == value.to_local().nbytes
+                torch.testing.assert_close(value.to_local(), rows.to_local())
+
+
+@each_form
+@ranks(2)
+def test_hugging_face_storage_holds_rows(rank, world_size, use_orig_params, tmp_path):
+    """Its files hold one box for each rank and name: more of them are refused, rows are written right."""
+    writing = partial(HuggingFaceStorageWriter, save_distributed=True, enable_consolidation=True)
+    model = per_block_of(net(), use_orig_params=use_orig_params)
+    with sharded(model):
+        pieces = model.state_dict()
+    with pytest.raises(CheckpointException, match=r"one box .*Of 'stem.weight'.*_use_dtensor"):
+        dcp.save(pieces, storage_writer=writing(str(tmp_path / "no")))
+    with sharded(model, rows=True):
+        dcp.save(model.state_dict(), storage_writer=writing(str(tmp_path / "yes")))
+    (path,) = (tmp_path / "yes").glob("*.safetensors")
+    assert_equal(load_file(path), net().state_dict())
 
 
 SAME = {**_ONE, "to_orig": [False, True], "kind": ["full", "sharded"], "ranks": [4]}

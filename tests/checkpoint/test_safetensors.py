@@ -172,9 +172,10 @@ def test_a_new_export_replaces_the_old_one_or_fails_as_a_whole(rank, world_size,
         dist.barrier()
         same(stored(tmp_path), untied(plain))
         model.load_state_dict(changed(model.state_dict()))
-        fails = mock.patch("os.fsync", side_effect=OSError("no space left"))
-        with fails, pytest.raises(RuntimeError, match="failed on the first rank: OSError: no space left"):
-            export_safetensors(model, tmp_path, max_shard_bytes=150)
+        for error in (OSError("no space left"), MemoryError("no memory left")):
+            fails = mock.patch("os.fsync", side_effect=error)
+            with fails, pytest.raises(RuntimeError, match="failed on the first rank: .*Error: no .* left"):
+                export_safetensors(model, tmp_path, max_shard_bytes=150)
         dist.barrier()
         same(stored(tmp_path), untied(plain))  # nor is anything left beside it
         dist.barrier()
@@ -257,7 +258,7 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
     refused(tmp_path / INDEX, RuntimeError, b"{")
     refused(tmp_path / INDEX, RuntimeError, b"{}")
     index = json.loads((tmp_path / INDEX).read_text())
-    for file in (files[0].name, f"../{tmp_path.name}/{files[0].name}", str(files[0])):
+    for file in (files[0].name, f"../{tmp_path.name}/{files[0].name}", str(files[0]), 5, None, ["x"]):
         index["weight_map"]["of.another.model"] = file
         refused(tmp_path / INDEX, RuntimeError, json.dumps(index).encode())
     del index["weight_map"]["of.another.model"]

@@ -163,3 +163,36 @@ def _check(results):
             assert torch.equal(value, loaded[name])
             torch.testing.assert_close(value, by_ddp[name], rtol=0, atol=1e-3)
         assert after[1] == pytest.approx(after[0], abs=1e-6)
+
+
+def _norms_beside_a_reference(rank, world_size, port, front):
+    """Returns the gradients' norm of the sharded model and DDP: the adapters are off for a while before it.
+
+    As in a step of DPO: peft freezes them meanwhile.
+    """
+    with client_rank(rank, port, True, fully_shard=front == "composable"):
+        import torch.distributed as dist
+        from torch.nn.utils import clip_grad_norm_
+        from transformers import AutoTokenizer
+
+        dist.init_process_group("gloo")
+        tokenizer = AutoTokenizer.from_pretrained(_weights())
+        composable = front == "composable"
+        sharded = (_fully_sharded() if composable else _wrapped("layer", front == "orig")).eval()
+        ddp = torch.nn.parallel.DistributedDataParallel(_model().eval())
+        for model in (sharded, ddp):
+            loss = _loss(model, tokenizer, PAIRS[rank::2])
+            peft = model if model is sharded and composable else model.module
+            with torch.no_grad(), peft.disable_adapter():
+                reference = _loss(model, tokenizer, PAIRS[rank::2])
+            (loss * reference).backward()
+        expected = clip_grad_norm_(ddp.parameters(), 1.0)
+        if not composable:
+            return sharded.clip_grad_norm_(1.0).item(), expected.item()
+        return clip_grad_norm_(sharded.parameters(), 1.0).full_tensor().item(), expected.item()
+
+
+@pytest.mark.parametrize("front", ["flat", "orig", "composable"])
+def test_adapters_that_are_off_for_a_reference(run, front):
+    for found, expected in run(_norms_beside_a_reference, front):
+        assert found == pytest.approx(expected, rel=1e-4) and expected > 1e-3

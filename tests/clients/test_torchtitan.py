@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import fsdp as torch_fsdp
 
 import titan_on_cpu
+from bed.patience import NEVER
 from launch import Ranks, client_rank, needs
 
 pytestmark = needs("torchtitan")
@@ -217,7 +218,7 @@ def test_its_command_line(run: Ranks, options: list[str]) -> None:
         env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=NEVER,
     )
     assert done.returncode == 0, done.stderr
     line = r"step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)"

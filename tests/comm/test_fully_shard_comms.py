@@ -106,6 +106,20 @@ def test_collectives_of_the_users(rank, world_size, low):
     usual(tokens(rank, 0))
 
 
+@ranks(1)
+def test_collectives_of_the_users_on_one_rank(rank, world_size):
+    """Nothing is sent. What excludes each other does so here as well."""
+    model = fully_shard(nn.Linear(4, 4))
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    gather, reduce = Gather(), Reduce()
+    model.set_custom_all_gather(gather)
+    model.set_custom_reduce_scatter(reduce)
+    with pytest.raises(AssertionError, match="set_custom_all_gather"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert gather.calls == reduce.calls == 0 and model.bias.grad.full_tensor().eq(2).all()
+
+
 @ranks(4)
 def test_collectives_of_the_users_beside_tensor_parallelism(rank, world_size):
     """They get the group over which is sharded, not one of ranks that share a layer."""

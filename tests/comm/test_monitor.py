@@ -5,6 +5,7 @@ Ranks are threads with simulated accelerators, whose hosts run ahead of the othe
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bed.accelerator import Simulation, run_simulated
+from bed.patience import NEVER, until
 from fronts import FRONTS
 from fsdp_wrap._comm import positions
 from fsdp_wrap._comm.watching import bulletin, monitor, watch
@@ -60,14 +62,6 @@ def hosts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(positions._Job, "sheet", alone)
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits for something that a thread does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
-
-
 def warmed_up(rank: int, device: Simulation, front: str = "orig") -> nn.Module:
     """Returns a model that has trained, and lets the host run ahead from now on."""
     model = wrapped(front)
@@ -90,7 +84,7 @@ def run_two(program: Callable[[int, Simulation, Callable[[], object]], None]) ->
     Args:
         program: Gets the rank, its accelerator, and what waits for the other rank.
     """
-    together = threading.Barrier(2, timeout=60)
+    together = threading.Barrier(2, timeout=NEVER)
 
     def body(rank: int, device: Simulation) -> None:
         program(rank, device, lambda: str(together.wait()))
@@ -436,9 +430,8 @@ def test_a_forked_process_watches_nothing_of_its_parents(one):
         fresh = made._thread is None and not made._pending and not made._noted and made._rests
         other = Event(done=True)
         made.note(other, "gather", group)
-        end = time.monotonic() + 10
-        while not other.asked and time.monotonic() < end:
-            time.sleep(0.005)
+        with contextlib.suppress(TimeoutError):
+            until(lambda: other.asked)
         os._exit(0 if fresh and other.asked else 1)
     assert os.waitpid(child, 0)[1] == 0
     asked = event.asked

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp_wrap
 from bed import ranks
+from bed.patience import NEVER
 from fsdp_wrap import compat, distributed_state_dict
 from fsdp_wrap.fully_sharded_data_parallel import clean_names
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -202,7 +203,7 @@ def test_a_script_from_the_command_line(tmp_path, ranks):
         env={**os.environ, "PYTHONPATH": str(Path(fsdp_wrap.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=NEVER,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == (

@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard as private
 
 import fsdp_wrap
 from bed import ranks
+from bed.patience import NEVER
 from fsdp_wrap import compat
 from models import Transformer, loss_of, tokens
 
@@ -348,7 +349,7 @@ def test_a_script_from_the_command_line(tmp_path):
         env={**os.environ, "PYTHONPATH": str(Path(fsdp_wrap.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=NEVER,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"fsdp_wrap.fully_shard {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bed import ranks
+from bed.patience import until
 from fronts import FRONTS
 from fsdp_wrap._comm import device as _device
 from fsdp_wrap._comm import positions
@@ -22,13 +23,6 @@ from stream_programs import batch, wrapped
 pytestmark = needs_cuda
 
 LIMIT = timedelta(seconds=2)
-
-
-def until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
 
 
 def here():

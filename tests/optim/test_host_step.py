@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from bed import ranks
 from bed.accelerator import run_simulated
+from bed.patience import until
 from fronts import FRONTS, each_front, full_state, shard
 from fsdp_wrap import CPUOffload
 from fsdp_wrap._comm import HostLane
@@ -163,47 +164,53 @@ def test_a_lane_of_the_host_keeps_the_order_and_tells_of_faults():
     lane.finish()  # which knows nothing of it
 
 
-class Slow(torch.optim.SGD):
-    """Notes when it steps, for so long that backward is seen beside it."""
+class Counts(nn.Module):
+    """A layer that counts the layers whose backward has begun."""
 
-    def __init__(self, given: Any) -> None:
-        super().__init__(given, lr=0.01)
-        self.spans: list[tuple[float, float]] = []
+    begun = 0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        begin = time.perf_counter()
-        time.sleep(0.05)
-        super().step(closure)
-        self.spans.append((begin, time.perf_counter()))
-
-
-class SlowBackward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
-        y.register_hook(lambda grad: time.sleep(0.05))
+        y.register_hook(self._count)
         return y
+
+    def _count(self, grad: torch.Tensor) -> None:
+        Counts.begun += 1
+
+
+LAYERS = 6
+
+
+class Awaits(torch.optim.SGD):
+    """Steps only once the backward of another layer has begun, if there is one more."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given, lr=0.01)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        begun = Counts.begun
+        until(lambda: Counts.begun > begun or begun == LAYERS)
+        super().step(closure)
+        self.steps += 1
 
 
 @each_front
 @ranks(2)
 def test_updates_run_beside_the_backward(rank, world_size, front):
-    policy = ModuleWrapPolicy({SlowBackward})
-    model = shard(front, nn.Sequential(*(SlowBackward() for _ in range(6))), policy, travel_together_bytes=0)
-    optimizer = step_in_backward(model, Slow, in_thread=True)
+    """One after the other would wait without an end."""
+    net = nn.Sequential(*(Counts() for _ in range(LAYERS)))
+    model = shard(front, net, ModuleWrapPolicy({Counts}), travel_together_bytes=0)
+    optimizer = step_in_backward(model, Awaits, in_thread=True)
     x = torch.rand(2, 4)
-    for _ in range(2):
-        loss = model(x).sum()
-        begin = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
-    steps = optimizer.spans[-6:]
-    busy = sum(stop - start for start, stop in steps)
-    assert busy >= 0.3 and all(begin < start < stop < end for start, stop in steps)
-    assert end - begin < 0.3 + busy - 0.1, (end - begin, busy)  # one after the other would take both
+    for number in (1, 2):
+        Counts.begun = 0
+        model(x).sum().backward()
+        assert optimizer.steps == number * LAYERS
 
 
 @each_front

@@ -24,7 +24,7 @@ import tp_nets
 from bed import ranks
 from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap.optim import on_shards
+from fsdp_wrap.optim import Muon, on_shards
 
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name: getattr(torch.optim, name)
@@ -415,6 +415,49 @@ def test_a_wrapper_steps_as_ever(rank, world_size, use_orig_params):
     assert_alike(*sides)
 
 
+class Foreign(torch.optim.Optimizer):
+    """An optimizer of another package.
+
+    Args:
+        params: Its parameters.
+        kind: What it computes with.
+    """
+
+    def __init__(self, params: Any, kind: str = "signs") -> None:
+        super().__init__(params, {"lr": 0.0, "kind": kind})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                update, state = param.grad.sign(), self.state[param]
+                if group["kind"] == "norms":
+                    update = update * param.norm()
+                elif group["kind"] == "rows":
+                    state["most"] = param.grad.abs().amax(-1)
+                    update = update * state["most"].unsqueeze(-1)
+                elif group["kind"] == "later":  # not at once, as preconditioners
+                    state["sums"] = param.grad.T @ param.grad
+                elif group["kind"] == "all":
+                    update = update * sum(each.grad.sum() for each in group["params"])
+                elif group["kind"] == "noise":
+                    update = update + torch.randn_like(update)
+                param.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", ["norms", "rows", "later", "all"])
+def test_what_computes_with_wholes_is_found_out_and_refused(kind):
+    params = [nn.Parameter(torch.ones(2, 2))]
+    optimizer, generator = Foreign(params, kind), torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"Foreign computes with whole parameters.*owned_matrices"):
+        on_shards(optimizer)
+    assert type(optimizer) is Foreign and not optimizer.state
+    with pytest.raises(ValueError, match="Foreign computes"):  # as a second group
+        on_shards(Foreign([{"params": params}, {"params": [nn.Parameter(torch.ones(2, 2))], "kind": kind}]))
+    on_shards(Foreign(params)), on_shards(Foreign(params, "noise"))
+    assert torch.equal(torch.get_rng_state(), generator) and bool((params[0] == 1).all())
+
+
 def test_wrong_uses_are_refused_and_nothing_changes():
     params = [nn.Parameter(torch.ones(2, 2))]
     with pytest.raises(TypeError, match="takes a torch.optim.Optimizer, not a Linear"):
@@ -425,6 +468,8 @@ def test_wrong_uses_are_refused_and_nothing_changes():
             on_shards(kind(params))
     with pytest.raises(ValueError, match="differentiable=False"):
         on_shards(torch.optim.SGD(params, lr=1.0, differentiable=True))
+    with pytest.raises(ValueError, match="Muon knows of shards: use it without on_shards"):
+        on_shards(Muon(nn.Linear(2, 2)))
     optimizer = torch.optim.SGD(params, lr=1.0)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with pytest.raises(ValueError, match="make the scheduler afterwards"):

@@ -748,6 +748,7 @@ def test_mistakes_are_named_before_anything_changes(rank, world_size):
     for options, make, error, rule in (
         ({}, lambda given: given, TypeError, "must return a torch.optim.Optimizer, not a list"),
         ({}, lambda given: torch.optim.LBFGS(given), ValueError, "LBFGS computes with all gradients"),
+        ({}, lambda given: torch.optim.Adafactor(given), ValueError, "Adafactor computes with whole"),
         ({}, lambda given: adamw([*given, alien]), ValueError, "AdamW of make_optimizer has .* not given"),
         ({"max_norm": 0.0}, adamw, ValueError, "max_norm must be positive"),
         ({"clip_value": -1.0}, adamw, ValueError, "clip_value must be positive"),

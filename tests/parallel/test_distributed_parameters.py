@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -17,7 +17,14 @@ import tp_nets
 from bed import ranks
 from fronts import full
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import StateDictType, checkpoint, fully_shard, iter_full_params
+from fsdp_wrap import (
+    StateDictType,
+    checkpoint,
+    fully_shard,
+    iter_full_params,
+    weight_changes,
+    weight_source,
+)
 
 
 def sharded(mesh: str = "flat", plan: str = "sequence", **options: Any) -> tuple[tp_nets.Net, tp_nets.Net]:
@@ -266,3 +273,31 @@ def test_parts_whose_rows_lie_apart_or_that_are_empty(rank, world_size, tmp_path
     checkpoint.import_safetensors(model, tmp_path)
     assert torch.equal(full(model.weight.detach()), whole)
     assert torch.equal(dict(iter_full_params(model))["weight"], whole)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@ranks(2)
+def test_distributed_tensors_that_no_unit_owns_are_exported(rank, world_size, tmp_path, whole):
+    """Buffers, of which `distribute_module` makes `DTensor`s, and parameters of modules without units."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_module(model[2], mesh["tp"], ColwiseParallel())
+    distribute_module(model[1], mesh["tp"])
+    fully_shard(model if whole else model[0], mesh=mesh["dp"])
+    assert isinstance(model[1].running_mean, DTensor)
+    checkpoint.export_safetensors(model, tmp_path)
+    with torch.no_grad():
+        for each in (*model.parameters(), *model.buffers()):
+            each.fill_(1)
+    checkpoint.import_safetensors(model, tmp_path)
+    found = dict(weight_source(model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    if whole:
+        changes = weight_changes(model)
+        with torch.no_grad():
+            model[1].running_var.add_(1)
+        names = [change.name for change in changes.collect()]
+        assert names == ([] if rank else ["1.running_var"])

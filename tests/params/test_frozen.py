@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import assert_same_values, each_front, full_grads, full_state, shard, twins
+from fronts import (
+    FULL,
+    KEPT,
+    accumulating,
+    assert_same_values,
+    each_front,
+    full_grads,
+    full_state,
+    shard,
+    twins,
+)
 from fsdp_wrap import BackwardPrefetch, CPUOffload, EventKind, Phase, ShardingStrategy, record_events
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -37,7 +49,7 @@ def _six_linears() -> nn.Module:
 def test_every_second_linear_frozen(rank, world_size, front, strategy, input_grad, unfreeze_at):
     """Units reshard inside of autograd, save a frozen first one whose input needs no gradient.
 
-    That one takes no part in backward, and is sharded again when its forward is over.
+    That one takes no part in backward, and is sharded again when its forward is over, or stays if it is kept.
     """
     plain, model = twins(
         front,
@@ -59,7 +71,8 @@ def test_every_second_linear_frozen(rank, world_size, front, strategy, input_gra
         over = [(e.unit, e.phase) for e in events if e.kind is EventKind.POST_BACKWARD]
         all_take_part = input_grad or plain[0].weight.requires_grad
         expected = [str(index) for index in (5, 4, 3, 2, 1, 0)][: 6 if all_take_part else 5]
-        assert over == [(name, Phase.BACKWARD) for name in expected]
+        stays = [] if all_take_part or strategy == "FULL_SHARD" else [("0", Phase.FINAL_CALLBACK)]
+        assert over == [(name, Phase.BACKWARD) for name in expected] + stays
         handles = [unit.handle for unit in units_in(model).values() if unit.handle is not None]
         assert len(handles) == 6 and all(handle.state.value == "sharded" for handle in handles)
         grads = full_grads(model)
@@ -251,3 +264,92 @@ def test_mixed_dtypes_in_a_unit(rank, world_size, front):
             assert torch.equal(grads[name], param.grad), name
     state = full_state(model)
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+class _Switched(nn.Module):
+    """A frozen layer with an adapter that can be left out, as peft does where it is disabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter, self.on = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), True
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x).tanh()
+        return y + self.adapter(x) if self.on else y
+
+
+class _Adapted(nn.Module):
+    """A unit in a unit, and beside it one that may be run again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.outer = _Switched(), nn.Sequential(_Switched(), nn.Linear(8, 8), _Switched())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return self.outer(x)
+
+
+class _Adapters:
+    """Switches the adapters of a model on or off, or some of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [module for module in model.modules() if isinstance(module, _Switched)]
+        names = [[name for name, child in model.named_modules() if child is each] for each in self.modules]
+        # Of the wrapper's flat form only the unit around the module has parameters.
+        self.units = [model.get_submodule(name.removesuffix("._fsdp_wrapped_module")) for (name,) in names]
+        self.params = [[each for each in unit.parameters() if each.requires_grad] for unit in self.units]
+
+    def switch(self, on: bool, which: slice = slice(None)) -> None:
+        for module, params in zip(self.modules[which], self.params[which]):
+            module.on = on
+            for param in params:
+                param.requires_grad_(on)
+
+
+def _off_and_on(how: str, model: nn.Module, batches: list[torch.Tensor]) -> None:
+    """Trains where the parameters that train are others in between."""
+    adapters, (first, second) = _Adapters(model), batches
+    if how in ("accumulated", "within"):
+        with accumulating(model, "T" if how == "accumulated" else "C"):
+            model(first).square().sum().backward()
+        adapters.switch(False, slice(1, 2))
+        model(second).square().sum().backward()
+        adapters.switch(True)
+        return
+    loss = model(first).square().sum()
+    adapters.switch(False, slice(1, 2) if how in ("one", "frozen") else slice(None))
+    if how == "frozen":
+        loss.backward()
+    elif how == "both":  # have a backward
+        loss = loss + model(second).square().sum()
+    else:
+        with torch.no_grad():
+            reference = model(second).square().mean()
+        loss = loss * reference
+    adapters.switch(True)
+    if how != "frozen":
+        loss.backward()
+
+
+@pytest.mark.parametrize("how", ["reference", "one", "both", "frozen", "accumulated", "within"])
+@each_front
+@ranks(2)
+def test_off_and_on_between_forward_and_backward(rank, world_size, front, how):
+    """What a forward recorded gets its gradient where it trains in the backward; of a plain model too."""
+    policy = ModuleWrapPolicy({_Switched, nn.Sequential})
+    whole = how == "within" and front != "composable"  # then each rank is a copy
+    for strategy, together in ((FULL, None), (ShardingStrategy.NO_SHARD if whole else KEPT, 0)):
+        options = {"sharding_strategy": strategy, "travel_together_bytes": together}
+        plain, model = twins(front, _Adapted, torch.float64, auto_wrap_policy=policy, **options)
+        for step in range(2):
+            batches = [torch.randn(3, 8, dtype=torch.float64) + rank + step for _ in range(2)]
+            for module in (plain, model):
+                module.zero_grad()
+                _off_and_on(how, module, batches)
+            grads = full_grads(model)
+            for name, param in plain.named_parameters():
+                expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
+                dist.all_reduce(expected)
+                torch.testing.assert_close(grads[name], expected, msg=f"{strategy} {step} {name}")

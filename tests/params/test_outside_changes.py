@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_front, full_state, inner, local_numel, shard, twins
+from fronts import each_front, full_grads, full_state, inner, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, StateDictType, fully_shard, iter_full_optim_state, iter_full_params
-from models import WRAPPINGS, Transformer, loss_of, tokens
+from models import WRAPPINGS, Block, Transformer, loss_of, tokens
 
 WIDTH = 4
 
@@ -232,3 +235,73 @@ def test_what_a_module_inside_of_a_unit_gets_by_assignment_is_taken_over(rank, w
     before.sum().backward()
     model[0].load_state_dict({name: 2 * value for name, value in model[0].state_dict().items()}, assign=True)
     torch.testing.assert_close(model(x), 2 * before)
+
+
+def _new_layer(model: nn.Module) -> str:
+    inner(inner(model).blocks[1]).mlp[0] = nn.Linear(32, 96)
+    return "blocks.1.mlp.0.weight"
+
+
+def _new_unit(model: nn.Module) -> str:
+    inner(model).blocks[1] = Block()
+    return "blocks.1.norm1.weight"
+
+
+def _new_param(model: nn.Module) -> str:
+    inner(inner(model).blocks[1]).norm2.gain = nn.Parameter(torch.ones(1))
+    return "blocks.1.norm2.gain"
+
+
+@each_front
+@pytest.mark.parametrize("change", [_new_layer, _new_unit, _new_param])
+@ranks(2)
+def test_parameters_added_to_a_sharded_model(rank, world_size, front, change):
+    """Nobody would average their gradients. Frozen ones have none, nor has an evaluation."""
+    model, _ = training(front)
+    loss_of(model, tokens(rank, 0)).backward()
+    name = change(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"parameter '{name}' was added .* rank {rank}"):
+            loss_of(model, tokens(rank, 0))
+    with torch.no_grad():
+        loss_of(model, tokens(rank, 0))
+    for fqn, param in model.named_parameters():
+        if "blocks.1." in fqn.replace("_fsdp_wrapped_module.", ""):
+            param.requires_grad_(False)
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+@each_front
+@ranks(2)
+def test_modules_that_are_put_around_others_after_sharding(rank, world_size, front):
+    """As clients do for checkpointing; what has no parameters may come besides."""
+    plain, model = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+    blocks, second = inner(model).blocks, inner(inner(model).blocks[1])
+    expected = loss_of(plain, tokens(rank, 0))
+    blocks[0], second.mlp, second.extra = (
+        checkpoint_wrapper(blocks[0]),
+        nn.Sequential(second.mlp),
+        nn.Identity(),
+    )
+    loss = loss_of(model, tokens(rank, 0))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+
+
+@each_front
+@ranks(2)
+def test_gradients_from_before_sharding_are_dropped_with_a_warning(rank, world_size, front):
+    torch.manual_seed(0)
+    plain = Transformer()
+    other = copy.deepcopy(plain)
+    loss_of(other, tokens(rank, 7)).backward()
+    with pytest.warns(
+        UserWarning, match=r"gradients that \d+ parameters .* before sharding .* 'embed.weight'"
+    ):
+        model = shard(front, other, None)
+    assert all(param.grad is None for param in model.parameters())
+    for module in (DDP(plain), model):
+        loss_of(module, tokens(rank, 0)).backward()
+    grads = full_grads(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad)

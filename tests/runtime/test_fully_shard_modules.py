@@ -65,6 +65,9 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size):
     refused(ValueError, "already wrapped", sharded)
     with pytest.raises(ValueError, match="cannot go from cpu to meta"):
         sharded.to("meta")
+    for model in (sharded, nn.Sequential(sharded)):
+        with pytest.raises(TypeError, match=r"share_memory\(\) of the root unit .* on rank \d: .* DTensors"):
+            model.share_memory()
     with pytest.raises(ValueError, match="must be a bool"):
         sharded.set_reshard_after_forward(2)
     outer = fully_shard(nn.Sequential(sharded))

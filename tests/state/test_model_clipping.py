@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_wrap
 import tp_nets
 from bed import ranks
-from fronts import each_front, full, full_grads, shard
+from fronts import each_front, full, full_grads, full_state, shard
 from fsdp_wrap import fully_shard, replicate
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -160,3 +162,69 @@ def test_plain_models_and_wrong_uses():
         fsdp_wrap.grad_norms(model)
     with pytest.raises(TypeError, match="takes a model, not a list"):
         fsdp_wrap.grad_norms([])  # type: ignore[arg-type]
+
+
+class _Mixed(nn.Module):
+    """Complex parameters beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x).to(torch.complex128) @ self.weight).abs()
+
+
+@pytest.mark.parametrize("p", [0.5, *NORMS])
+@each_front
+@ranks(2)
+def test_norms_of_complex_gradients(rank, world_size, front, p):
+    torch.manual_seed(0)
+    plain = nn.Sequential(_Mixed(), nn.Linear(5, 1).double()).double()
+    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({_Mixed}))
+    for module in (plain, model):
+        module(torch.ones(2, 3).double()).square().sum().backward()
+    named, total = expected_norms(plain, p)
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    close(fsdp_wrap.grad_norms(model, p), named)
+    found = fsdp_wrap.clip_grad_norm_(model, 0.1, p)
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
+    close(found, total)
+    for name, param in plain.named_parameters():
+        close(full_grads(model)[name], param.grad)
+
+
+class _Empty(nn.Module):
+    """Parameters without elements, as of an expert or a layer that is switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows.sum() + self.columns.sum()
+
+
+@pytest.mark.parametrize("together", [None, 0])
+@each_front
+@ranks(2)
+def test_units_without_elements(rank, world_size, front, together):
+    """They are trained, clipped, saved and loaded beside others."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), _Empty(), nn.Linear(3, 1)).double()
+    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({_Empty}), travel_together_bytes=together)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (plain, model)]
+    for _ in range(3):
+        for module, optimizer in zip((plain, model), optimizers):
+            module(torch.ones(2, 3).double()).sum().backward()
+            optimizer.step()
+        found = fsdp_wrap.grad_norms(model)  # with original parameters, empty slices have no gradients
+        norms = {name: torch.linalg.vector_norm(each.grad) for name, each in plain.named_parameters()}
+        norms = {name: norm for name, norm in norms.items() if name in found or not name.startswith("1.")}
+        torch.testing.assert_close(found, norms)
+        total = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close(fsdp_wrap.clip_grad_norm_(model, 1.0), total)
+    model.load_state_dict(model.state_dict())
+    for name, value in full_state(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])

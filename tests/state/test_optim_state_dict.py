@@ -23,6 +23,7 @@ from fsdp_wrap import (
     ShardingStrategy,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name, grouped, resume
 from state_nets import (
@@ -324,14 +325,18 @@ def test_pieces_are_saved_and_loaded_without_communication(rank, world_size, mak
     fresh = make(model)
     with FSDP.state_dict_type(model, SHARDED):
         with count_collectives() as counts:
+            sharded_optim_state_dict(model, ours, None, to_host=False, all_names=False)  # as checkpoints do
+        assert counts == {}
+        with count_collectives(objects=False) as counts:  # the ranks only tell each other what they have
             state = FSDP.optim_state_dict(model, ours)
         assert counts == {}
         with count_collectives(objects=False) as counts:  # the ranks only tell each other that pieces fit
             resume(model, fresh, state)
         assert counts == {}
     expected = by_name(theirs, plain)
-    for name, entry in expected["state"].items():  # a rank may have nothing of a parameter
-        for key, value in entry.items() if name in state["state"] else ():
+    assert [*state["state"]] == [*expected["state"]]  # of some a rank has nothing
+    for name, entry in expected["state"].items():
+        for key, value in entry.items():
             piece = state["state"][name][key]
             if isinstance(piece, IntervalTensor):
                 assert piece.shape == value.shape
@@ -442,6 +447,23 @@ def test_rekeying(rank, world_size, use_orig_params):
 # What does not fit.
 
 
+@each_form
+@ranks(2)
+def test_numbers_that_differ_between_ranks(rank, world_size, use_orig_params):
+    """They are of what each rank holds, such as a mean of its elements; refused on all ranks."""
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    ours = adamw(model)
+    train_side_by_side(1, model, ours, plain, adamw(plain))
+    for kind in (float, torch.tensor):
+        for entry in ours.state.values():
+            entry["mean"] = kind(float("nan"))
+        FSDP.full_optim_state_dict(model, ours)
+        for entry in ours.state.values():
+            entry["mean"] = kind(float(rank))
+        with pytest.raises(ValueError, match=r"'mean' of .* is .*0.* on rank 0 and .*1.* on rank 1"):
+            FSDP.full_optim_state_dict(model, ours)
+
+
 @ranks(2)
 def test_state_that_is_not_elementwise(rank, world_size):
     model, plain = wrapped_and_plain(Net, per_block, True)
@@ -452,9 +474,8 @@ def test_state_that_is_not_elementwise(rank, world_size):
     ours.state[param]["factor"] = torch.ones(6)
     with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):  # on all ranks
         FSDP.optim_state_dict(model, ours)
-    if param.numel() > 0:
-        with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):
-            FSDP.sharded_optim_state_dict(model, ours)
+    with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):
+        FSDP.sharded_optim_state_dict(model, ours)
     state = copy.deepcopy(expected)
     state["state"]["stem.weight"]["factor"] = torch.ones(6)
     with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):

@@ -104,7 +104,6 @@ def test_the_kind_is_chosen_for_all_instances_below_and_restored(rank, world_siz
         (RuntimeError, (FULL, LocalStateDictConfig()), "takes a FullStateDictConfig"),  # as torch has it
         (TypeError, (FULL, None, ShardedOptimStateDictConfig()), "takes a FullOptimStateDictConfig"),
         (TypeError, (1,), "must be a StateDictType, not 1"),
-        (ValueError, (SHARDED, ShardedStateDictConfig(_use_dtensor=True)), "IntervalTensor.to_dtensor"),
     ],
 )
 @ranks(1)

@@ -21,6 +21,7 @@ import torch
 
 from bed import ranks
 from bed.paths import ROOT
+from bed.patience import NEVER
 from bed.ports import free_port
 from fronts import full_state, shard
 from fsdp_wrap import weight_source
@@ -42,7 +43,7 @@ class Worker:
         assert info.keys() == INIT | PACKING and info["packed"] is True
         rank = number + info["rank_offset"]
         self._buffer = info["packed_buffer_size_bytes"]
-        self._group = GlooGroup(info["master_address"], info["master_port"], info["world_size"], rank, 20.0)
+        self._group = GlooGroup(info["master_address"], info["master_port"], info["world_size"], rank, NEVER)
         self.weights: dict[str, torch.Tensor] = {}
 
     def update(self, info: dict[str, Any]) -> None:
@@ -127,8 +128,8 @@ def test_workers_have_the_bits_of_the_trainers(rank, world_size, front):
     model = shard(front, net(), POLICY)
     source = weight_source(model, lambda name: f"model.{name}", dtype=torch.bfloat16)
     with serving() as there:
-        server = VLLMServer(f"http://localhost:{there.server_port}", 20.0) if rank == 0 else None
-        join = partial(GlooGroup, timeout=20.0)
+        server = VLLMServer(f"http://localhost:{there.server_port}", NEVER) if rank == 0 else None
+        join = partial(GlooGroup, timeout=NEVER)
         transfer = VLLMTransfer(source, server, ("localhost", free_port()), join, buffer=100)
         for version in ("1", "2"):
             if server is not None:
@@ -156,7 +157,7 @@ def test_training_goes_on_when_the_server_refuses(rank, world_size):
     model = shard("composable", net(), POLICY)
     before = copy.deepcopy(full_state(model))
     with serving() as there:
-        server = VLLMServer(f"http://localhost:{there.server_port}", 20.0) if rank == 0 else None
+        server = VLLMServer(f"http://localhost:{there.server_port}", NEVER) if rank == 0 else None
         join = partial(GlooGroup, timeout=2.0)
         transfer = VLLMTransfer(weight_source(model), server, ("localhost", free_port()), join, buffer=100)
         there.refuses = "/update_weights"

@@ -176,6 +176,37 @@ def test_what_is_no_floating_number_and_what_is_outside_of_units(rank, world_siz
         assert (name, index.tolist(), value.tolist()) == ("count", [1], [5])
 
 
+class Counting(nn.Module):
+    """Has statistics, and a count, beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+@each_front
+@ranks(2)
+def test_buffers_go_along(rank, world_size, front):
+    torch.manual_seed(0)
+    model = shard(front, Counting(), POLICY)
+    changes, without = weight_changes(model, torch.bfloat16), weight_changes(model, buffers=False)
+    receiver = Counting().to(torch.bfloat16)
+    receiver.load_state_dict(full_state(model))
+    torch.manual_seed(rank)  # statistics differ between ranks
+    step(model)
+    found, few = changes.collect(), without.collect()
+    expected = full_state(model)
+    if rank == 0:
+        apply_changes(receiver.state_dict(), found)
+        assert receiver.norm.num_batches_tracked == 1
+        for name, value in receiver.state_dict().items():
+            assert torch.equal(value, expected[name].to(value.dtype)), name
+        assert not [change.name for change in few if "running" in change.name]
+
+
 # The receiver.
 
 
@@ -199,15 +230,20 @@ def test_a_receiver_that_missed_something_is_told_and_keeps_what_it_has():
     ("wrong", "words"),
     [
         (change(dtype=torch.bfloat16), "is of torch.float32, and its changes of torch.bfloat16"),
-        (change(index=4), "has 4 elements"),
+        (change(index=4), "has 4 elements, have indices from 4 to 4"),
+        (change(index=-1), "indices from -1 to -1"),
+        (change()._replace(index=torch.tensor([3, 0, 3]), value=torch.ones(3)), "the same index twice"),
+        (change()._replace(index=torch.tensor([1, 2])), r"\(2,\) torch.int64 indices and \(1,\) values"),
+        (change()._replace(index=torch.tensor([True])), "torch.bool indices"),
+        (change()._replace(name="other"), "'other' comes twice"),
         (change()._replace(name="v"), "there is no 'v'"),
     ],
 )
 def test_changes_that_do_not_fit_are_refused(wrong, words):
-    state = {"w": torch.zeros(4)}
+    state = {"w": torch.zeros(4), "other": torch.zeros(4)}
     with pytest.raises(ValueError, match=words):
-        apply_changes(state, Changes([change(), wrong]))
-    assert not state["w"].any()
+        apply_changes(state, Changes([change()._replace(name="other"), wrong]))
+    assert not state["w"].any() and not state["other"].any()
 
 
 def test_tensors_that_are_not_contiguous_are_written():

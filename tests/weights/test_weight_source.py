@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bed.memory import live_bytes
 from fronts import FRONTS, each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_source
+from fsdp_wrap._state.full_values import FullValue
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
@@ -93,7 +95,8 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 def test_full_tensors_under_plain_names(rank, world_size, front):
     model, plain = trained(front)
     source = weight_source(model)
-    same(dict(source), dict(plain.named_parameters()))
+    same(dict(source), {**dict(plain.named_parameters()), **dict(plain.named_buffers())})
+    assert "blocks.0.norm.running_mean" in dict(source)
     step(model)
     now = full_state(model)
     assert all(torch.equal(value, now[name]) for name, value in source), "it gives the values of now"
@@ -117,7 +120,7 @@ def test_metadata_tells_what_comes(rank, world_size, front):
 @ranks(2)
 def test_joined_tensors(rank, world_size, front, dtype):
     model, plain = trained(front)
-    found = dict(weight_source(model, fuse=QKV | STACK, dtype=dtype))
+    found = dict(weight_source(model, fuse=QKV | STACK, dtype=dtype, buffers=False))
     expected = {"embed.weight": plain.embed.weight}
     for index, block in enumerate(plain.blocks):
         parts = [block.attn.q_proj, block.attn.k_proj, block.attn.v_proj]
@@ -128,6 +131,16 @@ def test_joined_tensors(rank, world_size, front, dtype):
         expected[f"blocks.{index}.w1.weight"] = torch.stack([each.weight for each in block.experts])
         expected |= {f"blocks.{index}.norm.{name}": value for name, value in block.norm.named_parameters()}
     same(found, {name: value.to(dtype or torch.float64) for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("adapters", ["merge", "apart"])
+@ranks(2)
+def test_all_that_is_floating_comes_in_the_dtype_that_is_asked_for(rank, world_size, adapters):
+    """As `module.to(dtype)` casts it: buffers too."""
+    model, plain = trained("orig")
+    plain = plain.to(torch.bfloat16)
+    found = dict(weight_source(model, dtype=torch.bfloat16, adapters=adapters))
+    same(found, {**dict(plain.named_parameters()), **dict(plain.named_buffers())})
 
 
 @ranks(2)
@@ -148,7 +161,7 @@ def test_what_is_joined_may_be_stacked(rank, world_size):
 def test_replicas(rank, world_size, strategy):
     mesh = init_device_mesh("cpu", (2, 1)) if strategy == "HYBRID_SHARD" else None
     model, plain = trained("orig", sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh)
-    same(dict(weight_source(model)), dict(plain.named_parameters()))
+    same(dict(weight_source(model, buffers=False)), dict(plain.named_parameters()))
 
 
 @ranks(4)
@@ -223,7 +236,7 @@ def test_what_does_not_fit_is_refused_by_name(rank, world_size):
         "budget must be positive": {"budget": 0},
         "budget must look like": {"budget": "a lot"},
         "must be 'merge' or 'apart'": {"adapters": "never"},
-        "must be a floating-point type": {"dtype": torch.int8, "adapters": "apart"},
+        "must be a floating-point type": {"dtype": torch.int8},
     }
     for words, options in cases.items():
         with pytest.raises(ValueError, match=words.replace("*", r"\*")):
@@ -251,3 +264,17 @@ def test_not_while_the_model_is_in_use(rank, world_size):
     model, _ = trained("orig")
     with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="weight_source"):
         weight_source(model)
+
+
+@ranks(2)
+def test_many_small_parameters_take_time_in_proportion(rank, world_size):
+    """Each is looked at a few times while they are put together for their gathers, however many there are."""
+    count = 300
+    model = nn.Linear(2, 2)
+    model.many = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(count))
+    model = fully_shard(model)
+    source, looks = weight_source(model), []
+    sizes = FullValue.nbytes.fget
+    with mock.patch.object(FullValue, "nbytes", property(lambda value: looks.append(1) or sizes(value))):
+        assert len(dict(source)) == count + 2
+    assert len(looks) <= 8 * count

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +21,11 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
+from bed.patience import NEVER
 from bed.ports import free_port
 from fronts import full_state, shard
-from fsdp_wrap import weight_changes, weight_source
+from fsdp_wrap import fully_shard, weight_changes, weight_source
+from fsdp_wrap.checkpoint import _safetensors
 from fsdp_wrap.weights import (
     Changes,
     GlooChannel,
@@ -46,7 +50,7 @@ class Way:
         self._way, self._place = way, place
         self._port = free_port()
 
-    def channel(self, receives: bool, timeout: float = 20.0) -> Any:
+    def channel(self, receives: bool, timeout: float = NEVER) -> Any:
         if self._way == "gloo":
             address = f"localhost:{self._port}"
             return GlooChannel(address, receives=receives, timeout=timeout, bucket=BUCKET)
@@ -60,7 +64,7 @@ class Way:
 
     def updates(self) -> Iterator[Update]:
         if self._way == "folder":
-            return stored(self._place, timeout=20.0)
+            return stored(self._place, timeout=NEVER)
         return received(self.channel(receives=True))
 
 
@@ -83,8 +87,7 @@ def test_a_receiver_has_what_the_trainers_have(rank, world_size, way, front):
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor() as pool:
         ways = Way(way, place)
         receiver = pool.submit(follow, ways) if rank == 0 else None
-        first = ways.sender() if rank == 0 else None
-        sender = first or (WeightFolder(None) if way == "folder" else WeightSender(None))
+        sender = ways.sender() if rank == 0 else WeightSender(None)
         model, expected = shard(front, net(), POLICY), []
         sender.send(weight_source(model))
         expected.append(full_state(model))
@@ -100,7 +103,7 @@ def test_a_receiver_has_what_the_trainers_have(rank, world_size, way, front):
         sender.close()
         if receiver is None:
             return
-        states = receiver.result(30)
+        states = receiver.result(NEVER)
         assert sender.version == 4 and (len(states) == 4 or way == "folder")  # which may be read from its end
         for state, wanted in zip(reversed(states), reversed(expected)):
             assert [*state] == [*wanted]
@@ -125,7 +128,7 @@ def test_what_is_not_wanted_is_passed_over(way, tmp_path):
             sender.send(weight_source(model))
         sender.send_changes(Changes())
         sender.close()
-        found = look() if receiver is None else receiver.result(30)
+        found = look() if receiver is None else receiver.result(NEVER)
     assert found[-2:] == [(3, names[:3]), (4, [])]
 
 
@@ -168,10 +171,9 @@ def stuck(request, tmp_path) -> Iterator[tuple[Callable[[float], WeightSender], 
 @pytest.mark.slow
 def test_training_goes_on_without_a_receiver_that_is_slow(stuck):
     connect, _ = stuck
-    sender, begin = connect(3.0), time.monotonic()
+    sender = connect(3.0)
     with pytest.raises(PeerLost, match="receiver did not take what was sent within 3 s"):
         sender.send(weight_source(nn.Linear(100, 100)))
-    assert time.monotonic() - begin < 10
     with pytest.raises(PeerLost, match="the channel to the receiver is closed"):
         sender.send_changes(Changes())
     sender.close()
@@ -180,13 +182,11 @@ def test_training_goes_on_without_a_receiver_that_is_slow(stuck):
 @pytest.mark.slow
 def test_training_goes_on_without_a_receiver_that_died(stuck):
     connect, process = stuck
-    sender = connect(30.0)
+    sender = connect(NEVER)
     with ThreadPoolExecutor() as pool:
         killed = pool.submit(lambda: (process.stdout.readline(), process.send_signal(signal.SIGKILL)))
-        begin = time.monotonic()
         with pytest.raises(PeerLost, match="receiver has ended, or cannot be reached any more"):
             sender.send(weight_source(nn.Linear(100, 100)))
-        assert time.monotonic() - begin < 20
         assert killed.result()[0] == "begun\n"
 
 
@@ -199,7 +199,7 @@ def test_a_receiver_is_told_that_the_sender_ended(way, tmp_path):
         WeightSender(channel).send(weight_source(nn.Linear(2, 2)))
         channel.close()
         with pytest.raises(PeerLost, match="sender has ended"):
-            receiver.result(30)
+            receiver.result(NEVER)
 
 
 def test_nobody_comes(tmp_path):
@@ -225,6 +225,137 @@ def test_an_update_that_does_not_fit_writes_nothing(tmp_path):
     assert not state["weight"].any()
     with pytest.raises(ValueError, match="version 1 is whole"):
         update.changes()
+
+
+def corrupt(path: Path, place: int) -> None:
+    """Flips one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("kind", ["whole", "changes"])
+@pytest.mark.parametrize("file", ["model.safetensors", "update.json", "manifest.json"])
+@pytest.mark.parametrize("place", [9, -2])
+def test_one_flipped_bit_is_not_applied(tmp_path, kind, file, place):
+    model, state = nn.Linear(2, 3), {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}
+    folder, changes = WeightFolder(tmp_path), weight_changes(model)
+    folder.send(weight_source(model))
+    if kind == "changes":
+        with torch.no_grad():
+            model.weight.add_(1)
+        folder.send_changes(changes.collect(checksums=False))
+    corrupt(tmp_path / f"version-{folder.version:08}" / file, place)
+    with pytest.raises(RuntimeError, match=f"version-{folder.version:08} is damaged: .*{file}"):
+        for update in stored(tmp_path, after=folder.version - 1):
+            update.apply(state)
+    assert not state["weight"].any() and not state["bias"].any()
+
+
+class Refusing:
+    """A disk without room for files of weights, while it is open."""
+
+    def __enter__(self) -> None:
+        self._before = _safetensors._write_tensors
+        _safetensors._write_tensors = self._refuse
+
+    def _refuse(self, out, *args):
+        out.write(b"some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def __exit__(self, *error: object) -> None:
+        _safetensors._write_tensors = self._before
+
+
+@ranks(2)
+def test_a_full_disk_leaves_no_hole_and_nothing_on_the_disk(rank, world_size):
+    with tempfile.TemporaryDirectory() as place:
+        model = shard("orig", net(), POLICY)
+        folder = WeightFolder(place if rank == 0 else None)
+        folder.send(weight_source(model))
+        changes = weight_changes(model)
+        with Refusing(), pytest.raises(RuntimeError, match="No space left on device"):
+            folder.send(weight_source(model))
+        assert rank or sorted(os.listdir(place)) == ["version-00000001"]
+        step(model)
+        found = changes.collect()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="send all weights"):
+                folder.send_changes(found)
+        folder.send(weight_source(model))
+        with Refusing(), pytest.raises(RuntimeError, match="No space left") if not rank else nullcontext():
+            step(model)
+            folder.send_changes(changes.collect())
+        folder.send(weight_source(model))
+        assert folder.version == 3, "on every rank"
+        folder.close()
+        assert rank or [update.version for update in stored(place, after=1)] == [3]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_what_the_first_rank_cannot_send_is_told_to_all(rank, world_size, way):
+    """Neither what the way does not take, nor what ends it, leaves the other ranks standing."""
+    model = nn.Linear(4, 2, dtype=torch.complex128)
+    fully_shard(model)
+    with tempfile.TemporaryDirectory() as place:
+        if way == "folder":
+            with pytest.raises(
+                ValueError, match="safetensors cannot hold weight, which is of torch.complex128"
+            ):
+                WeightFolder(place if rank == 0 else None).send(weight_source(model))
+            sealed = os.path.join(place, "file")
+            if rank == 0:
+                Path(sealed).touch()
+            with pytest.raises(RuntimeError, match="WeightFolder.send.. failed on the first rank: NotADir"):
+                WeightFolder(sealed if rank == 0 else None).send(weight_source(fully_shard(nn.Linear(2, 2))))
+            return
+        with ThreadPoolExecutor() as pool:
+            ways = Way(way, place)
+            ended = pool.submit(lambda: ways.channel(receives=True).close()) if rank == 0 else None
+            sender = WeightSender(ways.channel(receives=False) if rank == 0 else None)
+            if ended is not None:
+                ended.result(20)
+            with pytest.raises(PeerLost, match="receiver has ended"):
+                sender.send(weight_source(model))
+    with pytest.raises(RuntimeError, match="the first rank sends, and has no channel"):
+        WeightSender(None).send(weight_source(model))
+
+
+def test_old_versions_go_when_a_whole_one_is_there(tmp_path):
+    model, folder = nn.Linear(2, 2), WeightFolder(tmp_path, keep_last=2)
+    reader = stored(tmp_path, timeout=5.0)
+    folder.send(weight_source(model))
+    late = next(reader)
+    for _ in range(2):
+        folder.send_changes(Changes())
+        folder.send(weight_source(model))
+    assert sorted(os.listdir(tmp_path)) == [f"version-0000000{number}" for number in (3, 4, 5)]
+    assert len(dict(late)) == 2, "what a reader has begun stays readable"
+    assert [next(reader).version] == [5], "the second is gone, so it goes on with the last whole one"
+    WeightFolder(tmp_path, keep_last=None).send(weight_source(model))
+    assert len(os.listdir(tmp_path)) == 4
+    with pytest.raises(ValueError, match="keep_last must be at least 1"):
+        WeightFolder(tmp_path, keep_last=0)
+
+
+def listening() -> set[str]:
+    """Returns the addresses, as the kernel writes them, on which this process listens."""
+    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/self/net/{file}")]
+    return {each[1].split(":")[0] for each in lines if each[3] == "0A" and f"socket:[{each[9]}]" in own}
+
+
+def test_a_channel_listens_where_it_was_told_to():
+    before, address = listening(), f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor() as pool:
+        receiver = pool.submit(GlooChannel, address, receives=True, timeout=20.0)
+        sender = GlooChannel(address, receives=False, timeout=20.0)
+        receiver.result(20)
+        assert listening() - before <= {"0100007F"}
+        with pytest.raises(OSError, match="in use"):
+            GlooChannel(address, receives=False, timeout=1.0)
+        sender.close()
 
 
 def test_a_folder_goes_on_where_an_earlier_run_ended(tmp_path):

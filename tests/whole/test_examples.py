@@ -20,11 +20,12 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
+from bed.patience import NEVER, until
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 
 EXAMPLES = ROOT / "examples"
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4".split()
-LIMIT = 120.0
+LIMIT = NEVER
 
 
 @dataclass(frozen=True)
@@ -304,11 +305,8 @@ def uninterrupted(data: Path) -> float:
 
 
 def wait_for(folder: Path, pattern: str, run: Torchrun) -> None:
-    until = time.monotonic() + LIMIT
-    while not any(folder.glob(pattern)):
-        assert run.is_running(), run.result().err
-        assert time.monotonic() < until, f"no {pattern} in {folder}"
-        time.sleep(0.002)
+    until(lambda: any(folder.glob(pattern)) or not run.is_running(), pause=0.002)
+    assert any(folder.glob(pattern)), run.result().err
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bed.paths import ROOT
+from bed.patience import NEVER
 from bed.scripts import script
 
 gallery = script("gallery")
@@ -28,7 +29,7 @@ NEEDS = {
     "ray_train": ["ray"],
     "resume_elsewhere": ["safetensors"],
 }
-LINES, LIMIT = 120, 300.0
+LINES, LIMIT = 120, NEVER
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 

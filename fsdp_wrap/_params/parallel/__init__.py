@@ -7,6 +7,7 @@ Must never know: how layouts cut what a rank has, and when that happens.
 """
 
 from fsdp_wrap._params.parallel.data_mesh import DataMesh
+from fsdp_wrap._params.parallel.in_graphs import Redistribution
 from fsdp_wrap._params.parallel.local_part import (
     LocalPart,
     check_beside,

@@ -113,14 +113,14 @@ class HeldGradients:
         yield from self.replicated
 
     def widest_dtype(self) -> torch.dtype:
-        """Returns that of the gradients that there may be: a rank may have none of them."""
+        """Returns that of the gradients that there may be, and of norms: a rank may have none of them."""
         dtypes = {segment.dtypes.grad for segment in self._segments}
         dtypes |= {param.dtype for param in self.replicated}
         if len(dtypes) != 1:  # else asking each parameter would change nothing
             trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
             dtypes = {segment.dtypes.grad for segment in trained}
             dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
-        return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
     @property
     def unreduced(self) -> list[ParamHandle]:

@@ -31,8 +31,8 @@ _SMALL = 2**12
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which gradients of some dtype are summed and scaled."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """Returns the real dtype in which gradients of some dtype are summed and scaled."""
+    return torch.float64 if dtype.to_real() == torch.float64 else torch.float32
 
 
 def checked_norm(norm_type: float) -> float:
@@ -94,6 +94,7 @@ def power(kinds: Iterable[Sequence[torch.Tensor]], p: float, device: torch.devic
         # neither do sums of absolute values, of which a row of float32 loses a digit.
         fast = p in (2.0, math.inf) or (p == 1.0 and not kind[0].is_cpu)
         wide = accumulation_dtype(kind[0].dtype) if fast else torch.float64
+        wide = wide.to_complex() if kind[0].is_complex() else wide
         of_kind = torch.stack(foreach_norm(_rows(kind), p, dtype=wide)).to(device, torch.float64)
         norms.append(of_kind if math.isinf(p) else of_kind**p)
     return merged(norms or [torch.zeros(1, dtype=torch.float64, device=device)], p)

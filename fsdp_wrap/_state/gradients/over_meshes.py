@@ -66,7 +66,7 @@ def clip_parameters(
     dtype = grads[0].dtype
     for grad in grads:
         dtype = torch.promote_types(dtype, grad.dtype)
-    return total.to(dtype)
+    return total.to(dtype.to_real())
 
 
 def power_over(over: Over, parts: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

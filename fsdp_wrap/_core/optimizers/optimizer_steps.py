@@ -1,0 +1,194 @@
+"""What is to be known of optimizers' steps: how many there were, and with which parameters none may be.
+
+Their kernels do not always move version counters: so steps are counted, and those of fused kernels noted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_wrap._core.errors import warn_caller
+from fsdp_wrap._core.modules import is_owned
+from fsdp_wrap._core.optimizers.probe import Group, computes_with_wholes, flattened, in_pieces, joined
+
+_ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each step of each parameter
+
+_steps = 0
+_refused = WeakIdKeyDictionary()  # for a parameter: what tells why
+_pieces = WeakIdKeyDictionary()  # for a parameter: its `Piece`
+_tried: WeakKeyDictionary[torch.optim.Optimizer, _Tried] = WeakKeyDictionary()
+_noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps tell by themselves what they write
+_refused_at_times = WeakIdKeyDictionary()  # for a parameter: what tells whether, and why
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What of an optimizer was looked at: parameters, and lists of them with their lengths, by their ids."""
+
+    params: set[int]
+    lists: set[tuple[int, int]]
+
+
+def steps_taken() -> int:
+    """Returns how many steps optimizers have taken since `watch_steps`."""
+    return _steps
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Lets steps be counted and refused, and those of fused kernels be seen as writing to parameters."""
+    register_optimizer_step_pre_hook(_refuse)
+    register_optimizer_step_post_hook(_note)
+
+
+def note_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves it to an optimizer to move the version counters of what its steps write to."""
+    _noted_elsewhere.add(optimizer)
+
+
+def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) -> None:
+    """Lets optimizers that hold these parameters raise when they step, before anything changes.
+
+    Args:
+        params: Each with what tells why: the end of a sentence about the optimizer.
+    """
+    for param, reason in params:
+        param.__dict__[_ASKED] = True
+        _refused[param] = reason
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a parameter of an optimizer is of the model's parameters, flattened.
+
+    Attributes:
+        name: Tells that of the first for which it stands.
+        dims: How many dimensions those have that it stands for, in order.
+        cut: Whether other ranks have the rest of it; else it is all there, but flat.
+        reason: Tells why optimizers that compute with whole parameters cannot step with it: the end of a
+            sentence about the optimizer.
+    """
+
+    name: Callable[[], str]
+    dims: tuple[int, ...]
+    cut: bool
+    reason: Callable[[], str]
+
+
+def note_pieces(pieces: Iterable[tuple[nn.Parameter, Piece]]) -> None:
+    """Lets optimizers that hold these raise, before their first step, if they compute with wholes."""
+    for param, piece in pieces:
+        _pieces[param] = piece
+
+
+def refuse_in_steps_at_times(param: nn.Parameter, reason: Callable[[], str | None]) -> None:
+    """Lets optimizers that hold a parameter raise before they step, as long as there is a reason.
+
+    Args:
+        param: The parameter.
+        reason: Returns what tells why: the end of a sentence about the optimizer; None where it may step.
+    """
+    param.__dict__[_ASKED] = True
+    _refused_at_times[param] = reason
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _try_once(optimizer)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if _ASKED not in param.__dict__:
+                continue
+            if param in _refused:  # others have copied the attribute
+                raise RuntimeError(f"this {type(optimizer).__name__} {_refused[param]()}")
+            told = _refused_at_times[param]() if param in _refused_at_times else None
+            if told is not None:
+                raise RuntimeError(f"this {type(optimizer).__name__} {told}")
+
+
+def reason_against_pieces(optimizer: torch.optim.Optimizer) -> str | None:
+    """Tells why an optimizer cannot step with pieces that it has, as it computes with whole parameters.
+
+    Each parameter is looked at once, with all that are in its group then. A trial disturbs the generators and
+    filters of warnings of the process while it runs: call this where nothing runs beside it.
+
+    Returns:
+        The end of a sentence about the optimizer; None if it can step.
+    """
+    tried = _tried.setdefault(optimizer, _Tried(set(), set()))
+    for group in optimizer.param_groups:
+        params: list[nn.Parameter] = group["params"]
+        pieces = [_pieces[param] for param in params if id(param) not in tried.params and param in _pieces]
+        if pieces and _sees_wholes(optimizer, group, pieces):
+            return str(pieces[0].reason())
+        tried.params.update(map(id, params))
+        tried.lists.add((id(params), len(params)))
+    return None
+
+
+def _try_once(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that has pieces and computes with whole parameters."""
+    if torch.compiler.is_compiling():
+        return
+    lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+    if optimizer in _tried and _tried[optimizer].lists.issuperset(lists):
+        return
+    reason = reason_against_pieces(optimizer)
+    if reason is not None:
+        raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
+    warn_of_lost_decay(optimizer)
+
+
+def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
+    """Warns if groups look as if they were made by `p.ndim >= 2` of pieces, which are flat.
+
+    Then what has weight decay has no piece of a matrix, and all pieces are among what has none.
+    """
+    decayed: list[nn.Parameter] = []
+    spared: list[Piece] = []
+    for group in optimizer.param_groups:
+        if group.get("weight_decay"):
+            decayed.extend(group["params"])
+        elif "weight_decay" in group:
+            spared.extend(_pieces[param] for param in group["params"] if param in _pieces)
+    matrix = next((piece for piece in spared if max(piece.dims) > 1), None)
+    only_matrices = all(min(piece.dims) > 1 for piece in spared)
+    some_decay = any(group.get("weight_decay") for group in optimizer.param_groups)
+    if matrix is None or not some_decay or any(p in _pieces for p in decayed) or (decayed and only_matrices):
+        return
+    warn_caller(
+        f"weight decay may be lost: this {type(optimizer).__name__} has '{matrix.name()}' in a group without "
+        "it, and no sharded parameter in one with it. Sharded parameters are flat, so p.ndim does not tell "
+        "matrices from the rest. Make the groups of the module's parameters before wrapping, and wrap with "
+        "use_orig_params=True, which keeps these objects; or go by names"
+    )
+
+
+def _sees_wholes(optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[Piece]) -> bool:
+    options = {name: value for name, value in group.items() if name != "params"}
+    dims = frozenset(chain.from_iterable(piece.dims for piece in pieces))
+    several = any(len(piece.dims) > 1 for piece in pieces)
+    seen = Group(options, dims, several, group["params"][0].device)
+    if any(piece.cut for piece in pieces):
+        return computes_with_wholes(optimizer, seen, in_pieces)
+    return computes_with_wholes(optimizer, seen, joined if several else flattened)
+
+
+def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _steps
+    _steps += 1
+    if optimizer in _noted_elsewhere:
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])

@@ -1,0 +1,76 @@
+"""`Redistribution`: lets graphs use the whole of a sharded parameter, outside of its module's forward.
+
+A `DTensor` takes what is computed with its whole value for the same on all ranks. Modules compute with
+another batch on each: so the gradient goes to the leaf, and is averaged with the unit's others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_wrap._params.parallel.local_part import LocalPart
+
+
+class Redistribution:
+    """The method `redistribute` of one sharded parameter, by which `full_tensor` gathers as well.
+
+    Args:
+        param_of: Returns the sharded parameter; None once its layout has gone.
+        leaf_of: Returns the leaf that takes its gradients; None while its unit is in no schedule.
+        part: What of the parameter is sharded, if that is a part.
+    """
+
+    def __init__(
+        self,
+        param_of: Callable[[], nn.Parameter | None],
+        leaf_of: Callable[[], nn.Parameter | None],
+        part: LocalPart | None,
+    ) -> None:
+        self._param_of, self._leaf_of, self._part = param_of, leaf_of, part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> DTensor:
+        param = self._param_of()
+        if param is None:
+            raise RuntimeError("a copy of a sharded parameter has no unit: use param.detach().full_tensor()")
+        placements = kwargs.get("placements", args[1] if len(args) > 1 else ()) or [None]
+        whole = all(isinstance(placement, Replicate) for placement in placements)
+        leaf = self._leaf_of() if whole and param.requires_grad and torch.is_grad_enabled() else None
+        if leaf is None:
+            return DTensor.redistribute(param, *args, **kwargs)  # type: ignore[arg-type]
+        gathered = DTensor.redistribute(param.detach(), *args, **kwargs)  # type: ignore[arg-type]
+        result: DTensor = _ThroughLeaf.apply(leaf, [gathered], self._part)  # type: ignore[no-untyped-call]
+        return result
+
+    def __reduce__(self) -> Any:
+        return _of_a_copy, ()
+
+
+def _of_a_copy() -> Redistribution:
+    return Redistribution(_nothing, _nothing, None)
+
+
+def _nothing() -> None:
+    """Returns what stands for the parameter and the leaf of a copy."""
+
+
+torch.serialization.add_safe_globals([_of_a_copy])
+
+
+class _ThroughLeaf(torch.autograd.Function):
+    """Hands on the gathered value of a parameter; its gradient, of this rank's batch, goes to the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: nn.Parameter, gathered: list[DTensor], part: LocalPart | None) -> DTensor:
+        ctx.device, ctx.part = leaf.device, part
+        return gathered[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        everywhere = [Replicate()] * grad.device_mesh.ndim
+        whole = grad.redistribute(placements=everywhere).to_local().to(ctx.device)
+        return whole if ctx.part is None else ctx.part.tensor(ctx.part.cut(whole)), None, None
