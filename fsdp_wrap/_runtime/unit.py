@@ -586,7 +586,7 @@ class Unit:
         for segment in handle.segments:
             sources = {source: index for index, source in enumerate(segment.layout.sources)}
             for source, index in sources.items():
-                if source.requires_grad:
+                if source.requires_grad and source.numel():  # torch makes no view of an empty `DTensor`
                     node = get_gradient_edge(source).node  # which only a graph would keep
                     watching = node.register_prehook(partial(_on_own_gradient, this, segment, index))
                     self._own_gradients.append((node, watching))

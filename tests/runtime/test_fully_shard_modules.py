@@ -401,3 +401,13 @@ def test_what_mixed_models_cannot_do_and_what_else_runs(rank, world_size):
         torch.testing.assert_close(norms[name], param.grad.norm(), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="was sharded by fully_shard, so its optimizer state"):
         FullyShardedDataParallel.optim_state_dict(model, optimizers[1])
+
+
+@ranks(2)
+def test_a_parameter_without_elements_beside_others(rank, world_size):
+    layer = nn.Linear(3, 3)
+    layer.none = nn.Parameter(torch.ones(0, 2))
+    layer.register_forward_hook(lambda module, args, output: output + module.none.sum())
+    model = fully_shard(layer)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.all(model.bias.grad.full_tensor() == 1)
