@@ -127,7 +127,7 @@ class Odd(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are left out
         for param in (each for group in self.param_groups for each in group["params"]):
             state = self.state[param]
             if not state and param.numel():

@@ -526,8 +526,8 @@ def test_metadata_change_nothing_that_others_use(tmp_path):
     (tmp_path / ".metadata").write_bytes(member + b"(Vhidden\nNdb.")
     with pytest.raises(RuntimeError, match=r"\.metadata holds no metadata"):
         read_metadata(tmp_path)
-    for thing in (ChunkStorageMetadata, _get_layout, OrderedDict, metadata._MEM_FORMAT_ENCODING):
-        assert not hasattr(thing, "hidden")
+    for admitted in (ChunkStorageMetadata, _get_layout, OrderedDict, metadata._MEM_FORMAT_ENCODING):
+        assert not hasattr(admitted, "hidden")
     assert not any(hasattr(each, "hidden") for each in metadata._MEM_FORMAT_ENCODING)
 
 

@@ -66,13 +66,14 @@ def batch_of(rank: int, number: int = 0) -> torch.Tensor:
     return torch.randn(3, WIDTH, dtype=torch.float64)
 
 
-def assert_same_gradients(plain: nn.Module, model: nn.Module, world_size: int, **tolerance: float) -> None:
+def assert_same_gradients(plain: nn.Module, model: nn.Module, world_size: int, **tolerance: Any) -> None:
     found = full_grads(model)
     for name, param in plain.named_parameters():
         grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
         dist.all_reduce(grad)
         torch.testing.assert_close(found[name], grad / world_size, **tolerance)
-    plain.zero_grad(), model.zero_grad()
+    for module in (plain, model):
+        module.zero_grad()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,7 +91,7 @@ def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options
     torch.manual_seed(0)
     plain = Fused().double()
     model = grouped(plain, **OPTIONS[options])
-    tolerance = {"rtol": 0.05, "atol": 0.1} if options == "mixed" else {}
+    tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.1} if options == "mixed" else {}
     shown = [*model.parameters()]
     ways = [None, partial(checkpoint, use_reentrant=False), partial(checkpoint, use_reentrant=True)]
     for number, way in enumerate([*ways, *ways]):
@@ -303,4 +304,5 @@ def test_every_way_is_right_or_refused(rank, world_size, front, sharding, mode):
         if mode not in CONTEXTS:
             expected.backward(), loss.backward()
             assert_same_gradients(plain, model, world_size)
-        plain.zero_grad(), model.zero_grad()
+        for module in (plain, model):
+            module.zero_grad()
