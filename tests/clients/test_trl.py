@@ -1,0 +1,176 @@
+"""TRL's trainers, unmodified, by accelerate's FSDP 1 and 2: losses and gradient norms of torch's own.
+
+Which steps programs of users make that no other client makes: the weight of the head is read outside of the
+head's forward, adapters are off in the forward of the reference, two models run in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+
+import pytest
+import torch
+
+from launch import client_rank, needs
+from tiny_models import llama
+
+pytestmark = needs("trl", "transformers", "accelerate", "peft", "datasets")
+
+STEPS = 2
+TRAINERS = ["SFT", "DPO", "KTO", "Reward", "GRPO"]
+VARIANTS = ["plain", "peft", "checkpointing", "peft and checkpointing"]
+WORDS = [f"w{i}" for i in range(60)]
+PAIRWISE = {  # each trainer by each version, each variant by each version
+    1: [("SFT", "peft"), ("DPO", "plain"), ("KTO", "checkpointing"), ("Reward", "peft and checkpointing"), ("GRPO", "plain")],
+    2: [
+        ("SFT", "plain"),
+        ("SFT", "checkpointing"),
+        ("DPO", "plain"),
+        ("DPO", "peft"),
+        ("DPO", "peft and checkpointing"),
+        ("KTO", "peft"),
+        ("Reward", "plain"),
+        ("GRPO", "peft and checkpointing"),
+    ],
+}
+
+
+def _cells():
+    if os.environ.get("FSDP_WRAP_THOROUGH"):
+        return [(version, *cell) for version in (1, 2) for cell in itertools.product(TRAINERS, VARIANTS)]
+    return [(version, *cell) for version, cells in PAIRWISE.items() for cell in cells]
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["[pad]", "[bos]", "[eos]", "[unk]", *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[unk]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = {f"{name}_token": f"[{name}]" for name in ("pad", "bos", "eos", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def _text(generator, length=5):
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator).tolist())
+
+
+def _data(kind):
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(0)
+    columns = {
+        "SFT": ["prompt", "completion"],
+        "DPO": ["prompt", "chosen", "rejected"],
+        "KTO": ["prompt", "completion"],
+        "Reward": ["chosen", "rejected"],
+        "GRPO": ["prompt"],
+    }[kind]
+    rows = {name: [_text(generator) for _ in range(16)] for name in columns}
+    if kind == "KTO":
+        rows["label"] = [i % 2 == 0 for i in range(16)]  # type: ignore[misc]
+    return Dataset.from_dict(rows)
+
+
+def _rewards(completions, **_):
+    return [float(sum(map(len, text.split()))) + len(set(text)) for text in completions]
+
+
+def _fsdp(version):
+    common = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": version}
+    return common if version == 2 else {**common, "use_orig_params": True, "sync_module_states": False}
+
+
+def _arguments(kind, version, checkpointing, folder):
+    import trl
+
+    options = {"DPO": {"max_length": 16}, "GRPO": {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}}
+    if kind == "KTO":
+        options["KTO"] = {"max_length": 16}
+    return getattr(trl, f"{kind}Config")(
+        output_dir=folder,
+        fsdp=True,
+        fsdp_config=_fsdp(version),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        max_steps=STEPS,
+        logging_steps=1,
+        seed=0,
+        report_to=[],
+        disable_tqdm=True,
+        bf16=False,
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        **options.get(kind, {}),
+    )
+
+
+def _model(kind):
+    if kind != "Reward":
+        return llama()
+    from transformers import LlamaForSequenceClassification
+
+    config = llama().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+def _lora(kind):
+    from peft import LoraConfig, TaskType
+
+    task = TaskType.SEQ_CLS if kind == "Reward" else TaskType.CAUSAL_LM
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
+
+
+def _trainer(kind, version, variant, folder):
+    import trl
+
+    options = {"reward_funcs": _rewards} if kind == "GRPO" else {}
+    if "peft" in variant:
+        options["peft_config"] = _lora(kind)
+    torch.manual_seed(1)
+    return getattr(trl, f"{kind}Trainer")(
+        model=_model(kind),
+        args=_arguments(kind, version, "checkpointing" in variant, folder),
+        train_dataset=_data(kind),
+        processing_class=_tokenizer(),
+        **options,
+    )
+
+
+def _train(rank, world_size, port, ours, version, kind, variant, folder):
+    """Returns loss and gradient norm of each step."""
+    with client_rank(rank, port, ours, version == 2), contextlib.ExitStack() as stack:
+        if not ours:
+            _open_to_cpu(stack)
+        trainer = _trainer(kind, version, variant, folder)
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return [(entry["loss"], entry["grad_norm"]) for entry in logs]
+
+
+def _open_to_cpu(stack):
+    """Lets accelerate give torch's own FSDP to a host without accelerators."""
+    from accelerate import state
+
+    from fsdp_wrap.compat.clients import _open_accelerate
+    from fsdp_wrap.compat.installation import Installation
+
+    _open_accelerate(stack.enter_context(Installation()), state)
+
+
+@pytest.mark.parametrize("version, kind, variant", _cells())
+def test_training_equals_torchs(run, tmp_path, version, kind, variant):
+    expected = run(_train, False, version, kind, variant, str(tmp_path))
+    found = run(_train, True, version, kind, variant, str(tmp_path))
+    print("TABLE", version, kind, variant, "torch", expected[0], "ours", found[0])
+    assert len(expected[0]) == STEPS and all(norm > 0 for _, norm in expected[0])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
