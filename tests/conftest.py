@@ -1,6 +1,8 @@
 """The rank processes' life, from pytest's collecting to the session's end; which tests are of which tier."""
 
+import importlib
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -66,6 +68,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         bed.warm_up()
+        with suppress(
+            ImportError
+        ):  # it lists the fonts of a machine by a process, once, which pure tests may not
+            importlib.import_module("matplotlib.font_manager")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -193,7 +193,7 @@ class Gradients:
         """Returns the reduce buffer, with all gradients, and zeros where none came.
 
         Args:
-            counts_unused: Whether parameters that no rank used are to get gradients of zeros.
+            counts_unused: Whether parameters that train and that no rank used are to get gradients of zeros.
         """
         if self.unreduced and not self.collected:
             self._lie_in(self._sums)
@@ -203,11 +203,11 @@ class Gradients:
         views, filled = self._views, self.used
         if False in filled:
             self._allocate()
-            nothing = 0.0 if counts_unused else _NOTHING
             for index, parts in enumerate(views.parts):
-                for part in () if filled[index] else parts:
-                    part.fill_(nothing)
-                filled[index] = filled[index] or counts_unused
+                if not filled[index]:
+                    filled[index] = counts_unused and self._leaves[index].requires_grad
+                    for part in parts:
+                        part.fill_(0.0 if filled[index] else _NOTHING)
         self._layout.note_used(views.notes, filled)
         return views.tensor
 

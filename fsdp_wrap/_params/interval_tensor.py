@@ -7,7 +7,7 @@ protocol of `torch.distributed.checkpoint` for tensors that bring chunks of thei
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
@@ -465,7 +465,7 @@ def _writer_asking() -> Any:
 
     DCP does not tell values who writes them, so it is looked up among the callers.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if "storage_writer" in frame.f_code.co_varnames + frame.f_code.co_freevars:
             return frame.f_locals.get("storage_writer")

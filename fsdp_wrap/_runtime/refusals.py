@@ -236,14 +236,15 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     message = str(error)
     mixed, sizes = "mixed torch.Tensor and DTensor" in message, {*map(int, re.findall(r"\d+", message))}
     vague = "1-D tensor" in message
-    told = _OUTSIDE[-30:] in message or not (mixed or vague or "size" in message or "shape" in message)
-    if told or not isinstance(error, RuntimeError):
+    of_sizes = vague or re.search("size mismatch|The size of tensor|shapes cannot be", message)
+
+    if type(error) is not RuntimeError or _OUTSIDE[-30:] in message or not (mixed or of_sizes):
         return
     names = [
         unit.name_of(interval.fqn)
         for unit in units
         for layout in (unit.handle.layouts if unit.handle is not None and unit.handle.shows_shards else ())
-        for interval in layout.intervals()
+        for interval in (() if layout.extended else layout.intervals())
         if mixed or (not isinstance(interval.source, DTensor) and (vague or interval.data.numel() in sizes))
     ]
     if names:

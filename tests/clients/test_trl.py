@@ -23,7 +23,13 @@ TRAINERS = ["SFT", "DPO", "KTO", "Reward", "GRPO"]
 VARIANTS = ["plain", "peft", "checkpointing", "peft and checkpointing"]
 WORDS = [f"w{i}" for i in range(60)]
 PAIRWISE = {  # each trainer by each version, each variant by each version
-    1: [("SFT", "peft"), ("DPO", "plain"), ("KTO", "checkpointing"), ("Reward", "peft and checkpointing"), ("GRPO", "plain")],
+    1: [
+        ("SFT", "peft"),
+        ("DPO", "plain"),
+        ("KTO", "checkpointing"),
+        ("Reward", "peft and checkpointing"),
+        ("GRPO", "plain"),
+    ],
     2: [
         ("SFT", "plain"),
         ("SFT", "checkpointing"),
@@ -89,7 +95,10 @@ def _fsdp(version):
 def _arguments(kind, version, checkpointing, folder):
     import trl
 
-    options = {"DPO": {"max_length": 16}, "GRPO": {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}}
+    options = {
+        "DPO": {"max_length": 16},
+        "GRPO": {"max_completion_length": 6, "num_generations": 2, "beta": 0.1},
+    }
     if kind == "KTO":
         options["KTO"] = {"max_length": 16}
     return getattr(trl, f"{kind}Config")(

@@ -186,7 +186,7 @@ LAYERS = 6
 
 
 class Awaits(torch.optim.SGD):
-    """Steps only once the backward of another layer has begun, if there is one more."""
+    """Steps in a backward only once that of another layer has begun, if there is one more."""
 
     def __init__(self, given: Any) -> None:
         super().__init__(given, lr=0.01)
@@ -194,7 +194,7 @@ class Awaits(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         begun = Counts.begun
-        until(lambda: Counts.begun > begun or begun == LAYERS)
+        until(lambda: Counts.begun > begun or begun in (0, LAYERS))
         super().step(closure)
         self.steps += 1
 

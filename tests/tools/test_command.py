@@ -277,7 +277,7 @@ def test_a_bar_appears_after_two_seconds_and_goes(capsys):
             while terminal and "planning 8 ranks: 1 of 3" not in told:  # a thread writes it
                 told += capsys.readouterr().err
         told += capsys.readouterr().err
-        assert bool(told) is terminal
+        assert bool(told) is terminal, repr(told)
     with progress.shown(3) as bar:
         bar.begins("something quick")
     assert capsys.readouterr().err == ""
