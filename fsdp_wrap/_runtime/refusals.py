@@ -237,7 +237,6 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     mixed, sizes = "mixed torch.Tensor and DTensor" in message, {*map(int, re.findall(r"\d+", message))}
     vague = "1-D tensor" in message
     of_sizes = vague or re.search("size mismatch|The size of tensor|shapes cannot be", message)
-
     if type(error) is not RuntimeError or _OUTSIDE[-30:] in message or not (mixed or of_sizes):
         return
     names = [
