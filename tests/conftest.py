@@ -68,9 +68,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         bed.warm_up()
-        with suppress(
-            ImportError
-        ):  # it lists the fonts of a machine by a process, once, which pure tests may not
+        # Once on a machine, matplotlib lists its fonts by a process, which pure tests may not start.
+        with suppress(ImportError):
             importlib.import_module("matplotlib.font_manager")
 
 
