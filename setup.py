@@ -21,6 +21,7 @@ CLIENTS = [
     "torchao>=0.18",
     "torchtitan>=0.2.2,<0.3",  # 0.3 needs a torch newer than 2.13
     "transformers>=5.23",
+    "trl>=1.16",
 ]
 
 setup(

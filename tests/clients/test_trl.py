@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
+from typing import Any
 
 import pytest
 import torch
 
+from bed.sampling import THOROUGH
 from launch import client_rank, needs
 from tiny_models import llama
 
@@ -44,7 +45,7 @@ PAIRWISE = {  # each trainer by each version, each variant by each version
 
 
 def _cells():
-    if os.environ.get("FSDP_WRAP_THOROUGH"):
+    if THOROUGH:
         return [(version, *cell) for version in (1, 2) for cell in itertools.product(TRAINERS, VARIANTS)]
     return [(version, *cell) for version, cells in PAIRWISE.items() for cell in cells]
 
@@ -77,9 +78,9 @@ def _data(kind):
         "Reward": ["chosen", "rejected"],
         "GRPO": ["prompt"],
     }[kind]
-    rows = {name: [_text(generator) for _ in range(16)] for name in columns}
+    rows: dict[str, list[Any]] = {name: [_text(generator) for _ in range(16)] for name in columns}
     if kind == "KTO":
-        rows["label"] = [i % 2 == 0 for i in range(16)]  # type: ignore[misc]
+        rows["label"] = [i % 2 == 0 for i in range(16)]
     return Dataset.from_dict(rows)
 
 
@@ -95,12 +96,11 @@ def _fsdp(version):
 def _arguments(kind, version, checkpointing, folder):
     import trl
 
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "DPO": {"max_length": 16},
+        "KTO": {"max_length": 16},
         "GRPO": {"max_completion_length": 6, "num_generations": 2, "beta": 0.1},
     }
-    if kind == "KTO":
-        options["KTO"] = {"max_length": 16}
     return getattr(trl, f"{kind}Config")(
         output_dir=folder,
         fsdp=True,
@@ -121,15 +121,17 @@ def _arguments(kind, version, checkpointing, folder):
     )
 
 
-def _model(kind):
-    if kind != "Reward":
-        return llama()
-    from transformers import LlamaForSequenceClassification
+def _class(kind):
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
+    return LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM
+
+
+def _save_model(kind, folder):
     config = llama().config
     config.num_labels = 1
     torch.manual_seed(0)
-    return LlamaForSequenceClassification(config)
+    _class(kind)(config).save_pretrained(folder)
 
 
 def _lora(kind):
@@ -142,12 +144,12 @@ def _lora(kind):
 def _trainer(kind, version, variant, folder):
     import trl
 
-    options = {"reward_funcs": _rewards} if kind == "GRPO" else {}
+    options: dict[str, Any] = {"reward_funcs": _rewards} if kind == "GRPO" else {}
     if "peft" in variant:
         options["peft_config"] = _lora(kind)
     torch.manual_seed(1)
     return getattr(trl, f"{kind}Trainer")(
-        model=_model(kind),
+        model=_class(kind).from_pretrained(f"{folder}/model"),  # the reference is loaded from there as well
         args=_arguments(kind, version, "checkpointing" in variant, folder),
         train_dataset=_data(kind),
         processing_class=_tokenizer(),
@@ -178,8 +180,8 @@ def _open_to_cpu(stack):
 
 @pytest.mark.parametrize("version, kind, variant", _cells())
 def test_training_equals_torchs(run, tmp_path, version, kind, variant):
+    _save_model(kind, tmp_path / "model")
     expected = run(_train, False, version, kind, variant, str(tmp_path))
     found = run(_train, True, version, kind, variant, str(tmp_path))
-    print("TABLE", version, kind, variant, "torch", expected[0], "ours", found[0])
     assert len(expected[0]) == STEPS and all(norm > 0 for _, norm in expected[0])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
