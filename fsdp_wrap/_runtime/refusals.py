@@ -240,11 +240,11 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     if type(error) is not RuntimeError or _OUTSIDE[-30:] in message or not (mixed or of_sizes):
         return
     names = [
-        unit.name_of(interval.fqn)
+        unit.name_of(fqn)
         for unit in units
         for layout in (unit.handle.layouts if unit.handle is not None and unit.handle.shows_shards else ())
-        for interval in (() if layout.extended else layout.intervals())
-        if mixed or (not isinstance(interval.source, DTensor) and (vague or interval.data.numel() in sizes))
+        for fqn, numel in _shown_pieces(layout)
+        if mixed or (numel is not None and (vague or numel in sizes))
     ]
     if names:
         several = f" or another of {len(names)} parameters" if len(names) > 1 else ""
@@ -252,6 +252,13 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
             f"{message}\n{_OUTSIDE.format(repr(names[0]) + several, dist.get_rank())}",
             *error.args[1:],
         )
+
+
+def _shown_pieces(layout: Layout) -> Iterable[tuple[str, int | None]]:
+    """Yields the names of parameters, with the number of elements that modules show; None of `DTensor`s."""
+    if any(isinstance(source, DTensor) for source in layout.sources):
+        return ((fqn, None) for fqn in layout.fqns)
+    return ((interval.fqn, interval.data.numel()) for interval in layout.intervals())
 
 
 def refuse_edits(unit: Unit, handle: ParamHandle) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._state.originals import Originals
 from fsdp_wrap._state.small_states import small_states_of
 
 
@@ -76,7 +75,10 @@ def _uncounted(key: str, value: Any) -> Any:
 
 
 def as_saved(
-    names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any], dtypes: Mapping[str, Any]
+    name_of: Callable[[nn.Parameter], str],
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    dtypes: Mapping[str, Any],
 ) -> Callable[[], None]:
     """Returns what makes an optimizer's state exactly that of a state dict, once it has loaded that.
 
@@ -84,7 +86,7 @@ def as_saved(
     and makes generators of strings. The cast stands where the parameter had another dtype when it was saved.
 
     Args:
-        names: The model's parameters.
+        name_of: Returns the name of a parameter that the optimizer holds.
         optim: The optimizer.
         state_dict: What it will load.
         dtypes: Of the saved parameters, by name.
@@ -104,7 +106,7 @@ def as_saved(
     for key, param in params.items():
         if missing := [name for name in begins[key] if name not in states[key]]:
             raise ValueError(
-                f"the saved optimizer state of '{names.of(param)[0].fqn}' has {', '.join(states[key])}, and "
+                f"the saved optimizer state of '{name_of(param)}' has {', '.join(states[key])}, and "
                 f"{type(inner).__name__} needs {', '.join(missing)}: it is of another optimizer. Make that "
                 "one, or pass optim=None"
             )
@@ -112,7 +114,7 @@ def as_saved(
     def restore() -> None:
         for key, param in params.items():
             entry = inner.state.get(param, {})
-            saved_dtype = dtypes.get(names.of(param)[0].fqn, param.dtype)
+            saved_dtype = dtypes.get(name_of(param), param.dtype)
             for name in entry.keys() & states[key].keys() - {"step"}:
                 begun = getattr(begins[key].get(name), "dtype", None)
                 entry[name] = _exact(states[key][name], entry[name], saved_dtype != param.dtype, begun)

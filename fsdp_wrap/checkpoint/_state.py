@@ -157,7 +157,14 @@ class Subject:
             self.model, optimizer, state
         )
         dtypes = {name: value.dtype for name, value in model.items() if isinstance(value, torch.Tensor)}
-        return cut, as_saved(Originals(self.model), optimizer, cut, dtypes)
+        return cut, as_saved(self._names(), optimizer, cut, dtypes)
+
+    def _names(self) -> Callable[[nn.Parameter], str]:
+        """Returns what names a parameter that an optimizer holds."""
+        if self._is_of_dtensors():  # which may have no intervals
+            return {param: clean_fqn(name) for name, param in self.model.named_parameters()}.__getitem__
+        originals = Originals(self.model)
+        return lambda param: originals.of(param)[0].fqn
 
     def _is_of_dtensors(self) -> bool:
         """Whether the model is sharded by torch's own tensors alone."""

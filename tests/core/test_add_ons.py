@@ -47,6 +47,7 @@ ADD_ONS = {
         ["optim/"],
         [
             "optim/",
+            "seams/",
             "clients/test_low_bit_optimizers.py",
             "tools/test_timelines.py",
             "whole/test_benchmarks.py",
@@ -59,6 +60,7 @@ ADD_ONS = {
         ["checkpoint/"],
         [
             "checkpoint/",
+            "seams/",
             "comm/test_lost_ranks.py",
             "whole/test_examples.py",
             "whole/test_elastic.py",

@@ -24,9 +24,8 @@ ALONE = os.environ.get("FSDP_WRAP_SEAMS")
 def _chosen() -> list[Draw]:
     if ALONE:
         return [Draw.of(ALONE)]
-    return [
-        *dict.fromkeys(draw for seed in range(SEED, SEED + (5 if THOROUGH else 1)) for draw in draws(seed))
-    ]
+    seeds = range(SEED, SEED + (5 if THOROUGH else 1))
+    return [*dict.fromkeys(draw for seed in seeds for draw in draws(seed) if not draw.is_open)]
 
 
 @pytest.mark.slow

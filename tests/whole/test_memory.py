@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bed import ranks
-from bed.memory import live_bytes
+from bed.memory import live_bytes, only_new_objects
 from fronts import assert_same_grads, each_form, each_front, each_prefetch, inner, prefetching, shard, twins
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm.buffer import Buffer
@@ -89,6 +89,11 @@ def test_backward_holds_few_units(rank, world_size, front):
 @each_prefetch
 @ranks(2)
 def test_only_shards_remain_after_each_step(rank, world_size, front, strategy, prefetch):
+    with only_new_objects():  # not what tests before have left in this process
+        _only_shards_remain(world_size, front, strategy, prefetch)
+
+
+def _only_shards_remain(world_size, front, strategy, prefetch):
     model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy], **prefetching(prefetch))
     gc.collect()
     slack = unit // 8  # activations and biases' padding
