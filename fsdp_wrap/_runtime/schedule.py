@@ -96,6 +96,7 @@ class Schedule:
         self.iteration = 0
         self.depth = 0
         self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
+        self._awaited: dict[Unit, None] = {}
         self._backward_open = False
         self._trains = False
         self.syncs = self.sums_over_replicas = True
@@ -243,9 +244,13 @@ class Schedule:
             handle.shown.show_kept()
         elif unit.options.reshard_after_forward:
             self.lasting.pop(unit, None)
-            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+            self._reshard_after_forward(unit, bool(with_grad))
         else:
             self.lasting[unit] = use, inputs
+
+    def _reshard_after_forward(self, unit: Unit, with_grad: bool) -> None:
+        stays = unit.stays if unit.handle is None or unit not in self._awaited else unit.handle.segments
+        unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, stays)
 
     def end_lasting(self, tensors: list[torch.Tensor]) -> None:
         """Ends the forwards of units that have stayed full, with the outermost one.
@@ -265,7 +270,7 @@ class Schedule:
             if alone or unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
                 unit.handle.shown.show_kept()  # type: ignore[union-attr]
             else:
-                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+                self._reshard_after_forward(unit, bool(with_grad))
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -340,8 +345,10 @@ class Schedule:
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
                 if unit.survives:
                     continue
-                # Kept for a backward that has not come: may be stale by now.
-                unit.reshard(Phase.FORWARD, stays=handle.staying)
+                if handle.shown.state is Showing.KEPT:  # for a backward that may come after this forward
+                    self._awaited[unit] = None
+                stays = handle.segments if unit in self._awaited else handle.staying
+                unit.reshard(Phase.FORWARD, stays=stays)  # what has other values by now is gathered anew
             if handle.state is HandleState.SHARDED:
                 if handle.staying:
                     unit.drop_outdated(Phase.FORWARD)
@@ -561,6 +568,9 @@ class Schedule:
                 if handle.keeps_gradients:
                     handle.forget_zeroed()
             unit.arrivals.begin()
+        for unit in self._awaited:  # outer forwards may have used what was kept, and need it at once
+            if unit.handle is not None and unit.options.unshards_in_backward:
+                unit.unshard(Phase.BACKWARD)
         execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
@@ -586,10 +596,11 @@ class Schedule:
             self._offloading.end_backward(self._units)
         if self.ending.automatic:
             self._updates.finish(self._units)
+        self._awaited = {}
         self._backward_open = False
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
-        if not (self._keeps_graph and unit.reached):
+        if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
             ended = unit.arrivals.end()
             if ended and step_watchers:
                 unit.tell_left(Computing.BACKWARD)
@@ -614,6 +625,7 @@ class Schedule:
         self._reducing.clear()
         self._prefetching_later = None
         self._travel.forget()
+        self._awaited = {}
         self._backward_open = False
         self._updates.abandon(self._units)
         if self._offloading is not None:
