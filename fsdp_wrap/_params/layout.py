@@ -685,6 +685,7 @@ class Layout(ABC):
         for old, own in zip(self._own_tensors(), new._own_tensors()):
             own.__dict__.update(old.__dict__ | own.__dict__)
             memo[id(old)] = own
+        memo.update((id(leaf), leaf) for leaf in self.leaves)  # not copied: the new modules get leaves anew
         return new
 
     def _adopt_copies(self) -> None:

@@ -203,6 +203,11 @@ class Segment:
         self._keeps_memory, self._rests = before, True
         return True
 
+    def let_use(self) -> None:
+        """Lets autograd use the leaves of a buffer that rests."""
+        set_version_counters(self.counted, tuple(self.versions))
+        self._admitted = True
+
     def refuse_conversion(self) -> None:
         """Refuses another dtype of the sharded parameters while gradients wait in the old one.
 

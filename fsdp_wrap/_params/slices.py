@@ -28,6 +28,9 @@ class SliceLayout(FlatLayout):
         super()._stand_for(originals)
         self.sources = self.sharded_params = originals
         self._filled = [stop > start for start, stop in self._bounds]
+        self._updated = [
+            filled or not extent.shape.numel() for filled, extent in zip(self._filled, self.extents)
+        ]
         self._grads: list[torch.Tensor | None] | None = None  # while `sources` are shown in full
 
     def _lie_in(self, shard: torch.Tensor) -> None:
@@ -61,7 +64,8 @@ class SliceLayout(FlatLayout):
     # gradients
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [*map(operator.and_, used, self._filled)]  # an empty slice has nothing to update
+        # An empty slice has nothing to update; of an empty parameter plain optimizers keep state too.
+        return [*map(operator.and_, used, self._updated)]
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         present = self._present(self.gradients())

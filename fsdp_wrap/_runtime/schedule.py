@@ -97,7 +97,7 @@ class Schedule:
         self.depth = 0
         self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
         self._awaited: dict[Unit, None] = {}
-        self._backward_open = False
+        self._backward_open = self._reaches_leaves = False
         self._trains = False
         self.syncs = self.sums_over_replicas = True
         self._keeps_graph = False
@@ -249,8 +249,32 @@ class Schedule:
             self.lasting[unit] = use, inputs
 
     def _reshard_after_forward(self, unit: Unit, with_grad: bool) -> None:
-        stays = unit.stays if unit.handle is None or unit not in self._awaited else unit.handle.segments
-        unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, stays)
+        if unit in self._awaited:
+            self._set_aside(unit)
+        else:
+            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+
+    def _set_aside(self, unit: Unit) -> None:
+        """Reshards a unit whose full parameters a forward has kept for a backward that has not come yet.
+
+        They stay until that, or until they have other values: outer forwards may have computed with them too.
+        """
+        handle = unit.handle
+        assert handle is not None
+        self._awaited[unit] = None
+        unit.reshard(Phase.FORWARD, stays=handle.segments)
+        for segment in handle.staying:
+            segment.let_use()
+
+    def _show_again(self, unit: Unit) -> None:
+        """Lets modules show what was set aside: outer forwards that are computed again look for it."""
+        handle = unit.handle
+        if handle is None or handle.state is not HandleState.SHARDED:
+            return
+        unit.drop_outdated(Phase.BACKWARD)
+        if len(handle.staying) == len(handle.segments):  # else it is gathered when the unit needs it
+            unit.unshard(Phase.BACKWARD)
+            handle.shown.show_kept()
 
     def end_lasting(self, tensors: list[torch.Tensor]) -> None:
         """Ends the forwards of units that have stayed full, with the outermost one.
@@ -345,10 +369,10 @@ class Schedule:
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
                 if unit.survives:
                     continue
-                if handle.shown.state is Showing.KEPT:  # for a backward that may come after this forward
-                    self._awaited[unit] = None
-                stays = handle.segments if unit in self._awaited else handle.staying
-                unit.reshard(Phase.FORWARD, stays=stays)  # what has other values by now is gathered anew
+                if handle.shown.state is Showing.KEPT:
+                    self._set_aside(unit)
+                else:
+                    unit.reshard(Phase.FORWARD, stays=handle.staying)
             if handle.state is HandleState.SHARDED:
                 if handle.staying:
                     unit.drop_outdated(Phase.FORWARD)
@@ -568,9 +592,9 @@ class Schedule:
                 if handle.keeps_gradients:
                     handle.forget_zeroed()
             unit.arrivals.begin()
-        for unit in self._awaited:  # outer forwards may have used what was kept, and need it at once
-            if unit.handle is not None and unit.options.unshards_in_backward:
-                unit.unshard(Phase.BACKWARD)
+        self._reaches_leaves = any(unit.gradients_to_come() for unit in self._units)
+        for unit in self._awaited:
+            self._show_again(unit)
         execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
@@ -762,6 +786,8 @@ class Schedule:
         """Takes what gradients a unit has off its leaves, to be reduced or kept."""
         handle = unit.handle
         if handle is None or not (handle.holds_gradients or (handle.keeps_gradients and _completes(unit))):
+            return
+        if not self._reaches_leaves and phase is not Phase.IDLE:  # `torch.autograd.grad`: no_sync's wait on
             return
         waiting, in_flight = self._travel.waiting, unit.options.most_reducing - 1
         if waiting is not None and unit in waiting.taken:  # more have come

@@ -15,6 +15,8 @@ from fsdp_wrap._state.full_params import refuse_summoned
 
 Wrapper = TypeVar("Wrapper", bound=nn.Module)
 
+_COMPILED = "_compiled_call_impl"  # it calls the old module; copies of plain modules are not compiled either
+
 
 def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrapper:
     """Copies a wrapper with all units in it; the copies use the same process groups.
@@ -66,7 +68,9 @@ def _refuse_in_use(unit: Unit) -> None:
 def _copy_module(wrapper: Wrapper, memo: dict[int, Any]) -> Wrapper:
     new = object.__new__(wrapper.__class__)
     memo[id(wrapper)] = new
-    new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in wrapper.__dict__.items()})
+    for name, value in wrapper.__dict__.items():
+        if name != _COMPILED:
+            new.__dict__[name] = copy.deepcopy(value, memo)
     return new
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from fsdp_wrap._state.small_states import small_states_of
 
 
 def initial_state(
-    optim: torch.optim.Optimizer, params: Sequence[Sequence[nn.Parameter]]
+    optim: torch.optim.Optimizer,
+    params: Sequence[Sequence[nn.Parameter]],
+    empty: Collection[int] = (),
 ) -> list[list[dict[str, Any]]]:
     """Returns the state that a first step would make, without taking that step.
 
@@ -25,6 +27,7 @@ def initial_state(
     Args:
         optim: The optimizer, as clients may wrap it.
         params: Some of its parameters, by group.
+        empty: The ids of those without elements on any rank, which have state all the same.
 
     Returns:
         For each of these its state, with counts of zero; an empty one where there is none. A warning says why
@@ -34,7 +37,7 @@ def initial_state(
     double = object.__new__(type(inner))
     double.__dict__.update(inner.__dict__)
     double.state = defaultdict(dict)
-    zeros = [[*map(_zero, of_group)] for of_group in params]
+    zeros = [[_zero(param, param.numel() > 0 or id(param) in empty) for param in group] for group in params]
     double.param_groups = [
         {**group, "params": of_group} for group, of_group in zip(inner.param_groups, zeros)
     ]
@@ -58,9 +61,9 @@ def innermost(optim: Any) -> Any:
     return optim
 
 
-def _zero(param: torch.Tensor) -> torch.Tensor:
+def _zero(param: torch.Tensor, has_state: bool) -> torch.Tensor:
     zero = torch.zeros(param.shape, dtype=param.dtype, device=param.device, requires_grad=param.requires_grad)
-    if param.requires_grad and param.numel() > 0:
+    if param.requires_grad and has_state:
         zero.grad = torch.zeros_like(zero)
     return zero
 

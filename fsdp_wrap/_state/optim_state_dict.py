@@ -297,8 +297,12 @@ def _renamed(options: Mapping[str, Any], names: list[str], params: Sequence[Any]
 
 def _initial_state(optim: torch.optim.Optimizer, groups: Sequence[Group]) -> State:
     """Returns the state that a first step would make, by the keys of the groups."""
-    params = [[originals[0].source for originals in group.params.values()] for group in groups]
-    found = initial_state(optim, params)
+    firsts = [[originals[0] for originals in group.params.values()] for group in groups]
+    params = [[first.source for first in of_group] for of_group in firsts]
+    empty = {
+        id(first.source) for of_group in firsts for first in of_group if not first.interval.shape.numel()
+    }
+    found = initial_state(optim, params, empty)
     pairs = [pair for group, entries in zip(groups, found) for pair in zip(group.params, entries)]
     return {key: entry for key, entry in pairs if entry}
 

@@ -7,7 +7,7 @@ modules, and with it the users' hooks, finds what it is to contain: full copies,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -382,7 +382,7 @@ def begin_load(
         RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
-    named_originals = [*owned_names(_wrapped(unit), [unit], _not_a_unit)]
+    named_originals = [*_shown_names(unit)]
     for name, _ in named_originals:
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
@@ -403,7 +403,7 @@ def begin_load(
 
 def _distribute(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Makes `DTensor`s of the values that go to such parameters: modules would not copy whole ones there."""
-    for name, original in owned_names(_wrapped(unit), [unit], _not_a_unit):
+    for name, original in _shown_names(unit):
         part, value = original.interval.part, state_dict.get(prefix + name)
         if part is None or not isinstance(value, torch.Tensor) or held_by_this_rank(value) is not value:
             continue
@@ -446,8 +446,17 @@ def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
 def _shown_in(unit: Unit) -> Iterable[nn.Module]:
     """Returns the modules that may see a unit's parameters while they load."""
     own = {each for _, each in own_modules(_wrapped(unit))}
-    within = all(module in own for module, _ in owned_places([unit]))
-    return (unit.module, *own) if within else unit.module.modules()
+    return (unit.module, *own) if _shows_within(unit, own) else unit.module.modules()
+
+
+def _shown_names(unit: Unit) -> Iterator[tuple[str, Original]]:
+    """Yields the names of a unit's parameters, also those in other units, which tied ones have."""
+    own = {each for _, each in own_modules(_wrapped(unit))}
+    return owned_names(_wrapped(unit), [unit], _not_a_unit if _shows_within(unit, own) else None)
+
+
+def _shows_within(unit: Unit, own: Collection[nn.Module]) -> bool:
+    return all(module in own for module, _ in owned_places([unit]))
 
 
 def to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:

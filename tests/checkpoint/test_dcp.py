@@ -396,11 +396,16 @@ def test_saving_in_the_background(rank, world_size, use_orig_params, tmp_path):
 
 
 @each_form
+@pytest.mark.parametrize("by_mesh", [False, True])
 @pytest.mark.parametrize("make", [Tied, Buffered])
 @ranks(2)
-def test_ties_and_buffers(rank, world_size, make: Callable[[], nn.Module], use_orig_params, tmp_path):
-    source = per_block(make().double(), use_orig_params=use_orig_params)
-    target = whole(make().double(), use_orig_params=not use_orig_params)
+def test_ties_and_buffers(
+    rank, world_size, make: Callable[[], nn.Module], by_mesh, use_orig_params, tmp_path
+):
+    options = {"device_mesh": init_device_mesh("cpu", (2,))} if by_mesh else {}
+    source = per_block(make().double(), use_orig_params=use_orig_params, **options)
+    wrap = per_block if by_mesh else whole
+    target = wrap(make().double(), use_orig_params=not use_orig_params, **options)
     with sharded(source):
         dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
     with sharded(target):

@@ -300,6 +300,25 @@ def test_accumulation(rank, world_size, front):
     assert_same_state(optimizer, other)
 
 
+@each_front
+@ranks(2)
+def test_a_gradient_of_inputs_is_no_step(rank, world_size, front):
+    """What `no_sync` left waits for the next backward that reaches parameters."""
+    model, usual = pair(front, Chain)
+    optimizer, other = step_in_backward(model, adamw), adamw(usual.parameters())
+    for step in range(2):
+        for each in (model, usual):
+            with no_sync(each):
+                each(batch(rank, step)).square().sum().backward()
+            inputs = batch(rank, step + 10).requires_grad_()
+            loss = each(inputs).square().sum()
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            (loss + slope.square().sum()).backward()
+        other.step(), other.zero_grad()
+    assert_same_bits(model, usual)
+    assert_same_state(optimizer, other)
+
+
 @ranks(2)
 def test_backwards_that_a_later_one_ends(rank, world_size):
     model, usual = pair("composable", Chain)

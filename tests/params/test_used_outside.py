@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
+from bed.references import count_collectives
 from composable import trace
 from fronts import FULL, KEPT, each_front, full, full_grads, inner, shard
 from fsdp_wrap import (
@@ -273,7 +274,14 @@ def sharded_as(front: str, plain: Used, sharding: str) -> Any:
 CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-@pytest.mark.parametrize("mode", ["train", "frozen", *CONTEXTS])
+def forwards_between(module: Any, batch: torch.Tensor) -> None:
+    """Other forwards before a backward, with gradients and without."""
+    for context in (nullcontext, *CONTEXTS.values()):
+        with context():
+            module(batch)
+
+
+@pytest.mark.parametrize("mode", ["train", "between", "frozen", *CONTEXTS])
 @pytest.mark.parametrize("sharding", ["full", "kept", "none"])
 @each_front
 @ranks(2)
@@ -301,8 +309,31 @@ def test_every_way_is_right_or_refused(rank, world_size, front, sharding, mode):
                 continue
             loss = loss_of(model, way)
         torch.testing.assert_close(loss, expected)
+        if mode == "between":
+            forwards_between(model, batch)
         if mode not in CONTEXTS:
             expected.backward(), loss.backward()
             assert_same_gradients(plain, model, world_size)
         for module in (plain, model):
             module.zero_grad()
+
+
+@each_front
+@ranks(2)
+def test_what_is_kept_for_a_backward_is_not_gathered_for_forwards_before_it(rank, world_size, front):
+    torch.manual_seed(0)
+    plain = Used().double()
+    model, batch = sharded_as(front, plain, "kept"), batch_of(rank)
+    loss = model(batch).square().sum()
+    with count_collectives(objects=False) as traffic:
+        forwards_between(model, batch)
+    assert not traffic
+    plain(batch).square().sum().backward(), loss.backward()
+    assert_same_gradients(plain, model, world_size)
+    loss = model(batch).square().sum()
+    with torch.no_grad():
+        for param in (*model.parameters(), *plain.parameters()):
+            param.mul_(2)
+        torch.testing.assert_close(model(batch), plain(batch))
+    with pytest.raises(RuntimeError, match="between forward and backward|modified by an inplace operation"):
+        loss.backward()

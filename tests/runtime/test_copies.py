@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
+import tp_nets
 from bed import ranks
 from bed.references import count_collectives
 from fronts import each_front, full_state, inner, shard
@@ -444,3 +445,36 @@ def test_a_copy_divides_gradients_by_the_same_number(rank, world_size):
     for each in (model, twin):
         each(torch.ones(1, WIDTH)).sum().backward()
         assert torch.all(each.weight.grad.full_tensor() == 2 / 5)
+
+
+@each_front
+@ranks(2)
+def test_a_copy_of_a_compiled_module_computes_with_its_own_parameters(rank, world_size, front):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)).double()
+    model, batch = shard(front, copy.deepcopy(plain)), torch.ones(1, WIDTH, dtype=torch.float64)
+    model.compile(backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch), plain(batch))
+        twin = copy.deepcopy(model)
+        for param in model.parameters():
+            param.zero_()
+        torch.testing.assert_close(twin(batch), plain(batch))
+
+
+@each_form
+@ranks(4)
+def test_copy_of_whole_parameters_under_tensor_parallelism(rank, world_size, front):
+    _, data, tensor = tp_nets.mesh_of("flat")
+    model = FSDP(
+        tp_nets.parallelize(tp_nets.net(seed=0), tensor, "sequence"),
+        device_mesh=data,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        use_orig_params=front == "orig",
+    )
+    twin, expected = copy.deepcopy(model), tp_nets.net(seed=0).state_dict()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, expected[name]), name

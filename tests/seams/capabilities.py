@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -122,6 +123,9 @@ class Toggled(Capability):
 
     def before_step(self, side: Side, at: int) -> None:
         side.net.blocks[0].requires_grad_(at != 1)
+
+    def after_step(self, side: Side, at: int) -> None:
+        side.net.blocks[0].requires_grad_(True)
 
 
 class AdaptersOff(Capability):
@@ -409,6 +413,9 @@ class ReplicaGroups(Capability):
 
     slots, sizes, mesh = ("strategy", "mesh", "process group"), [4], {"replicas": 2}
     elsewhere = False
+
+    def refusal(self, names: Collection[str]) -> str | None:
+        return "have a hook already" if {"composable", "CommunicationHook"} <= {*names} else None
 
     def options(self, front: str, world: World) -> dict[str, Any]:
         mesh = world.mesh["shard"]

@@ -19,27 +19,8 @@ ONE_IN = 3
 """Of the pairs that need 4 ranks one in so many is drawn; another seed has others."""
 TRIES = 20
 
-_SECOND = "another forward before the backward of a kept weight that an outer forward used: torch's error"
-_PROGRAM = "the program has to learn what is right there"
-OPEN = {
-    ("orig", "OddShapes"): "a parameter without elements has no optimizer state",
-    ("BorrowedHead", "InBackward"): "a weight in an outer graph, while steps are taken in the backward",
-    ("BorrowedHead", "Precision"): f"full_tensor() has the master dtype; {_PROGRAM}",
-    ("BorrowedKeptHead", "AdaptersOff"): _SECOND,
-    ("BorrowedKeptHead", "Inferring"): _SECOND,
-    ("BorrowedKeptHead", "Penalty"): _SECOND,
-    ("BorrowedKeptHead", "TwoForwards"): _SECOND,
-    ("HuggingFacePieces", "Aligned"): f"pieces may be rows, which are saved; {_PROGRAM}",
-    ("HuggingFacePieces", "NotSharded"): f"as above; {_PROGRAM}",
-    ("NotSharded", "TensorParallel"): "a checkpoint in memory: copy_() on an invalid storage",
-    ("ReplicaGroups", "CommunicationHook"): f"refused by name; {_PROGRAM}",
-    ("Subclass", "Compiled"): "the compiler meets a DTensor in a layer norm",
-    ("Tied", "LocalStates"): f"refused by other words; {_PROGRAM}",
-    ("TiedBlocks", "ByMesh"): "DCP does not load what ties show twice",
-    ("TiedBlocks", "Toggled"): "a tied weight in another unit's FlatParameter is not frozen with its block",
-    ("Toggled", "InBackward"): f"what is frozen is not to be stepped; {_PROGRAM}",
-}
-"""Pairs of which some draws do not pass yet, and why: these are not run, save alone."""
+# A `FlatParameter`, here of the blocks' tied weight, is frozen as a whole, as torch's is.
+APART = [{"flat", "TiedBlocks", "Toggled"}]
 
 
 def _kinds(base: type[Capability]) -> Iterator[type[Capability]]:
@@ -74,9 +55,9 @@ class Draw(NamedTuple):
         return cls(int(size), front, tuple(names.split("+")))
 
     @property
-    def is_open(self) -> bool:
-        """Whether a pair in it is known not to pass."""
-        return any({*pair} <= {self.front, *self.names} for pair in OPEN)
+    def can_run(self) -> bool:
+        """Whether all of it can be had at once."""
+        return not any(each <= {self.front, *self.names} for each in APART)
 
     def capabilities(self) -> list[Capability]:
         return [KINDS[name]() for name in sorted(self.names, key=_ORDER.index)]
@@ -102,7 +83,9 @@ def draws(seed: int) -> list[Draw]:
     while left:
         waiting = sorted(map(sorted, left))
         candidates = [_draw(generator, generator.choice(waiting)) for _ in range(TRIES)]
-        best = max(candidates, key=lambda draw: len(left & _meetings(draw)))
+        best = max(
+            (draw for draw in candidates if draw.can_run), key=lambda draw: len(left & _meetings(draw))
+        )
         left -= _meetings(best)
         found.append(best)
     return found

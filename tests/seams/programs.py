@@ -7,7 +7,7 @@ plain one in float64 does the same with the rows of all ranks, and what it has i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,8 @@ class Net(scenario.Model):
         if self.reads is None:
             return self.head(x)
         weight, bias = self.get_submodule(self.reads).weight, getattr(self.head, "bias", None)
-        return nn.functional.linear(x, full(weight), None if bias is None else full(bias))
+        # What is not unsharded is gathered in its master dtype.
+        return nn.functional.linear(x, full(weight).to(x), None if bias is None else full(bias).to(x))
 
 
 class World:
@@ -149,12 +150,16 @@ class Capability:
     letters: ClassVar[str | None] = None
     """The backwards of a step, as `fronts.accumulating` takes them."""
     refused: ClassVar[dict[str, str]] = {}
-    """With which capability or front-end the program is refused, and what the error says."""
+    """With which capability or front-end the program is refused, and what the error says: of `refusal`."""
     wrapper: ClassVar[dict[str, Any]] = {}
     composable: ClassVar[dict[str, Any]] = {}
     """Options of the front-ends."""
     mesh: ClassVar[dict[str, int]] = {}
     """Of the `World`."""
+
+    def refusal(self, names: Collection[str]) -> str | None:
+        """Returns what the error says if the program is refused that has these capabilities and front-end."""
+        return next((told for name, told in self.refused.items() if name in names), None)
 
     def build(self, net: Net) -> None:
         """Changes the plain model, of which the sharded one is a copy."""
@@ -238,8 +243,8 @@ class Program:
 
     def _refusal(self) -> str | None:
         names = [self.front, *(type(each).__name__ for each in self.capabilities)]
-        told = (each.refused[name] for each in self.capabilities for name in names if name in each.refused)
-        return next(told, None)
+        told = (each.refusal(names) for each in self.capabilities)
+        return next((each for each in told if each is not None), None)
 
     def _run(self) -> None:
         plain, first = self.begun(None), self.begun(self.world(1))

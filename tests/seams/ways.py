@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -215,11 +216,14 @@ class HuggingFace(Weights):
 
 
 class HuggingFacePieces(HuggingFace):
-    """The same of the wrapper without a mesh, whose pieces are no rows."""
+    """The same of the wrapper without a mesh, whose pieces are rows only where it is told so."""
 
     slots = (*HuggingFace.slots, "mesh")
     fronts = ["flat", "orig"]
-    refused = dict.fromkeys(fronts, "stores one box of a tensor for each rank")
+
+    def refusal(self, names: Collection[str]) -> str | None:
+        rows = "Aligned" in names or "NotSharded" in names
+        return None if rows else "stores one box of a tensor for each rank"
 
     def options(self, front: str, world: World) -> dict[str, Any]:
         return {}

@@ -23,6 +23,7 @@ from fsdp_wrap import (
     ShardingStrategy,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict
 from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name, grouped, resume
@@ -735,3 +736,28 @@ def test_not_in_the_middle_of_a_forward(rank, world_size, use_orig_params):
     model.module.head.register_forward_hook(lambda *_: FSDP.optim_state_dict(model, ours))
     with pytest.raises(RuntimeError, match=r"optim_state_dict\(\) must not run inside the forward"):
         model(new_batches()[rank])
+
+
+@each_form
+@ranks(2)
+def test_state_of_a_parameter_without_elements(rank, world_size, use_orig_params):
+    """Plain optimizers keep some, and so it is saved, and found where nothing was stepped yet."""
+
+    class Odd(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.none = nn.Parameter(torch.empty(0, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.none.sum()
+
+    model = FSDP(Odd(), use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {"weight", "bias", "none"}
+    initial = get_optimizer_state_dict(model, optimizer)["state"]
+    assert initial.keys() == names and initial["none"]["step"] == 0
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = FSDP.optim_state_dict(model, optimizer)["state"]
+    assert state.keys() == names and state["none"]["exp_avg"].shape == (0, 4)
+    assert {name: entry["step"].item() for name, entry in state.items()} == dict.fromkeys(names, 1)
