@@ -76,15 +76,18 @@ class FlatPiece(nn.Parameter):
         flat: The same.
         fqn: Name of the original parameter within its unit.
         start: Index of the first element in the `FlatParameter`.
+        updated: Whether there is anything to update: not where the rank has nothing of what others have.
     """
 
     flat: FlatParameter
     fqn: str
     start: int
+    updated: bool
 
     def __new__(cls, flat: FlatParameter, interval: Interval) -> FlatPiece:
         self: FlatPiece = make_subclass(cls, interval.data, flat.requires_grad)
         self.flat, self.fqn, self.start = flat, interval.fqn, interval.offset
+        self.updated = self.numel() > 0 or not interval.shape.numel()
         return self
 
     def __init__(self, flat: FlatParameter, interval: Interval) -> None:
@@ -94,7 +97,7 @@ class FlatPiece(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """The part of the `FlatParameter`'s gradient; None where that has none, or the rank nothing."""
         grad = self.flat.grad
-        return None if grad is None or self.numel() == 0 else grad.narrow(0, self.start, self.numel())
+        return grad.narrow(0, self.start, self.numel()) if grad is not None and self.updated else None
 
     @grad.setter
     def grad(self, grad: torch.Tensor | None) -> None:

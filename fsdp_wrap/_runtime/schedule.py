@@ -261,7 +261,6 @@ class Schedule:
         """
         handle = unit.handle
         assert handle is not None
-        self._awaited[unit] = None
         unit.reshard(Phase.FORWARD, stays=handle.segments)
         for segment in handle.staying:
             segment.let_use()
@@ -367,9 +366,12 @@ class Schedule:
             if handle is None:
                 continue
             if handle.state is not HandleState.SHARDED or handle.kept is not None:
+                awaited = handle.shown.state is Showing.KEPT
+                if awaited:
+                    self._awaited[unit] = None
                 if unit.survives:
                     continue
-                if handle.shown.state is Showing.KEPT:
+                if awaited:
                     self._set_aside(unit)
                 else:
                     unit.reshard(Phase.FORWARD, stays=handle.staying)

@@ -263,17 +263,21 @@ def _views_of(held: Sequence[Held], view: Views) -> dict[str, View]:
     }
 
 
+def _is_matrix(held: Held) -> bool:
+    return len(held.shape) == 2 and held.shape.numel() > 0 and not held.embeds
+
+
 def selected(held: Sequence[Held], select: Select, named: Container[str] = ()) -> list[Held]:
     """Returns the parameters that `select` chooses.
 
-    By default these are matrices, but for embeddings, and what is named.
+    By default these are matrices with elements, but for embeddings, and what is named.
 
     Raises:
         ValueError: If a pattern names nothing.
         TypeError: If `select` is neither a function nor names.
     """
     if select is None:
-        return [each for each in held if each.fqn in named or (len(each.shape) == 2 and not each.embeds)]
+        return [each for each in held if each.fqn in named or _is_matrix(each)]
     if callable(select):
         return [each for each in held if select(each.fqn, each.shape)]
     if not isinstance(select, Iterable):

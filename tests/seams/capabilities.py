@@ -578,7 +578,9 @@ class Momentum(Optimizer):
 
 
 class NAdam(Optimizer):
-    """With a number in a tensor for each parameter."""
+    """With a number in a tensor for each parameter, in float32, which torch loads in the parameter's dtype."""
+
+    tolerance = 1e-7
 
     def of(self, params: Any) -> torch.optim.Optimizer:
         return torch.optim.NAdam(params, lr=0.02, eps=1e-2)

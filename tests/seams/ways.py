@@ -100,6 +100,7 @@ class OwnStates(Way):
 class LocalStates(OwnStates):
     """Its local kind."""
 
+    refused = {"TensorParallel": "take a state dict of type SHARDED_STATE_DICT"}
     kind = StateDictType.LOCAL_STATE_DICT
 
 
