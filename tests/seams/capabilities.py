@@ -578,7 +578,7 @@ class Momentum(Optimizer):
 
 
 class NAdam(Optimizer):
-    """With a number in a tensor for each parameter, in float32, which torch loads in the parameter's dtype."""
+    """With a float32 number for each parameter, which torch loads in the dtype of that."""
 
     tolerance = 1e-7
 
