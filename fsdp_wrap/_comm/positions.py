@@ -276,6 +276,7 @@ def _remove_left_overs(directory: Path) -> None:
 
 
 _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Job] = weakref.WeakKeyDictionary()
+_jobs_lock = threading.Lock()  # ranks may be threads
 
 
 def positions_of(group: dist.ProcessGroup) -> GroupPositions:
@@ -285,9 +286,12 @@ def positions_of(group: dist.ProcessGroup) -> GroupPositions:
     job = _jobs.get(world)
     if job is None:
         thread = threading.get_ident()  # it has one default group at a time, and destroyed ones may live on
-        for ended in [other for other, its in _jobs.items() if its.thread == thread]:
-            del _jobs[ended]
-        job = _jobs[world] = _Job(thread)
+        with _jobs_lock:
+            for ended in [other for other, its in _jobs.items() if its.thread == thread]:
+                del _jobs[ended]
+        job = _Job(thread)
+        with _jobs_lock:
+            _jobs[world] = job
     return job.positions_of(group, world)
 
 

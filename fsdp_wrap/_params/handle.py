@@ -119,7 +119,7 @@ class ParamHandle:
         self.values = 0
         self.written = self._gathered = [*map(_WRITTEN, layouts)]
         self._changed = False
-        self._lasts, self._steps = False, 0
+        self._lasting_since = -1
         self.reduction: InReduction | None = None
         self.has_own_reduction = False
         self.keeps_gradients = False
@@ -233,7 +233,7 @@ class ParamHandle:
         Args:
             lasting: Whether `is_current` is to tell later if the shards have changed since.
         """
-        self._lasts, self._steps = lasting, steps_taken()
+        self._lasting_since = steps_taken() if lasting else -1
         written = [*map(_WRITTEN, self.layouts)]  # as `look`, in a frame less
         if written != self.written:
             self._change_values(written)
@@ -262,7 +262,7 @@ class ParamHandle:
 
     def ride(self, ride: Ride, lasting: bool = False) -> None:
         """Takes part in a gather that was issued for several units; see `gather`."""
-        self._lasts, self._steps = lasting, steps_taken()
+        self._lasting_since = steps_taken() if lasting else -1
         written = [*map(_WRITTEN, self.layouts)]  # as above
         if written != self.written:
             self._change_values(written)
@@ -302,9 +302,9 @@ class ParamHandle:
     def is_current(self) -> bool:
         """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
-        if not (unsharded and self._lasts and self.shown.untouched):
+        if not unsharded or self._lasting_since < 0 or not self.shown.untouched:
             return False
-        if self._steps != steps_taken() and any(map(trains, self.layouts)):
+        if self._lasting_since != steps_taken() and any(map(trains, self.layouts)):
             return False
         return self.written == [*map(_WRITTEN, self.layouts)]
 
@@ -320,7 +320,7 @@ class ParamHandle:
 
     def drop_outdated(self) -> int:
         """Frees what has stayed and may not be what the shards are now; returns how many bytes."""
-        before, stepped = self.staying_nbytes, self._steps != steps_taken()
+        before, stepped = self.staying_nbytes, self._lasting_since != steps_taken()
         for segment in [*self.staying]:
             if self.staying[segment].is_outdated(segment.layout.written(), stepped):
                 del self.staying[segment]

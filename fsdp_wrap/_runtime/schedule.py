@@ -97,7 +97,8 @@ class Schedule:
         self.depth = 0
         self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
         self._awaited: dict[Unit, None] = {}
-        self._backward_open = self._reaches_leaves = False
+        self._backward_open = self._came = False
+        self._deferred: set[Unit] = set()
         self._trains = False
         self.syncs = self.sums_over_replicas = True
         self._keeps_graph = False
@@ -244,15 +245,12 @@ class Schedule:
             handle.shown.show_kept()
         elif unit.options.reshard_after_forward:
             self.lasting.pop(unit, None)
-            self._reshard_after_forward(unit, bool(with_grad))
+            if unit in self._awaited:
+                self._set_aside(unit)
+            else:
+                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
         else:
             self.lasting[unit] = use, inputs
-
-    def _reshard_after_forward(self, unit: Unit, with_grad: bool) -> None:
-        if unit in self._awaited:
-            self._set_aside(unit)
-        else:
-            unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
 
     def _set_aside(self, unit: Unit) -> None:
         """Reshards a unit whose full parameters a forward has kept for a backward that has not come yet.
@@ -292,8 +290,10 @@ class Schedule:
             unit.restart()
             if alone or unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
                 unit.handle.shown.show_kept()  # type: ignore[union-attr]
+            elif unit in self._awaited:
+                self._set_aside(unit)
             else:
-                self._reshard_after_forward(unit, bool(with_grad))
+                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
 
     def exit_forward(self, use: Use) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -529,6 +529,7 @@ class Schedule:
                 leaf.grad = None
                 return
             arrivals.expect_all_but(leaf)
+        self._came = True
         if options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
             unit.handle.take_in_place(leaf)
@@ -580,7 +581,7 @@ class Schedule:
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
-        self._backward_open = True
+        self._backward_open, self._came, self._deferred = True, False, set()
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
         self._updates.begin(self._units, self.ending.automatic)
@@ -594,7 +595,6 @@ class Schedule:
                 if handle.keeps_gradients:
                     handle.forget_zeroed()
             unit.arrivals.begin()
-        self._reaches_leaves = any(unit.gradients_to_come() for unit in self._units)
         for unit in self._awaited:
             self._show_again(unit)
         execution_engine.queue_callback(self._end_backward)
@@ -609,6 +609,8 @@ class Schedule:
             finished = unit.arrivals.progress is Progress.FINISHED
             if not finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
                 self._finish_backward_of(unit, handle)
+            elif unit in self._deferred:
+                self._take_gradients(unit, Phase.FINAL_CALLBACK)
             if not (self.syncs and unit.options.syncs):
                 if self._offloading is not None:
                     self._offloading.settle(unit)
@@ -789,7 +791,8 @@ class Schedule:
         handle = unit.handle
         if handle is None or not (handle.holds_gradients or (handle.keeps_gradients and _completes(unit))):
             return
-        if not self._reaches_leaves and phase is not Phase.IDLE:  # `torch.autograd.grad`: no_sync's wait on
+        if not self._came and phase is not Phase.IDLE:  # perhaps none will, in torch.autograd.grad()
+            self._deferred.add(unit)
             return
         waiting, in_flight = self._travel.waiting, unit.options.most_reducing - 1
         if waiting is not None and unit in waiting.taken:  # more have come

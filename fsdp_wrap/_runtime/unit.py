@@ -323,7 +323,9 @@ class Unit:
             if handle.kept is not None:
                 gather = positions.gather_kept
             gather.issue(phase, self.schedule.iteration)
-        freed = self.options.reshards_after_backward and self.schedule.syncs and not self.stays
+        options = self.options
+        freed = options.reshards_after_backward and self.schedule.syncs and not self.stays
+        freed = freed and options.reshard_after_forward and (self.nested or not options.keeps_as_root)
         lasting = phase is Phase.IDLE or not freed
         if step_watchers:
             self._gather_watched(phase, lasting, stayed)
@@ -343,7 +345,9 @@ class Unit:
         """
         handle = self.handle
         assert handle is not None and self.schedule is not None
-        freed = self.options.reshards_after_backward and self.schedule.syncs and not self.stays
+        options = self.options
+        freed = options.reshards_after_backward and self.schedule.syncs and not self.stays
+        freed = freed and options.reshard_after_forward and (self.nested or not options.keeps_as_root)
         handle.ride(ride, lasting=not freed)
         self._tell_held(handle.unsharded_nbytes) if step_watchers else None
         if observers:

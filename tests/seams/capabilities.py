@@ -345,6 +345,9 @@ class CommunicationHook(Capability):
 class InPlace(Capability):
     """Gradients lie where the optimizer has them already."""
 
+    def refusal(self, names: Collection[str]) -> str | None:
+        return "got a second gradient in one backward" if {"TiedBlocks", "Reentrant"} <= {*names} else None
+
     def sharded(self, side: Side) -> None:
         set_gradients_in_place(side.model)
 

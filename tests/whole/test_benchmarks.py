@@ -176,7 +176,9 @@ def _take_own_and_shared():
     def of_one_rank():
         kept.append(bytearray(b"1") * (16 * MB))
         for_a_while = bytearray(b"1") * (8 * MB)
-        time.sleep(0.2)
+        dist.barrier()  # both have it at once
+        time.sleep(0.5)
+        dist.barrier()
         del for_a_while
 
     def of_both():
