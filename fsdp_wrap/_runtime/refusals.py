@@ -339,9 +339,8 @@ def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
             raise ChangedBetweenError(
                 f"parameters of {unit.name} (of which the first is '{unit.name_of(segment.layout.fqns[0])}') "
                 f"were written to through `.data`, or another alias without a version counter, on rank "
-                f"{dist.get_rank()} while their full values stayed in memory (for a backward to come, or by "
-                "keep_unsharded_bytes), which are outdated: write to the parameters themselves, under "
-                "torch.no_grad()"
+                f"{dist.get_rank()} while their full values stayed in memory (keep_unsharded_bytes or the "
+                "like), which are outdated: write to the parameters themselves, under torch.no_grad()"
             )
 
 

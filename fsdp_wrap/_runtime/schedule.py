@@ -164,6 +164,8 @@ class Schedule:
                 unit.unshard(Phase.BACKWARD)
             else:
                 unit.forwards += self._trains
+                if self._awaited:
+                    self._drop_aside(unit)
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
                 if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
@@ -263,6 +265,11 @@ class Schedule:
         for segment in handle.staying:
             segment.let_use()
 
+    def _drop_aside(self, unit: Unit) -> None:
+        """Lets a forward that begins gather anew what was set aside: not all writes to shards are seen."""
+        if unit in self._awaited and unit.handle is not None and unit.handle.state is HandleState.SHARDED:
+            unit.reshard(Phase.FORWARD, stays=unit.stays)
+
     def _show_again(self, unit: Unit) -> None:
         """Lets modules show what was set aside: outer forwards that are computed again look for it."""
         handle = unit.handle
@@ -339,6 +346,7 @@ class Schedule:
             targets = targets or (expected,)
         for target in targets:
             if target.handle is not None and target.handle.state is HandleState.SHARDED:
+                self._drop_aside(target)
                 coming = self._order.coming_in_forward(target)
                 self._prefetched += [target, *self._travel.gather(target, coming, Phase.FORWARD)]
 
@@ -378,7 +386,8 @@ class Schedule:
             if handle.state is HandleState.SHARDED:
                 if handle.staying:
                     unit.drop_outdated(Phase.FORWARD)
-                    refuse_unseen(unit, handle)
+                    if unit not in self._awaited:
+                        refuse_unseen(unit, handle)
                 handle.follow_replaced()
                 if unit.options.full_in_eval:
                     unit.follow_mode()

@@ -320,20 +320,27 @@ def test_every_way_is_right_or_refused(rank, world_size, front, sharding, mode):
 
 @each_front
 @ranks(2)
-def test_what_is_kept_for_a_backward_is_not_gathered_for_forwards_before_it(rank, world_size, front):
+def test_forwards_before_the_backward_of_what_is_kept(rank, world_size, front):
+    """The backward gathers nothing; other values are seen by forwards, and refused by the backward."""
     torch.manual_seed(0)
     plain = Used().double()
     model, batch = sharded_as(front, plain, "kept"), batch_of(rank)
     loss = model(batch).square().sum()
+    forwards_between(model, batch)
     with count_collectives(objects=False) as traffic:
-        forwards_between(model, batch)
-    assert not traffic
-    plain(batch).square().sum().backward(), loss.backward()
-    assert_same_gradients(plain, model, world_size)
-    loss = model(batch).square().sum()
-    with torch.no_grad():
-        for param in (*model.parameters(), *plain.parameters()):
-            param.mul_(2)
-        torch.testing.assert_close(model(batch), plain(batch))
-    with pytest.raises(RuntimeError, match="between forward and backward|modified by an inplace operation"):
         loss.backward()
+    assert not any("gather" in name for name in traffic)
+    plain(batch).square().sum().backward()
+    assert_same_gradients(plain, model, world_size)
+    with torch.no_grad():
+        for unseen in (False, True):
+            with torch.enable_grad():
+                loss = model(batch).square().sum()
+            for param in (*model.parameters(), *plain.parameters()):
+                (param.data if unseen else param).mul_(2)
+            torch.testing.assert_close(model(batch), plain(batch))
+            if not unseen:
+                with pytest.raises(
+                    RuntimeError, match="between forward and backward|by an inplace operation"
+                ):
+                    loss.backward()
