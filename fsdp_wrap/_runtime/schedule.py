@@ -97,7 +97,7 @@ class Schedule:
         self.depth = 0
         self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
         self._awaited: dict[Unit, None] = {}
-        self._backward_open = self._came = False
+        self._backward_open = self._gradients_came = False
         self._deferred: set[Unit] = set()
         self._trains = False
         self.syncs = self.sums_over_replicas = True
@@ -165,7 +165,8 @@ class Schedule:
             else:
                 unit.forwards += self._trains
                 if self._awaited:
-                    self._drop_aside(unit)
+                    for each in (unit, *self._order.coming_in_forward(unit)):
+                        self._drop_aside(each)
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
                 if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
@@ -538,7 +539,7 @@ class Schedule:
                 leaf.grad = None
                 return
             arrivals.expect_all_but(leaf)
-        self._came = True
+        self._gradients_came = True
         if options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
             unit.handle.take_in_place(leaf)
@@ -590,7 +591,7 @@ class Schedule:
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
-        self._backward_open, self._came, self._deferred = True, False, set()
+        self._backward_open, self._gradients_came, self._deferred = True, False, set()
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
         self._updates.begin(self._units, self.ending.automatic)
@@ -800,7 +801,9 @@ class Schedule:
         handle = unit.handle
         if handle is None or not (handle.holds_gradients or (handle.keeps_gradients and _completes(unit))):
             return
-        if not self._came and phase is not Phase.IDLE:  # perhaps none will, in torch.autograd.grad()
+        if (
+            not self._gradients_came and phase is not Phase.IDLE
+        ):  # perhaps none will, in torch.autograd.grad()
             self._deferred.add(unit)
             return
         waiting, in_flight = self._travel.waiting, unit.options.most_reducing - 1

@@ -180,11 +180,10 @@ def test_order_of_events(rank, world_size, checkpointing):
         None: ["u root", "u 0", "r 0", "u 1", "r 1", "u 2", "r 2"],
         False: ["u root", "u 0", "u 1", "u 2"],
     }
-    stay = ["s root", "s 0", "s 1", "s 2"]  # what waits for the first backward, until its unit runs
-    again = {
+    again = {  # what waits for the first backward stays until the next forward comes to it
         True: once[True],
         None: ["s root", "r root", *once[None]],
-        False: stay + [f"{what} {unit}" for unit in ("root", 0, 1, 2) for what in "ru"],
+        False: [f"{what} {unit}" for what in "sru" for unit in ("root", 0, 1, 2)],
     }
     backward = {
         True: ["u root", "u 2", "u 1", "p 2", "r 2", "u 0", "p 1", "r 1", "p 0", "r 0", "p root", "r root"],
