@@ -106,12 +106,14 @@ def find(path: Path, step: int | None) -> Path:
     raise ValueError(f"no complete checkpoint in {path}: {why}")
 
 
-def sum_of_manifest(folder: Path) -> int | None:
-    """Returns the CRC-32 of a step folder's manifest, None if there is none to read."""
+def sum_of_manifest(folder: Path) -> int | str | None:
+    """Returns the CRC-32 of a step folder's manifest; None if there is none, or why it cannot be read."""
     try:
         return zlib.crc32((folder / MANIFEST).read_bytes())
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        return str(error)
 
 
 def complete_before(folder: Path) -> Path | None:

@@ -160,7 +160,7 @@ def _held(folder: Path) -> list[tuple[int, int, frozenset[str], frozenset[str]]]
             continue
         names = frozenset(manifest.files)
         gone = {fault.file for fault in manifest.missing(path)}
-        if total is not None and METADATA not in gone:
+        if isinstance(total, int) and METADATA not in gone:
             held.append((number, total, names, names - gone))
     return held
 

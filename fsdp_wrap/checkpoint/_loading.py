@@ -133,9 +133,9 @@ def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
     found = team.gather((place_of(folder), folder.is_dir(), folders.sum_of_manifest(folder)))
     first, *expected = found[0]
     lost = [
-        f"rank {rank} finds {'another one' if seen[0] else 'none'} ({place})"
-        for rank, (place, *seen) in enumerate(found)
-        if seen != expected
+        f"rank {rank} {_lacking(is_there, manifest)} ({place})"
+        for rank, (place, is_there, manifest) in enumerate(found)
+        if [is_there, manifest] != expected
     ]
     if lost:
         raise ValueError(
@@ -143,6 +143,12 @@ def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
             "Nothing was loaded: name a folder on a file system that all share, or copy it to each host"
         )
     return folder
+
+
+def _lacking(is_there: bool, manifest: int | str | None) -> str:
+    if isinstance(manifest, str):
+        return f"cannot read it: {manifest}"
+    return "finds another one" if is_there else "finds none"
 
 
 def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:

@@ -15,10 +15,11 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -198,6 +199,11 @@ def test_loading_what_not_all_ranks_see_names_ranks_and_paths(rank, world_size, 
     text = told_alike(refused)
     assert f"rank 0 finds one (in {tmp_path}/shared/step_00000001 on host {host})" in text
     assert f"and rank 1 finds none (in {tmp_path}/elsewhere/step_00000001 on host {host})" in text
+
+    forbidden = mock.patch.object(Path, "read_bytes", side_effect=PermissionError(13, "Permission denied"))
+    with pytest.raises(ValueError) as refused, forbidden if rank == 1 else nullcontext():
+        checkpoint.load(tmp_path / "shared", model)
+    assert "and rank 1 cannot read it: [Errno 13] Permission denied (in " in told_alike(refused)
 
     own = tmp_path / f"of{rank}"  # what each host has of a step that was written to disks of their own
     step_folder = own / "step_00000001"
