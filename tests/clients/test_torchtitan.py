@@ -46,11 +46,11 @@ def run() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and texts made of this repository, where torchtitan looks for its own."""
+    """A tokenizer and texts, one that stays as it is, many times, where torchtitan looks for its own."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     folder = tmp_path_factory.mktemp("assets")
-    texts = [path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))]
+    texts = [(ROOT / "LICENSE").read_text()] * 300
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -179,7 +179,7 @@ WAYS = {
 def test_losses_are_those_of_torch(run: Ranks, options: list[str], way: str) -> None:
     given = [*options, *MODELS[way.partition(",")[0]], *WAYS[way]]
     torchs, ours = (_on_all(run(_train, which, given)) for which in (False, True))
-    assert ours.shape == (STEPS, 2) and (ours > 0).all()  # how much is learned depends on the texts
+    assert ours.shape == (STEPS, 2) and ours[-1, 0] < ours[0, 0]
     torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
 
 
