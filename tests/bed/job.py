@@ -30,6 +30,8 @@ class Job:
     world_size: int
     backend: str | None
     """None: no process group is made."""
+    test: str
+    """The test that asks for it, as pytest names it; empty outside of one."""
     seed: int
     timeout: float
     """Seconds after which it hangs if no rank has worked in them."""

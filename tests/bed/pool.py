@@ -77,7 +77,15 @@ def make_job(
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]  # without the phase, "(call)"
     seed = zlib.crc32((test or where["name"]).encode())
     payload = pack(where["name"], args, kwargs)
-    return Job(**where, payload=payload, world_size=world_size, backend=backend, seed=seed, timeout=timeout)
+    return Job(
+        **where,
+        payload=payload,
+        world_size=world_size,
+        backend=backend,
+        test=test,
+        seed=seed,
+        timeout=timeout,
+    )
 
 
 def run_on_pool(job: Job, grace: float) -> list[Any]:

@@ -104,6 +104,7 @@ def _failed(failure: BaseException) -> Outcome:
 
 
 def _prepare(job: Job, rank: int) -> None:
+    os.environ["PYTEST_CURRENT_TEST"] = job.test  # as in pytest's own process, for tools that ask
     torch.manual_seed(job.seed)
     random.seed(job.seed)
     if numpy := sys.modules.get("numpy"):
