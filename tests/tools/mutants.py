@@ -292,7 +292,11 @@ class Clone:
         subprocess.run(["git", "checkout", "-q", "."], cwd=self.folder, check=True)
 
     def pytest(
-        self, *arguments: str, log: Path, limit: float | None = None, **environment: str
+        self,
+        *arguments: str,
+        log: Path,
+        limit: float | None = None,
+        reached: str = "",
     ) -> int | None:
         """Runs tests; returns the exit status, None if that took longer than the limit."""
         settings = {**os.environ, "PYTHONPATH": str(self.folder), "FSDP_WRAP_DRAW": "mutants"}
