@@ -348,8 +348,10 @@ class Reach:
 
     def first(self, number: int, of: Iterable[str] | None = None) -> list[str]:
         """A few short tests: the shortest of each file, then of each function, while there is time."""
-        reaching = self.tests.get(number, set()) & set(of if of is not None else self.seconds)
-        by_time = sorted(reaching, key=lambda test: self.seconds.get(test, 9.0))
+        reaching = self.tests.get(number, set())
+        if of is not None:
+            reaching = reaching & set(of)
+        by_time = sorted(reaching, key=lambda test: self.seconds.get(test, 0.0))
         for part in ("::", "["):
             shortest: dict[str, str] = {}
             for test in by_time:
@@ -358,7 +360,7 @@ class Reach:
         chosen: list[str] = []
         spent = 0.0
         for test in by_time[:60]:
-            spent += self.seconds.get(test, 9.0)
+            spent += self.seconds.get(test, 0.0)
             if chosen and spent > SECONDS:
                 break
             chosen.append(test)
