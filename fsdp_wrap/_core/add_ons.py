@@ -7,7 +7,8 @@ it has use for what one of them brings it keeps a `Seam`, which the add-on fills
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -63,23 +64,33 @@ class Seam(Generic[T]):
         return self.filled
 
 
-def names_of_folders(package: str, *folders: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package that imports some of its folders when they are asked for.
+def found_when_asked_for(
+    package: str, modules: Sequence[str], exporting: Sequence[str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns the `__getattr__` and `__dir__` of a package that imports some of its modules when asked for.
 
     Args:
-        package: Its full name. What it exports and has not, one of the folders exports.
-        folders: Their names. They are attributes of the package as well.
+        package: Its full name.
+        modules: Its public modules, which are its attributes as well.
+        exporting: Those of them that have what the package exports and does not import itself.
     """
 
     def find(name: str) -> Any:
         module = sys.modules[package]
-        if name in folders and find_spec(f"{package}.{name}"):
+        if name in modules and find_spec(f"{package}.{name}"):
             return import_module(f"{package}.{name}")
         if name in module.__all__:
-            for folder in map(import_module, (f"{package}.{each}" for each in folders)):
-                if name in folder.__all__:
-                    setattr(module, name, getattr(folder, name))
-                    return getattr(folder, name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            for source in map(import_module, (f"{package}.{each}" for each in exporting)):
+                if name in source.__all__:
+                    setattr(module, name, getattr(source, name))
+                    return getattr(source, name)
+        message = f"module {package!r} has no attribute {name!r}"
+        if alike := get_close_matches(name, public_names(), n=1):
+            message += f". Did you mean {alike[0]!r}?"
+        raise AttributeError(message)
 
-    return find
+    def public_names() -> list[str]:
+        there = [name for name in modules if find_spec(f"{package}.{name}")]
+        return sorted({*sys.modules[package].__all__, *there})
+
+    return find, public_names

@@ -318,7 +318,7 @@ def _open(path: Path) -> dict[str, ReadsOnAccess]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError(
-            'reading safetensors files needs the safetensors package: pip install "fsdp-wrap[safetensors]"'
+            "reading safetensors files needs the safetensors package: pip install safetensors"
         ) from error
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing, which {INDEX} names: copy all files of the index")

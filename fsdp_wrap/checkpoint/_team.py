@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -55,11 +54,6 @@ class Team:
             raise ValueError(
                 f"rank {dist.get_rank()} is not part of process_group: call {doing} only on its ranks, or "
                 "pass a group that has all"
-            )
-        if find_spec("numpy") is None:
-            raise ImportError(
-                "torch.distributed.checkpoint needs the numpy package to send metadata between ranks: pip "
-                'install "fsdp-wrap[checkpoint]"'
             )
         watch = Watch(group, torch.device("cpu"), positions_of(group))
         return cls(group, rank, dist.get_world_size(group), doing, watch)

@@ -23,7 +23,7 @@ def drawn(path: str | Path, size: tuple[float, float]) -> Iterator[Any]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install 'fsdp-wrap[tools]'") from error
+        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=size, layout="constrained")
     yield figure
     with matplotlib.rc_context({"svg.hashsalt": "fsdp_wrap", "svg.fonttype": "none"}):

@@ -179,7 +179,7 @@ def _packages() -> Iterator[Finding]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            needed = "ranks cannot save: pip install 'fsdp-wrap[checkpoint]'" if name == "numpy" else ""
+            needed = "ranks cannot save: pip install numpy" if name == "numpy" else ""
             yield Finding(part, name, f"not installed ({purpose})", needed)
             continue
         asked = wanted.get(name)
