@@ -8,7 +8,7 @@ VERSIONS = runpy.run_path(str(ROOT / "fsdp_wrap" / "_core" / "version.py"))
 
 SAFETENSORS = ["safetensors>=0.4.3"]
 PICTURES = ["matplotlib"]
-DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "sybil>=9"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "ruff", "sybil>=9"]  # ruff lays out signatures
 TEST = ["pytest>=7", "pytest-xdist>=3.6", *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
@@ -67,7 +67,6 @@ setup(
             "coverage>=7.10",
             "mypy",
             "pre-commit",
-            "ruff",
             "setuptools>=68",
             "twine",
         ],
