@@ -1,18 +1,19 @@
-"""What the tests notice: a seeded set of small faults in the core of the package, and which tests name each.
+"""What the tests notice: a seeded set of small faults in the core, and the test that names each.
 
     python tests/tools/mutants.py list
-    python tests/tools/mutants.py run RECORD [--tier slow] [--before OTHER]
+    python tests/tools/mutants.py run [--tier slow] [--only PART_OF_A_NAME]
 
 `run` judges the commit that is checked out, in clones of it:
 
 1. The tier runs once with a mark before every statement that has a mutant: which tests reach it, and how long
    each test takes.
-2. Each mutant meets a few short tests that reach it, from as many files as there are.
+2. Each mutant meets the test that noticed it last time, and a few short tests that reach it, from as many
+   files as there are.
 3. What lived through that is put into one clone all together, in which the whole tier runs. Each of these
    mutants then meets, alone, the tests that failed there and reach it.
 
-RECORD is a file of JSON, one line a mutant: its name, its tier, the test that failed or null. It is continued
-if it exists. `--before` names another record, whose tests are tried first.
+`mutants.json` has the outcome of each mutant: the tier and the test that noticed it, or null.
+Those that no test can tell from the original are set aside there by hand, with the reason.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORD = Path(__file__).with_name("mutants.json")
+DRAW = "FSDP_WRAP_DRAW"
 FOLDERS = ("_core", "_comm", "_params", "_runtime", "_state", "checkpoint")
 NUMBER, SEED = 160, 36
 AT_A_TIME = 2
-SECONDS = 25.0
-"""Of the tests that a mutant meets first."""
+SECONDS, MOST = 20.0, 40
+"""Of the tests that a mutant meets alone."""
+STOPS, STARTS_NOT = "(the tests do not end)", "(no test can start)"
 LONGEST = 400.0
 """Seconds after which a mutant that runs has stopped the tests, and so shows."""
 
@@ -252,65 +257,24 @@ def mutants(number: int = NUMBER, seed: int = SEED) -> list[Mutant]:
     return [*chosen.values()][:number]
 
 
-class Clone:
-    """A checkout of its own, in which faults can be put."""
+def mutated(text: str, several: Iterable[Mutant]) -> str:
+    """The text of a file with mutants of it."""
+    for mutant in sorted(several, key=lambda one: -one.begin):
+        text = text[: mutant.begin] + mutant.new + text[mutant.end :]
+    return text
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
 
-    def mutate(self, several: Iterable[Mutant]) -> None:
-        by_file = defaultdict(list)
-        for mutant in several:
-            by_file[mutant.path].append(mutant)
-        for path, here in by_file.items():
-            text = (ROOT / path).read_text(encoding="utf-8")
-            for mutant in sorted(here, key=lambda one: -one.begin):
-                text = text[: mutant.begin] + mutant.new + text[mutant.end :]
-            compile(text, path, "exec")
-            (self.folder / path).write_text(text, encoding="utf-8")
-
-    def mark(self, several: Sequence[Mutant]) -> None:
-        """Puts a mark before each mutant's statement."""
-        (self.folder / "fsdp_wrap" / "_reached.py").write_text(REACHED)
-        by_file = defaultdict(list)
-        for number, mutant in enumerate(several):
-            by_file[mutant.path].append((mutant.line, number))
-        for path, marks in by_file.items():
-            lines = (ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True)
-            for line, number in sorted(marks, reverse=True):
-                indent = lines[line - 1][: -len(lines[line - 1].lstrip())]
-                lines.insert(line - 1, f"{indent}_reached({number})\n")
-            future = "from __future__ import annotations\n"
-            at = lines.index(future) + 1 if future in lines else _after_docstring(lines)
-            lines.insert(at, "from fsdp_wrap._reached import reached as _reached\n")
-            text = "".join(lines)
-            compile(text, path, "exec")
-            (self.folder / path).write_text(text, encoding="utf-8")
-
-    def restore(self) -> None:
-        subprocess.run(["git", "checkout", "-q", "."], cwd=self.folder, check=True)
-
-    def pytest(
-        self,
-        *arguments: str,
-        log: Path,
-        limit: float | None = None,
-        reached: str = "",
-    ) -> int | None:
-        """Runs tests; returns the exit status, None if that took longer than the limit."""
-        settings = {**os.environ, "PYTHONPATH": str(self.folder), "FSDP_WRAP_DRAW": "mutants"}
-        if reached:
-            settings["MUTANTS_REACHED"] = reached
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        with log.open("w") as file:
-            process = subprocess.Popen(command, cwd=self.folder, env=settings, stdout=file, stderr=file)
-            try:
-                return process.wait(limit)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait()
-                return None
+def marked(text: str, several: Mapping[int, Mutant]) -> str:
+    """The text of a file with a mark before the statement of each mutant of it."""
+    lines = text.splitlines(keepends=True)
+    for number, mutant in sorted(several.items(), key=lambda item: -item[1].line):
+        line = lines[mutant.line - 1]
+        indent = line[: len(line) - len(line.lstrip())]
+        lines.insert(mutant.line - 1, f"{indent}_reached({number})\n")
+    future = "from __future__ import annotations\n"
+    at = lines.index(future) + 1 if future in lines else _after_docstring(lines)
+    lines.insert(at, "from fsdp_wrap._reached import reached as _reached\n")
+    return "".join(lines)
 
 
 def _after_docstring(lines: Sequence[str]) -> int:
@@ -319,11 +283,54 @@ def _after_docstring(lines: Sequence[str]) -> int:
     return (first.end_lineno or 0) if is_docstring else 0
 
 
+class Clone:
+    """A checkout of its own, in which faults can be put."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+
+    def mutate(self, several: Sequence[Mutant]) -> None:
+        for path in {mutant.path for mutant in several}:
+            here = [mutant for mutant in several if mutant.path == path]
+            (self._folder / path).write_text(mutated(_source_of(path), here), encoding="utf-8")
+
+    def mark(self, several: Sequence[Mutant]) -> None:
+        (self._folder / "fsdp_wrap" / "_reached.py").write_text(REACHED)
+        for path in {mutant.path for mutant in several}:
+            here = {number: mutant for number, mutant in enumerate(several) if mutant.path == path}
+            (self._folder / path).write_text(marked(_source_of(path), here), encoding="utf-8")
+
+    def restore(self) -> None:
+        subprocess.run(["git", "checkout", "-q", "."], cwd=self._folder, check=True)
+
+    def pytest(
+        self, *arguments: str, log: Path, limit: float | None = None, reached: Path | None = None
+    ) -> int | None:
+        """Runs tests; returns the exit status, None if that took longer than the limit."""
+        settings = {**os.environ, "PYTHONPATH": str(self._folder), DRAW: "mutants"}
+        if reached:
+            settings["MUTANTS_REACHED"] = str(reached)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        with log.open("w") as file:
+            process = subprocess.Popen(command, cwd=self._folder, env=settings, stdout=file, stderr=file)
+            try:
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+                return None
+
+
+def _source_of(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def failures(log: Path) -> list[str]:
     """The tests that pytest's summary names as failed."""
-    words = ("FAILED ", "ERROR ")
     lines = log.read_text(errors="replace").splitlines()
-    return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(words)]
+    told = (line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
+    return [line.split(" - ")[0] for line in told]
 
 
 @dataclass
@@ -334,124 +341,126 @@ class Reach:
     seconds: dict[str, float]
 
     @classmethod
-    def read(cls, folder: Path) -> Reach:
+    def read(cls, reached: Path, log: Path) -> Reach:
         tests = defaultdict(set)
-        for line in (folder / "reached").read_text().splitlines():
+        for line in reached.read_text().splitlines():
             number, _, test = line.partition(" ")
             tests[int(number)].add(test)
         seconds: dict[str, float] = defaultdict(float)
-        for line in (folder / "log").read_text(errors="replace").splitlines():
-            words = line.split(maxsplit=2)
+        for words in (line.split(maxsplit=2) for line in log.read_text(errors="replace").splitlines()):
             if len(words) == 3 and words[1] in ("call", "setup") and words[0].endswith("s"):
                 seconds[words[2]] += float(words[0][:-1])
         return cls(tests, seconds)
 
-    def first(self, number: int, of: Iterable[str] | None = None) -> list[str]:
-        """A few short tests: the shortest of each file, then of each function, while there is time."""
+    def few(self, number: int, of: Iterable[str] | None = None) -> list[str]:
+        """Some short tests that reach a mutant: of each file, then of each function, while there is time."""
         reaching = self.tests.get(number, set())
         if of is not None:
             reaching = reaching & set(of)
-        by_time = sorted(reaching, key=lambda test: self.seconds.get(test, 0.0))
-        for part in ("::", "["):
+        tests = sorted(reaching, key=lambda test: self.seconds.get(test, 0.0))
+        for part in ("[", "::"):
             shortest: dict[str, str] = {}
-            for test in by_time:
+            for test in tests:
                 shortest.setdefault(test.partition(part)[0], test)
-            by_time = [*shortest.values(), *(test for test in by_time if test not in shortest.values())]
-        chosen: list[str] = []
-        spent = 0.0
-        for test in by_time[:60]:
-            spent += self.seconds.get(test, 0.0)
-            if chosen and spent > SECONDS:
-                break
-            chosen.append(test)
-        return chosen
+            first = {*shortest.values()}
+            tests = [*shortest.values(), *(test for test in tests if test not in first)]
+        spent = accumulate(self.seconds.get(test, 0.0) for test in tests)
+        return [test for test, until in zip(tests[:MOST], spent) if until < SECONDS] or tests[:1]
+
+
+class Record:
+    """The outcomes of all mutants, in a file."""
+
+    def __init__(self) -> None:
+        known = json.loads(RECORD.read_text()) if RECORD.exists() else []
+        self._known = {one["mutant"]: one for one in known}
+
+    def is_set_aside(self, mutant: Mutant) -> bool:
+        return "reason" in self._known.get(mutant.name, {})
+
+    def test_of(self, mutant: Mutant) -> str | None:
+        """What noticed it last time."""
+        test: str | None = self._known.get(mutant.name, {}).get("test")
+        return test
+
+    def note(self, mutant: Mutant, tier: str, test: str | None) -> None:
+        print(f"{mutant.name}: {test}", flush=True)
+        self._known[mutant.name] = {"mutant": mutant.name, "tier": tier if test else None, "test": test}
+        entries = [self._known[name] for name in sorted(self._known)]
+        RECORD.write_text(json.dumps(entries, indent=1) + "\n")
 
 
 class Run:
     """Mutants against a tier."""
 
-    def __init__(self, record: Path, tier: str, before: dict[str, str], scratch: Path) -> None:
-        self._record, self._tier, self._before, self._scratch = record, tier, before, scratch
+    def __init__(self, tier: str, only: str, scratch: Path) -> None:
+        self._tier, self._scratch, self._record = tier, scratch, Record()
         self._mutants = mutants()
+        self._judged = [
+            number
+            for number, mutant in enumerate(self._mutants)
+            if only in mutant.name and not self._record.is_set_aside(mutant)
+        ]
         self._clones: SimpleQueue[Clone] = SimpleQueue()
         for number in range(AT_A_TIME):
             self._clones.put(Clone(scratch / f"clone{number}"))
 
     def everything(self) -> None:
-        known = read(self._record)
-        left = [n for n, one in enumerate(self._mutants) if known.get(one.name) is None]
         reach = self._reach()
-        left = self._meet({n: [*self._earlier(n), *reach.first(n)] for n in left})
+        left = self._meet({n: [*self._last_time(n), *reach.few(n)] for n in self._judged})
         print(f"{len(left)} live through the first tests", flush=True)
         failed = self._all_together(left)
-        self._meet({n: reach.first(n, failed) for n in left}, last=True)
+        for number in self._meet({n: reach.few(n, failed) for n in left}):
+            self._record.note(self._mutants[number], self._tier, None)
 
-    def _earlier(self, number: int) -> list[str]:
-        test = self._before.get(self._mutants[number].name)
-        return [test] if test and (ROOT / test.partition("::")[0]).exists() else []
+    def _last_time(self, number: int) -> list[str]:
+        test = self._record.test_of(self._mutants[number])
+        return [test] if test and (ROOT / test.partition("::")[0]).is_file() else []
 
     def _reach(self) -> Reach:
         folder = ROOT / ".mutants" / self._tier
-        if not (folder / "done").exists():
+        reached, log, done = folder / "reached", folder / "log", folder / "done"
+        if not done.exists():
             folder.mkdir(parents=True, exist_ok=True)
             clone = Clone(self._scratch / "marked")
             clone.mark(self._mutants)
-            reached = str(folder / "reached")
-            clone.pytest(
-                "-m", self._marker, "-n", "2", "--durations=0", "-vv", log=folder / "log", reached=reached
-            )
-            (folder / "done").touch()
-        return Reach.read(folder)
+            clone.pytest("-m", self._marker, "-n", "2", "--durations=0", "-vv", log=log, reached=reached)
+            done.touch()
+        return Reach.read(reached, log)
 
     @property
     def _marker(self) -> str:
         return "slow" if self._tier == "slow" else "not slow"
 
-    def _meet(self, tests: dict[int, list[str]], last: bool = False) -> list[int]:
+    def _meet(self, tests: dict[int, list[str]]) -> list[int]:
         """Lets each mutant meet its tests, alone; returns which live."""
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            killers = pool.map(lambda number: self._meet_one(number, tests[number], last), tests)
-            return [number for number, killer in zip(tests, killers) if killer is None]
+            noticed = [*pool.map(lambda number: self._meet_one(number, tests[number]), tests)]
+        return [number for number, test in zip(tests, noticed) if test is None]
 
-    def _meet_one(self, number: int, tests: list[str], last: bool) -> str | None:
-        mutant, killer = self._mutants[number], None
-        if tests:
-            clone = self._clones.get()
-            clone.mutate([mutant])
-            chosen, log = self._scratch / f"tests{number}", self._scratch / f"log{number}"
-            chosen.write_text("\n".join(dict.fromkeys(tests)))
-            marker = ("-m", "slow or not slow", f"@{chosen}")
-            status = clone.pytest("-x", *marker, log=log, limit=LONGEST)
-            if status not in (0, 5):
-                killer = (failures(log) or ["it stops the tests" if status is None else "no test can start"])[
-                    0
-                ]
-            clone.restore()
-            self._clones.put(clone)
-        if killer or last:
-            self._note(mutant, killer)
-        return killer
-
-    def _note(self, mutant: Mutant, killer: str | None) -> None:
-        with self._record.open("a") as file:
-            file.write(json.dumps({"mutant": mutant.name, "tier": self._tier, "test": killer}) + "\n")
-        print(f"{mutant.name}: {killer}", flush=True)
+    def _meet_one(self, number: int, tests: list[str]) -> str | None:
+        if not tests:
+            return None
+        mutant, clone = self._mutants[number], self._clones.get()
+        chosen, log = self._scratch / f"tests{number}", self._scratch / f"log{number}"
+        chosen.write_text("\n".join(dict.fromkeys(tests)))
+        clone.mutate([mutant])
+        status = clone.pytest("-x", "-m", "slow or not slow", f"@{chosen}", log=log, limit=LONGEST)
+        clone.restore()
+        self._clones.put(clone)
+        if status in (0, 5):
+            return None
+        test = (failures(log) or [STOPS if status is None else STARTS_NOT])[0]
+        self._record.note(mutant, self._tier, test)
+        return test
 
     def _all_together(self, several: Sequence[int]) -> list[str]:
-        clone = self._clones.get()
-        clone.mutate(self._mutants[n] for n in several)
-        log = self._scratch / "together"
+        clone, log = self._clones.get(), self._scratch / "together"
+        clone.mutate([self._mutants[number] for number in several])
         clone.pytest("-m", self._marker, "-n", "2", log=log)
         clone.restore()
         self._clones.put(clone)
         return failures(log)
-
-
-def read(record: Path) -> dict[str, str]:
-    """The killers by mutant; the last line about one counts."""
-    lines = record.read_text().splitlines() if record.exists() else []
-    entries = [json.loads(line) for line in lines]
-    return {one["mutant"]: one["test"] for one in entries if one["test"]}
 
 
 def main() -> None:
@@ -459,17 +468,15 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="print the mutants")
     run = commands.add_parser("run", help="let them meet the tests")
-    run.add_argument("record", type=Path)
     run.add_argument("--tier", choices=["fast", "slow"], default="fast")
-    run.add_argument("--before", type=Path)
+    run.add_argument("--only", default="", help="part of a mutant's name")
     options = parser.parse_args()
     if options.command == "list":
         for mutant in mutants():
             print(f"{mutant.name}  ->  {' '.join(mutant.new.split())[:80]}")
         return
-    before = read(options.before) if options.before else {}
     with tempfile.TemporaryDirectory() as scratch:
-        Run(options.record, options.tier, before, Path(scratch)).everything()
+        Run(options.tier, options.only, Path(scratch)).everything()
 
 
 if __name__ == "__main__":
