@@ -1,6 +1,6 @@
 """How to use Lightning: the whole program of which `docs/how-to/lightning.md` shows parts.
 
-Run it by `torchrun --nproc-per-node 2 examples/how_to/lightning.py`.
+Run it by `torchrun --nproc-per-node 2 examples/how_to/with_lightning.py`.
 """
 
 import torch
