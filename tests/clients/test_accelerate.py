@@ -1,4 +1,4 @@
-"""HF accelerate, unmodified, on our wrapper and on our `fully_shard`: its DDP's losses, checkpoints, resuming.
+"""HF accelerate, unmodified, on our wrapper and our `fully_shard`: losses of its DDP, checkpoints, resuming.
 
 A `front` is "flat" or "orig", `fsdp_version=1` without and with `use_orig_params`, or "composable", 2.
 """

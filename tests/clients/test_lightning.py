@@ -1,4 +1,4 @@
-"""Lightning's `FSDPStrategy` on our wrapper, `ModelParallelStrategy` and Fabric on our `fully_shard`: its DDP's numbers.
+"""Lightning, unmodified, on our wrapper and our `fully_shard`: losses of its DDP, checkpoints, resuming.
 
 A `front` is "flat" or "orig", the wrapper without and with `use_orig_params`, or "composable", `fully_shard`.
 """

@@ -78,55 +78,47 @@ def _loss(model, tokenizer, pairs):
     return torch.nn.functional.mse_loss(similar, torch.tensor(wanted))
 
 
-def _fine_tune(rank, world_size, port, policy, use_orig_params, folder):
-    """Returns the losses and adapters of wrapped model and DDP, and the losses with the saved adapters."""
-    with client_rank(rank, port, True):
+def _sharded(front, policy="layer"):
+    return _fully_sharded() if front == "composable" else _wrapped(policy, front == "orig")
+
+
+def _adapters_of(model, front, folder):
+    """The adapters, which the first rank also saves; of `fully_shard` by way of the full state dict."""
+    from peft import get_peft_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    is_first = torch.distributed.get_rank() == 0
+    if front == "composable":
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if is_first:
+            model.save_pretrained(folder, state_dict=full)
+        return get_peft_model_state_dict(model, state_dict=full)
+    with FSDP.summon_full_params(model, writeback=False):
+        if is_first:
+            model.module.save_pretrained(folder)
+    return get_peft_model_state_dict(model)
+
+
+def _fine_tune(rank, world_size, port, front, policy, folder):
+    """Returns the losses and adapters of sharded model and DDP, and the losses with the saved adapters."""
+    with client_rank(rank, port, True, front == "composable"):
         import torch.distributed as dist
         from peft import PeftModel, get_peft_model_state_dict
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
         from transformers import AutoModel, AutoTokenizer
 
         dist.init_process_group("gloo")
         tokenizer = AutoTokenizer.from_pretrained(_weights())
-        wrapped = _wrapped(policy, use_orig_params).eval()  # no dropout, so that runs can be compared
+        model = _sharded(front, policy).eval()  # no dropout, so that runs can be compared
         ddp = torch.nn.parallel.DistributedDataParallel(_model().eval())
-        losses = [_train(model, tokenizer, rank) for model in (wrapped, ddp)]
-        found = get_peft_model_state_dict(wrapped)
-        with FSDP.summon_full_params(wrapped, writeback=False):
-            if rank == 0:
-                wrapped.module.save_pretrained(folder)
+        losses = [_train(each, tokenizer, rank) for each in (model, ddp)]
+        found = _adapters_of(model, front, folder)
         dist.barrier()
         base = AutoModel.from_pretrained(_weights(), attn_implementation="eager")
         loaded = PeftModel.from_pretrained(base, folder).eval()
         with torch.no_grad():
-            after = [_loss(model, tokenizer, PAIRS).item() for model in (wrapped, loaded)]
-        adapters = [found, *(get_peft_model_state_dict(model) for model in (ddp.module, loaded))]
-        return losses, adapters, after
-
-
-def _fine_tune_fully_sharded(rank, world_size, port, folder):
-    """As `_fine_tune`, by `fully_shard`: a program takes the adapters out of the full state dict."""
-    with client_rank(rank, port, True, fully_shard=True):
-        import torch.distributed as dist
-        from peft import PeftModel, get_peft_model_state_dict
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-        from transformers import AutoModel, AutoTokenizer
-
-        dist.init_process_group("gloo")
-        tokenizer = AutoTokenizer.from_pretrained(_weights())
-        sharded = _fully_sharded().eval()
-        ddp = torch.nn.parallel.DistributedDataParallel(_model().eval())
-        losses = [_train(model, tokenizer, rank) for model in (sharded, ddp)]
-        full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
-        found = get_peft_model_state_dict(sharded, state_dict=full)
-        if rank == 0:
-            sharded.save_pretrained(folder, state_dict=full)
-        dist.barrier()
-        base = AutoModel.from_pretrained(_weights(), attn_implementation="eager")
-        loaded = PeftModel.from_pretrained(base, folder).eval()
-        with torch.no_grad():
-            after = [_loss(model, tokenizer, PAIRS).item() for model in (sharded, loaded)]
-        adapters = [found, *(get_peft_model_state_dict(model) for model in (ddp.module, loaded))]
+            after = [_loss(each, tokenizer, PAIRS).item() for each in (model, loaded)]
+        adapters = [found, *(get_peft_model_state_dict(each) for each in (ddp.module, loaded))]
         return losses, adapters, after
 
 
@@ -142,18 +134,12 @@ def _train(model, tokenizer, rank):
     return losses
 
 
-@pytest.mark.parametrize("policy", ["layer", "peft"])
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-def test_fine_tuning_minilm(run, tmp_path, use_orig_params, policy):
-    _check(run(_fine_tune, policy, use_orig_params, str(tmp_path)))
-
-
-def test_fine_tuning_minilm_by_fully_shard(run, tmp_path):
-    _check(run(_fine_tune_fully_sharded, str(tmp_path)))
-
-
-def _check(results):
-    for losses, adapters, after in results:
+@pytest.mark.parametrize(
+    "front, policy",
+    [("flat", "layer"), ("flat", "peft"), ("orig", "layer"), ("orig", "peft"), ("composable", "layer")],
+)
+def test_fine_tuning_minilm(run, tmp_path, front, policy):
+    for losses, adapters, after in run(_fine_tune, front, policy, str(tmp_path)):
         torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-4)
         assert losses[0][-1] < 0.5 * losses[0][0]
         found, by_ddp, loaded = adapters
@@ -178,7 +164,7 @@ def _norms_beside_a_reference(rank, world_size, port, front):
         dist.init_process_group("gloo")
         tokenizer = AutoTokenizer.from_pretrained(_weights())
         composable = front == "composable"
-        sharded = (_fully_sharded() if composable else _wrapped("layer", front == "orig")).eval()
+        sharded = _sharded(front).eval()
         ddp = torch.nn.parallel.DistributedDataParallel(_model().eval())
         for model in (sharded, ddp):
             loss = _loss(model, tokenizer, PAIRS[rank::2])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from launch import client_rank, needs
+from tiny_models import VOCABULARY, llama, t5
 
 pytestmark = needs("transformers", "peft")
 
-VOCABULARY, LENGTH, STEPS = 64, 10, 4
+LENGTH, STEPS = 10, 4
 
 
 def _launch(rank, world_size, port, program, ours, folder, fully_shard, *args):
@@ -48,29 +48,6 @@ def _mean_over_ranks(values):
     return (total / dist.get_world_size()).tolist()
 
 
-def _t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False, **sizes)  # type: ignore[call-arg]
-    )
-
-
-def _llama(seed=0):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
-
-
 # summarising by a T5: wrapped per block, checkpointed, evaluated after each epoch, the best one saved
 
 
@@ -95,7 +72,7 @@ def _summarise(folder):
     from transformers.models.t5.modeling_t5 import T5Block
 
     model = FullyShardedDataParallel(
-        _t5(),
+        t5(),
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block}),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
@@ -140,7 +117,7 @@ def test_a_t5_that_summarises(run, tmp_path):
     log, best = _compare(run, tmp_path, _summarise)
     assert len(log) == STEPS + 2 and best < log[0]
     ours, torchs = (torch.load(tmp_path / f"{which}.pt") for which in (True, False))
-    assert ours.keys() == torchs.keys() == _t5().state_dict().keys()
+    assert ours.keys() == torchs.keys() == t5().state_dict().keys()
     torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
 
 
@@ -257,7 +234,7 @@ def _fine_tune(folder, lora):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import MixedPrecision, StateDictType
 
-    model = _llama()
+    model = llama()
     if lora:
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
@@ -302,7 +279,7 @@ def _layers_alone():
 def test_fine_tuning_a_llama(run, tmp_path, lora):
     log, moments = _compare(run, tmp_path, _fine_tune, lora)
     assert len(log) == STEPS + 1 and all(norm > 0 for _, norm in log[:-1])
-    assert lora or moments == len(list(_llama().parameters()))
+    assert lora or moments == len(list(llama().parameters()))
 
 
 # preferences: a policy and a frozen reference, both wrapped; optimizer state on the first rank
@@ -328,7 +305,7 @@ def _prefer(folder):
         "use_orig_params": False,
         "device_id": torch.device("cpu"),
     }
-    policy, reference = FSDP(_llama(), **options), FSDP(_llama(1), **options).eval()
+    policy, reference = FSDP(llama(), **options), FSDP(llama(1), **options).eval()
     reference.requires_grad_(False)
     optimizer = torch.optim.RMSprop(policy.parameters(), lr=5e-3)
     log = []
@@ -355,7 +332,7 @@ def _prefer(folder):
 
 def test_preferences_by_a_policy_and_its_reference(run, tmp_path):
     log, moments = _compare(run, tmp_path, _prefer)
-    plain = _llama()
+    plain = llama()
     assert len({loss for loss, _ in log}) == STEPS and moments == len(list(plain.parameters()))
     plain.load_state_dict(torch.load(tmp_path / "True.pt"))
     torch.testing.assert_close(

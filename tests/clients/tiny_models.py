@@ -7,10 +7,10 @@ import torch
 VOCABULARY, LENGTH = 64, 12
 
 
-def llama():
+def llama(seed=0):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
