@@ -81,7 +81,7 @@ def _end(process: subprocess.Popen[str]) -> Done:
         with suppress(subprocess.TimeoutExpired):
             out, err = process.communicate(timeout=_TO_END)
             return Done(process.returncode, out, err)
-    raise AssertionError(f"{process.args} does not end")
+    raise AssertionError(f"{process.args!r} does not end")
 
 
 def finished(process: subprocess.Popen[str], given: str | None = None) -> Done:
@@ -89,7 +89,7 @@ def finished(process: subprocess.Popen[str], given: str | None = None) -> Done:
     try:
         out, err = process.communicate(given, timeout=NEVER)
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"{process.args} is stuck: {_end(process)}") from None
+        raise AssertionError(f"{process.args!r} is stuck: {_end(process)}") from None
     return Done(process.returncode, out, err)
 
 

@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from fronts import each_front, full, full_state, shard
+from fronts import full, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
 
 RANKS = 2
+each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def net() -> nn.Module:
@@ -58,32 +59,25 @@ def replicated_by(way: str, module: nn.Module) -> None:
         replicate_by_fsdp(module, mesh=init_device_mesh("cpu", (RANKS,), mesh_dim_names=("replicate",)))
 
 
-@each_front
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@each_api
 @ranks(RANKS)
-def test_replicate_around_units(rank, world_size, way, front):
-    plain = net()
-    model = copy.deepcopy(plain)
-    for index in (0, 2):
-        model[index] = shard(front, model[index])
-    replicated_by(way, model)
-    assert_trains_like(plain, model, rank)
+def test_replicate_around_units_and_inside_of_one(rank, world_size, front):
+    for way in ("ddp", "fsdp"):
+        plain, inside = net(), net()
+        model = copy.deepcopy(plain)
+        for index in (0, 2):
+            model[index] = shard(front, model[index])
+        replicated_by(way, model)
+        assert_trains_like(plain, model, rank)
+
+        replicated_by(way, inside[2])
+        theirs = [*inside[2].parameters()]
+        model = shard(front, inside)
+        assert all(one is other for one, other in zip(theirs, model[2].parameters())), "left alone"
+        assert_trains_like(net(), model, rank)
 
 
-@each_front
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@ranks(RANKS)
-def test_replicate_inside_of_a_unit(rank, world_size, way, front):
-    plain = net()
-    model = copy.deepcopy(plain)
-    replicated_by(way, model[2])
-    theirs = [*model[2].parameters()]
-    model = shard(front, model)
-    assert all(one is other for one, other in zip(theirs, model[2].parameters())), "left alone"
-    assert_trains_like(plain, model, rank)
-
-
-@each_front
+@each_api
 @ranks(RANKS)
 def test_ddp_around_units_that_it_ignores(rank, world_size, front):
     plain = net()
@@ -92,22 +86,17 @@ def test_ddp_around_units_that_it_ignores(rank, world_size, front):
     names = [name for name, _ in model.named_parameters() if name.startswith("2.")]
     DDP._set_params_and_buffers_to_ignore_for_model(model, names)
     assert_trains_like(plain, model, rank, DDP(model))
-
-
-@ranks(RANKS)
-def test_what_is_sharded_is_not_replicated(rank, world_size):
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(shard("composable", net()))
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(RANKS)
-def test_a_module_whose_unit_has_no_parameters_is_wrapped_again(rank, world_size, use_orig_params):
+def test_a_module_whose_unit_has_no_parameters_is_wrapped_again(rank, world_size):
     plain = net()
-    inner = nn.Sequential(*(FSDP(copy.deepcopy(each), use_orig_params=use_orig_params) for each in plain))
-    first = FSDP(inner, use_orig_params=use_orig_params)
+    inner = nn.Sequential(*(FSDP(copy.deepcopy(each), use_orig_params=True) for each in plain))
+    first = FSDP(inner, use_orig_params=True)
     assert_trains_like(plain, first, rank)
-    again = FSDP(inner, use_orig_params=use_orig_params)
+    again = FSDP(inner, use_orig_params=True)
     assert_trains_like(plain, again, rank)
     assert_trains_like(plain, first, rank)
     with pytest.raises(ValueError, match="already wrapped"):
@@ -148,7 +137,7 @@ class Ranking(nn.Module):
         return self.dense(self.tables(numbers))
 
 
-@each_front
+@each_api
 @ranks(RANKS)
 def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, front):
     plain = Ranking()
@@ -179,7 +168,7 @@ def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, fron
         torch.testing.assert_close(full(found[name]), value, rtol=1e-12, atol=1e-12)
 
 
-@each_front
+@each_api
 @ranks(RANKS)
 def test_channels_last(rank, world_size, front):
     torch.manual_seed(0)

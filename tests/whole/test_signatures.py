@@ -7,7 +7,6 @@ import importlib
 import inspect
 from enum import Enum
 
-import pytest
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -37,44 +36,29 @@ OURS_ALONE = (
 """The arguments that torch does not have; by keyword only."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "__init__",
-        "clip_grad_norm_",
-        "flatten_sharded_optim_state_dict",
-        "fsdp_modules",
-        "full_optim_state_dict",
-        "get_state_dict_type",
-        "no_sync",
-        "register_comm_hook",
-        "optim_state_dict",
-        "optim_state_dict_to_load",
-        "rekey_optim_state_dict",
-        "scatter_full_optim_state_dict",
-        "set_state_dict_type",
-        "shard_full_optim_state_dict",
-        "sharded_optim_state_dict",
-        "state_dict_type",
-        "summon_full_params",
-    ],
+METHODS = (
+    *("__init__", "clip_grad_norm_", "flatten_sharded_optim_state_dict", "fsdp_modules"),
+    *("full_optim_state_dict", "get_state_dict_type", "no_sync", "register_comm_hook", "optim_state_dict"),
+    *("optim_state_dict_to_load", "rekey_optim_state_dict", "scatter_full_optim_state_dict"),
+    *("set_state_dict_type", "shard_full_optim_state_dict", "sharded_optim_state_dict", "state_dict_type"),
+    "summon_full_params",
 )
-def test_signatures_equal_those_of_torch(name):
-    ours = getattr(FullyShardedDataParallel, name)
-    shared = [each for each in parameters(ours) if each[0] not in OURS_ALONE]
-    assert shared == parameters(getattr(torch_fsdp.FullyShardedDataParallel, name))
 
 
-def test_the_scaler_is_made_like_that_of_torch():
+def test_signatures_equal_those_of_torch():
+    for name in METHODS:
+        ours = getattr(FullyShardedDataParallel, name)
+        shared = [each for each in parameters(ours) if each[0] not in OURS_ALONE]
+        assert shared == parameters(getattr(torch_fsdp.FullyShardedDataParallel, name)), name
     assert parameters(ShardedGradScaler) == parameters(TorchShardedGradScaler)
 
 
-@pytest.mark.parametrize("name", [name for name in api.__all__ if issubclass(getattr(api, name), Enum)])
-def test_enums_equal_those_of_torch(name):
-    def members(enum: type[Enum]) -> list[tuple[str, object]]:
-        return [(member.name, member.value) for member in enum]
-
-    assert members(getattr(api, name)) == members(getattr(torch_fsdp, name))
+def test_enums_equal_those_of_torch():
+    enums = [name for name in api.__all__ if issubclass(getattr(api, name), Enum)]
+    assert enums
+    for name in enums:
+        ours, theirs = ([(one.name, one.value) for one in getattr(each, name)] for each in (api, torch_fsdp))
+        assert ours == theirs, name
 
 
 OF_LATER_TORCH = {("MixedPrecisionPolicy", "param_dtype_override_fn")}
@@ -104,13 +88,14 @@ def fields(cls: type) -> list[tuple[str, object]]:
     return [(field.name, field.default) for field in dataclasses.fields(cls) if field.init]
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_configurations_equal_those_of_torch(name):
-    theirs, ours = fields(getattr(torch_fsdp, name)), fields(getattr(api, name))
+def test_configurations_equal_those_of_torch():
     more = OF_LATER_TORCH | FIELDS_OURS_ALONE
-    assert [each for each in ours if each in theirs or (name, each[0]) not in more] == theirs
-    by_keyword = {(name, each.name) for each in dataclasses.fields(getattr(api, name)) if each.kw_only}
-    assert by_keyword - OF_LATER_TORCH == {each for each in FIELDS_OURS_ALONE if each[0] == name}
+    assert CONFIGURATIONS
+    for name in CONFIGURATIONS:
+        theirs, ours = fields(getattr(torch_fsdp, name)), fields(getattr(api, name))
+        assert [each for each in ours if each in theirs or (name, each[0]) not in more] == theirs, name
+        by_keyword = {(name, each.name) for each in dataclasses.fields(getattr(api, name)) if each.kw_only}
+        assert by_keyword - OF_LATER_TORCH == {each for each in FIELDS_OURS_ALONE if each[0] == name}, name
 
 
 def test_infos_of_meshes_equal_those_of_torch():
@@ -120,11 +105,6 @@ def test_infos_of_meshes_equal_those_of_torch():
             expected = fields(getattr(theirs, name))
             assert fields(getattr(api, name))[: len(expected)] == expected
             assert len(expected) == 2 if name == "ShardPlacementResult" else len(expected) in (3, 5)
-
-
-def test_both_kinds_of_api_objects_are_compared():
-    kinds = {issubclass(getattr(api, name), Enum) for name in api.__all__}
-    assert kinds == {True, False}
 
 
 def test_public_names_of_torch_have_the_same_paths():
