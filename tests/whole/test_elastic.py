@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from bed.paths import ROOT
 from bed.patience import NEVER, until
+from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 sys.path.insert(0, str(ROOT / "examples"))
@@ -41,22 +41,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # which data a rank sees
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 9])
-def test_a_step_has_the_same_windows_for_any_number_of_ranks(text, ranks):
+def test_a_step_has_the_same_windows_for_any_number_of_ranks(text):
     """Each once; all ranks run equally many forwards; the mean over ranks is that over the windows."""
     corpus = Corpus.load(text, 16)
     expected, _ = corpus.batch("step 3", 7, 16)
-    found, weights = [], 0.0
-    for rank in range(ranks):
-        share = Share(rank, ranks, global_batch=7, batch=2)
-        parts = [*share.windows(corpus, "step 3", 16)]
-        assert len(parts) == share.forwards == math.ceil(math.ceil(7 / ranks) / 2)
-        for (inputs, targets), count in parts:
-            assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
-            found.append(inputs[:count])
-            weights += count * share.scale / ranks
-    assert torch.equal(torch.cat(found), expected)
-    assert weights == pytest.approx(1)
+    for ranks in (1, 2, 3, 5, 9):
+        found, weights = [], 0.0
+        for rank in range(ranks):
+            share = Share(rank, ranks, global_batch=7, batch=2)
+            parts = [*share.windows(corpus, "step 3", 16)]
+            assert len(parts) == share.forwards == math.ceil(math.ceil(7 / ranks) / 2)
+            for (inputs, targets), count in parts:
+                assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
+                found.append(inputs[:count])
+                weights += count * share.scale / ranks
+        assert torch.equal(torch.cat(found), expected), ranks
+        assert weights == pytest.approx(1)
 
 
 def test_the_table_of_kills_counts_rightly():
@@ -75,16 +75,8 @@ def test_the_table_of_kills_counts_rightly():
 def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
     """Of two hosts one goes for good, later a rank of the other; the end is that of an undisturbed run."""
     script = [str(ROOT / "examples" / "train_lm.py"), *LONG.split(), "--data", str(text)]
-    alone = subprocess.run(
-        [sys.executable, *script],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: os.sched_setaffinity(0, cores_of(0, 2)),  # as a host below
-        capture_output=True,
-        text=True,
-        timeout=NEVER,
-    )
-    assert alone.returncode == 0, alone.stderr
-    undisturbed = json.loads(alone.stdout.splitlines()[-1])
+    alone = python(*script, first=lambda: os.sched_setaffinity(0, cores_of(0, 2)))  # as a host below
+    undisturbed = json.loads(alone.out.splitlines()[-1])
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saved, log = tmp_path / "checkpoints", tmp_path / "run.log"
