@@ -15,9 +15,10 @@ from on_cuda import on_devices, place_of, train
 
 
 @pytest.mark.parametrize("offloaded", [False, True], ids=["on_device", "offloaded"])
-@pytest.mark.parametrize("rank0_only", [False, True], ids=["all_ranks", "first_rank"])
-@pytest.mark.parametrize("to_cpu", [False, True], ids=["here", "to_cpu"])
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize(
+    ("use_orig_params", "to_cpu", "rank0_only"),
+    [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
+)
 @on_devices
 def test_summoned_parameters_and_gradients(
     rank, world_size, device, use_orig_params, to_cpu, rank0_only, offloaded
@@ -52,8 +53,7 @@ def test_summoned_parameters_and_gradients(
         torch.testing.assert_close(state[name].to(place), param.detach(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("offloaded", [False, True], ids=["on_device", "offloaded"])
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize(("use_orig_params", "offloaded"), [(False, True), (True, False), (True, True)])
 @on_devices
 def test_deep_copy_trains_on_its_own(rank, world_size, device, use_orig_params, offloaded):
     place = place_of(device, rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from bed.paths import ROOT
+from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
@@ -67,20 +67,15 @@ def _alone():
     }
 
 
-@pytest.mark.parametrize(
-    ("device", "host", "wide", "huge"),
-    [(139, 110, 4, 16), (24, 64, 1, 10), (8, 4, 1, 1), (40, 500, 2, 16)],
-)
-def test_sizes_fit_what_is_free(device, host, wide, huge):
-    found = gpu.scale_for(device * gpu.GB, host * gpu.GB)
-    assert found.wide[0] == wide and found.huge[0] == huge
-    least = 1  # block, also where it may not fit
-    assert 5 * 1.6 * 0.2 * found.wide[0] * 4 < device or wide == least
-    assert 16e-9 * gpu.parameters(found.at("huge")) < host or huge == least
-
-
-def test_the_large_one_has_the_size_that_the_goal_names():
-    assert 3.0e9 < gpu.parameters(gpu.scale_for(139 * gpu.GB, 110 * gpu.GB).at("huge")) < 7e9
+def test_sizes_fit_what_is_free():
+    for device, host, wide, huge in ((139, 110, 4, 16), (24, 64, 1, 10), (8, 4, 1, 1), (40, 500, 2, 16)):
+        found = gpu.scale_for(device * gpu.GB, host * gpu.GB)
+        assert found.wide[0] == wide and found.huge[0] == huge
+        least = 1  # block, also where it may not fit
+        assert 5 * 1.6 * 0.2 * found.wide[0] * 4 < device or wide == least
+        assert 16e-9 * gpu.parameters(found.at("huge")) < host or huge == least
+    large = gpu.scale_for(139 * gpu.GB, 110 * gpu.GB).at("huge")
+    assert 3.0e9 < gpu.parameters(large) < 7e9, "the size that the goal names"
 
 
 def test_models_are_filled_with_values():
@@ -135,8 +130,6 @@ def test_verdicts():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_what_it_needs():
-    found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 2 and not found.stdout
-    assert found.stderr.strip().splitlines()[-1].startswith("benchmarks.gpu needs a CUDA device")
+    found = python("-m", "benchmarks.gpu", code=2)
+    assert not found.out
+    assert found.err.strip().splitlines()[-1].startswith("benchmarks.gpu needs a CUDA device")
