@@ -9,12 +9,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import fsdp_wrap
 from bed import ranks
-from fronts import each_front, full_state, shard
+from fronts import full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType
 
@@ -101,19 +102,15 @@ def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
     }
 
 
-@each_front
-@ranks(1)
+@pytest.mark.parametrize("front", ["orig", "composable"])
+@ranks(2)
 def test_calls_grow_with_the_depth(rank, world_size, front):
     found = [acts(nested(front, depth)) for depth in (4, 8, 16)]
     for name in found[0]:
         few, more, most = (calls(by_name[name]) for by_name in found)
         assert most - more <= 2.1 * (more - few), (name, few, more, most)
 
-
-@each_front
-@ranks(2)
-def test_forty_levels(rank, world_size, front):
-    """Which would take a doubling for each level for ever."""
+    # Forty levels would take a doubling for each for ever.
     torch.manual_seed(rank)
     model, above = nested(front, 41), nn.Sequential(nested(front, 41))
     for act in acts(model).values():
