@@ -8,8 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -30,6 +30,12 @@ class Done(NamedTuple):
     out: str
     err: str
 
+    @classmethod
+    def of(cls, process: subprocess.Popen[str], given: str | None, limit: float) -> Done:
+        """Waits for a process."""
+        out, err = process.communicate(given, timeout=limit)
+        return cls(process.returncode, out, err)
+
     def __str__(self) -> str:
         return f"it ended with {self.code}\n{self.out[-_SHOWN:]}\n{self.err[-_SHOWN:]}"
 
@@ -40,23 +46,27 @@ def here(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **variables}
 
 
-@contextmanager
-def started(
+def run(
     *command: object,
+    code: int | None = 0,
+    given: str | None = None,
     folder: Path = ROOT,
     env: Mapping[str, str] | None = None,
     first: Callable[[], None] | None = None,
-) -> Iterator[subprocess.Popen[str]]:
-    """Starts a command, of which nothing runs any more when the context ends.
+) -> Done:
+    """Runs a command to its end, after which nothing of it runs any more.
 
     Args:
         command: The words of it.
+        code: What it is to end with; None for anything.
+        given: What it reads.
         folder: Its working folder.
         env: Its whole environment; `here()` by default.
         first: What its process does before it becomes the command.
     """
+    words = [*map(str, command)]
     process = subprocess.Popen(
-        [*map(str, command)],
+        words,
         cwd=folder,
         env=here() if env is None else dict(env),
         preexec_fn=first,
@@ -67,10 +77,14 @@ def started(
         start_new_session=True,
     )
     try:
-        yield process
-    finally:
-        if process.poll() is None:
-            _end(process)
+        done = Done.of(process, given, NEVER)
+    except BaseException as error:
+        left = _end(process)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise AssertionError(f"{shlex.join(words)}\nis stuck: {left}") from None
+        raise
+    assert code in (None, done.code), f"{shlex.join(words)}\nis to end with {code}: {done}"
+    return done
 
 
 def _end(process: subprocess.Popen[str]) -> Done:
@@ -79,33 +93,8 @@ def _end(process: subprocess.Popen[str]) -> Done:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, by)
         with suppress(subprocess.TimeoutExpired):
-            out, err = process.communicate(timeout=_TO_END)
-            return Done(process.returncode, out, err)
+            return Done.of(process, None, _TO_END)
     raise AssertionError(f"{process.args!r} does not end")
-
-
-def finished(process: subprocess.Popen[str], given: str | None = None) -> Done:
-    """Waits for the end of a command that was `started`, after giving it input."""
-    try:
-        out, err = process.communicate(given, timeout=NEVER)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"{process.args!r} is stuck: {_end(process)}") from None
-    return Done(process.returncode, out, err)
-
-
-def run(
-    *command: object,
-    code: int | None = 0,
-    given: str | None = None,
-    folder: Path = ROOT,
-    env: Mapping[str, str] | None = None,
-    first: Callable[[], None] | None = None,
-) -> Done:
-    """Runs a command to its end, which is to have this code; None for any. The rest is as in `started`."""
-    with started(*command, folder=folder, env=env, first=first) as process:
-        done = finished(process, given)
-    assert code in (None, done.code), f"{shlex.join(map(str, command))}\nis to end with {code}: {done}"
-    return done
 
 
 def python(

@@ -85,7 +85,6 @@ CHOSEN = {
 OF_THE_WHOLE = [
     *(f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")),
     "core/test_message_page.py",
-    "core/test_public_api.py",
     "whole/test_distribution.py",
     "whole/test_gallery.py",
     "site/",

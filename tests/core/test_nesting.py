@@ -9,13 +9,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import fsdp_wrap
 from bed import ranks
-from fronts import full_state, shard
+from fronts import each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType
 
@@ -61,11 +60,6 @@ def calls(act: Callable[[], object]) -> int:
     return count
 
 
-def take(model: nn.Module, kind: StateDictType) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, kind):
-        return model.state_dict()
-
-
 def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
     """What is done with a model, by name."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -102,7 +96,7 @@ def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@each_front
 @ranks(2)
 def test_calls_grow_with_the_depth(rank, world_size, front):
     found = [acts(nested(front, depth)) for depth in (4, 8, 16)]

@@ -16,12 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from fronts import full, full_state, shard
+from fronts import each_front, full, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
 
 RANKS = 2
-each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def net() -> nn.Module:
@@ -59,7 +58,7 @@ def replicated_by(way: str, module: nn.Module) -> None:
         replicate_by_fsdp(module, mesh=init_device_mesh("cpu", (RANKS,), mesh_dim_names=("replicate",)))
 
 
-@each_api
+@each_front
 @ranks(RANKS)
 def test_replicate_around_units_and_inside_of_one(rank, world_size, front):
     for way in ("ddp", "fsdp"):
@@ -77,7 +76,7 @@ def test_replicate_around_units_and_inside_of_one(rank, world_size, front):
         assert_trains_like(net(), model, rank)
 
 
-@each_api
+@each_front
 @ranks(RANKS)
 def test_ddp_around_units_that_it_ignores(rank, world_size, front):
     plain = net()
@@ -137,7 +136,7 @@ class Ranking(nn.Module):
         return self.dense(self.tables(numbers))
 
 
-@each_api
+@each_front
 @ranks(RANKS)
 def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, front):
     plain = Ranking()
@@ -168,7 +167,7 @@ def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, fron
         torch.testing.assert_close(full(found[name]), value, rtol=1e-12, atol=1e-12)
 
 
-@each_api
+@each_front
 @ranks(RANKS)
 def test_channels_last(rank, world_size, front):
     torch.manual_seed(0)

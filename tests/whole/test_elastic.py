@@ -1,4 +1,7 @@
-"""Training that outlives its hosts, under torchrun's elastic agent: what goes on, from where, to what end."""
+"""Training that outlives its hosts, under torchrun's elastic agent: what goes on, from where, to what end.
+
+Also a receiver of weights that dies and comes back, and what the command that kills draws.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import math
 import os
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,10 @@ from bed.patience import NEVER, until
 from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks import receiver_kills
+from benchmarks.kills import KINDS, drawn
+
 sys.path.insert(0, str(ROOT / "examples"))
 
 from lm.data import Corpus, Share
@@ -131,3 +139,18 @@ def test_a_lost_host_costs_no_more_than_the_steps_since_the_copy(text, tmp_path)
 def resumptions(run: Run) -> list[tuple[int, str]]:
     lines = [json.loads(line) for line in run.log.read_text().splitlines() if line.startswith("{")]
     return [(line["resumed"], line["from"]) for line in lines if "resumed" in line]
+
+
+def test_kinds_are_drawn_equally_often_and_by_the_seed():
+    first, again, other = (drawn(50, KINDS, random.Random(seed)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert sorted(Counter(first).values()) == [8, 8, 8, 8, 9, 9]
+
+
+@pytest.mark.slow
+def test_a_receiver_that_is_killed_costs_no_step_and_the_next_one_has_all():
+    """The trainers' bits are those of a run without receivers, and the last receiver has them."""
+    events, same = receiver_kills.disturbed(1, seed=3)
+    assert [event.lost for event in events] == [0]
+    assert events[0].seconds < events[0].away
+    assert same

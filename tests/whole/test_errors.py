@@ -235,19 +235,6 @@ def test_first_rank_with_nothing_to_send(rank, world_size, what):
         assert_trains_like(plain, wrap(net, sync_module_states=True))
 
 
-@ranks(2)
-def test_parameter_tied_between_modules_wrapped_by_hand_is_supported(rank, world_size):
-    for use_orig_params in (False, True):
-        net = Net().double()
-        net.blocks[1].up.weight = net.blocks[0].up.weight
-        plain = copy.deepcopy(net)
-        for index in range(2):
-            net.blocks[index] = FSDP(net.blocks[index], use_orig_params=use_orig_params)
-        model = FSDP(net, use_orig_params=use_orig_params)
-        assert_same_state(model, plain)
-        assert_trains_like(plain, model)
-
-
 class Scaled(nn.Module):
     """A 0-d parameter beside others, and one that is all its module has."""
 
@@ -268,13 +255,13 @@ class Scaled(nn.Module):
         return self.last(torch.tanh(self.linear(x) + self.shift))
 
 
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Scaled.Gain})], ids=["whole", "alone"])
 @ranks(1, 3)
-def test_parameter_without_dimensions_is_supported(rank, world_size, policy):
-    for plain, model in both(Scaled, auto_wrap_policy=policy):
-        assert_same_state(model, plain)
-        assert_trains_like(plain, model)
-        assert model.state_dict()["shift"].shape == ()
+def test_parameter_without_dimensions_is_supported(rank, world_size):
+    for policy in (None, ModuleWrapPolicy({Scaled.Gain})):
+        for plain, model in both(Scaled, auto_wrap_policy=policy):
+            assert_same_state(model, plain)
+            assert_trains_like(plain, model)
+            assert model.state_dict()["shift"].shape == ()
 
 
 # Process groups.
@@ -317,19 +304,21 @@ def test_groups_of_other_ranks(rank, world_size):
         assert_trains_like(plain, per_block(net, **right, **options), members)
 
 
-@pytest.mark.parametrize("kind", ["process_group", "device_mesh"])
 @ranks(2)
-def test_groups_and_strategy_must_go_together(rank, world_size, kind):
-    net = Net().double()
+def test_groups_and_strategy_must_go_together(rank, world_size):
     pair = (dist.group.WORLD, dist.new_group([rank], use_local_synchronization=True))
-    one, two = (pair[0], pair) if kind == "process_group" else (make_mesh(2), make_mesh(1, 2))
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
-        with refused(net, ValueError, f"{strategy} takes one process group", "HYBRID_SHARD"):
-            per_block(net, sharding_strategy=ShardingStrategy[strategy], **{kind: two})
-    with refused(net, ValueError, "HYBRID_SHARD", "pair", "two dimensions"):
-        per_block(net, sharding_strategy=HYBRID, **{kind: one})
-    plain = copy.deepcopy(net)
-    assert_trains_like(plain, per_block(net, sharding_strategy=HYBRID, **{kind: two}))
+    for kind, one, two in (
+        ("process_group", pair[0], pair),
+        ("device_mesh", make_mesh(2), make_mesh(1, 2)),
+    ):
+        net = Net().double()
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+            with refused(net, ValueError, f"{strategy} takes one process group", "HYBRID_SHARD"):
+                per_block(net, sharding_strategy=ShardingStrategy[strategy], **{kind: two})
+        with refused(net, ValueError, "HYBRID_SHARD", "pair", "two dimensions"):
+            per_block(net, sharding_strategy=HYBRID, **{kind: one})
+        plain = copy.deepcopy(net)
+        assert_trains_like(plain, per_block(net, sharding_strategy=HYBRID, **{kind: two}))
 
 
 # Arguments.
@@ -477,14 +466,15 @@ def test_checkpoint_and_a_module_that_loads_in_its_own_way(rank, world_size):
 
 @ranks(2)
 def test_message_about_a_checkpoint_has_clean_names_below_a_plain_module(rank, world_size):
-    parent = nn.Sequential(FSDP(Net(), use_orig_params=True))
-    state = parent.state_dict()
-    state["0.head.weight"] = torch.zeros(4, WIDTH)
-    del state["0.stem.bias"]
-    with pytest.raises(RuntimeError) as caught:
-        parent.load_state_dict(state)
-    assert "0.head.weight" in str(caught.value) and '"0.stem.bias"' in str(caught.value)
-    assert "_fsdp_wrapped_module" not in str(caught.value)
+    for _, model in both():
+        parent = nn.Sequential(model)
+        state = parent.state_dict()
+        state["0.head.weight"] = torch.zeros(4, WIDTH)
+        del state["0.stem.bias"]
+        with pytest.raises(RuntimeError) as caught:
+            parent.load_state_dict(state)
+        assert "0.head.weight" in str(caught.value) and '"0.stem.bias"' in str(caught.value)
+        assert "_fsdp_wrapped_module" not in str(caught.value)
 
 
 # While it runs.

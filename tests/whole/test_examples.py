@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,9 +16,13 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
-from bed.patience import until
-from bed.scripts import Done, finished, on_ranks, python, started
+from bed.patience import NEVER, until
+from bed.scripts import Done, on_ranks, python
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks.victims import Host, kill
 
 EXAMPLES = ROOT / "examples"
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4".split()
@@ -30,21 +32,6 @@ def report_of(done: Done) -> dict[str, float]:
     assert done.code == 0, done
     report: dict[str, float] = json.loads(done.out.splitlines()[-1])
     return report
-
-
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """The process id of each rank that torchrun's process runs now."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            environment = (stat.parent / "environ").read_bytes() if parent == process.pid else b""
-        except OSError:  # ended meanwhile
-            continue
-        for entry in environment.split(b"\0"):
-            if entry.startswith(b"RANK="):
-                found[int(entry[5:])] = int(stat.parent.name)
-    return found
 
 
 def train(*flags: object, processes: int = 2) -> Done:
@@ -265,9 +252,9 @@ def uninterrupted(data: Path) -> float:
     return report_of(train("--data", data, *LONG))["val_loss"]
 
 
-def wait_for(folder: Path, pattern: str, run: subprocess.Popen[str]) -> None:
-    until(lambda: any(folder.glob(pattern)) or run.poll() is not None, pause=0.002)
-    assert any(folder.glob(pattern)), finished(run)
+def wait_for(folder: Path, pattern: str, run: Host) -> None:
+    until(lambda: any(folder.glob(pattern)) or run.agent.poll() is not None, pause=0.002)
+    assert any(folder.glob(pattern)), run.log.with_suffix(".err").read_text()
 
 
 @pytest.mark.slow
@@ -276,12 +263,16 @@ def wait_for(folder: Path, pattern: str, run: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("moment", ["in_a_step", "in_a_checkpoint"])
 def test_killed_run_resumes_to_the_same_end(data, uninterrupted, tmp_path, moment, rank):
     flags = ["--data", data, *LONG, "--checkpoint", tmp_path / "checkpoints"]
-    with started(sys.executable, *on_ranks(2, EXAMPLES / "train_lm.py", *TINY, *flags)) as run:
+    command = [sys.executable, *map(str, on_ranks(2, EXAMPLES / "train_lm.py", *TINY, *flags))]
+    run = Host(command, tmp_path / "memory", tmp_path / "run.log", sorted(os.sched_getaffinity(0)))
+    try:
         wait_for(tmp_path / "checkpoints", "step_00000006", run)
         if moment == "in_a_step":
             time.sleep(random.uniform(0, 0.5))
         else:
             wait_for(tmp_path / "checkpoints", ".*.partial", run)
-        os.kill(ranks_of(run)[rank], signal.SIGKILL)
-        assert finished(run).code != 0
+        kill([run.ranks()[rank]])
+        assert run.agent.wait(timeout=NEVER) != 0
+    finally:
+        run.stop()
     assert report_of(train(*flags, "--resume"))["val_loss"] == uninterrupted

@@ -60,7 +60,7 @@ class _Peak:
         self.value = max(self.value, live_bytes())
 
 
-@each_api
+@each_front
 @ranks(4)
 def test_few_units_are_whole_at_a_time(rank, world_size, front):
     """Backward: the running unit, the prefetched one, gradients taken and travelling."""
