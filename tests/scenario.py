@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -182,27 +182,6 @@ def _is_frozen(name: str, frozen: str) -> bool:
     }[frozen]
 
 
-def _policy(wrapping: str) -> Any:
-    return {
-        "whole": None,
-        "block": ModuleWrapPolicy({Block}),
-        "linear": ModuleWrapPolicy({nn.Linear, nn.Embedding}),
-        "always": always_wrap_policy,
-        "by_hand": None,
-    }[wrapping]
-
-
-def _wrap(model: Model, scenario: Scenario) -> nn.Module:
-    return _shard(model, scenario) if "front" in scenario else _wrapped(model, scenario)
-
-
-def _replicate(part: Any, scenario: Scenario, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    replicate(part, mesh=mesh, offload_policy=offload)
-    if scenario["reshard"] is not None:
-        unit = part[0] if isinstance(part, list) else part
-        unit.set_reshard_after_forward(scenario["reshard"], recurse=False)
-
-
 def _shard(model: Model, scenario: Scenario) -> nn.Module:
     hybrid = scenario.get("mesh") == "hybrid"
     sizes = (2, dist.get_world_size() // 2) if hybrid else (dist.get_world_size(),)
@@ -214,19 +193,19 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
     replicated = {"fully_shard": (), "replicate": (0, 1), "mixed": (1,)}[scenario["front"]]
     for number, part in enumerate(_parts(model, scenario["wrapping"])):
         reshard = scenario["reshard"]
-        mesh = init_device_mesh(_device_of(model).type, sizes)
-        offload = CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy()
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(model.head.weight.device.type, sizes),
+            "offload_policy": CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
+        }
         if number % 2 in replicated:
-            _replicate(part, scenario, mesh, offload)
+            replicate(part, **options)
+            if reshard is not None:
+                unit = part[0] if isinstance(part, list) else part
+                unit.set_reshard_after_forward(reshard, recurse=False)
             continue
-        fully_shard(
-            part,
-            mesh=mesh,
-            reshard_after_forward=True if hybrid and reshard == 2 else reshard,
-            shard_placement_fn=placement,
-            offload_policy=offload,
-            keep_unsharded_bytes=scenario.get("stays", 0),
-        )
+        options["reshard_after_forward"] = True if hybrid and reshard == 2 else reshard
+        stays = scenario.get("stays", 0)
+        fully_shard(part, shard_placement_fn=placement, keep_unsharded_bytes=stays, **options)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if scenario["prefetch"] == "explicit":
         for index, unit in enumerate(units):
@@ -234,10 +213,6 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
             unit.set_modules_to_backward_prefetch(units[max(0, index - 2) : index])
     model.set_reshard_after_backward(not scenario["kept_after_backward"])
     return model
-
-
-def _device_of(model: Model) -> torch.device:
-    return model.head.weight.device
 
 
 def _parts(model: Model, wrapping: str) -> list[Any]:
@@ -266,20 +241,29 @@ def _wrapped(model: Model, scenario: Scenario) -> FSDP:
         "keep_unsharded_bytes": scenario["stays"],
     }
     if "HYBRID" in scenario["strategy"]:
-        kwargs["device_mesh"] = init_device_mesh(_device_of(model).type, (2, dist.get_world_size() // 2))
+        kwargs["device_mesh"] = init_device_mesh(
+            model.head.weight.device.type, (2, dist.get_world_size() // 2)
+        )
     if scenario["wrapping"] == "by_hand":
         model.blocks[0].fc1 = FSDP(model.blocks[0].fc1, **kwargs)
         model.blocks[0] = FSDP(model.blocks[0], **kwargs)
         model.blocks[2] = FSDP(model.blocks[2], **kwargs)
         model.head = FSDP(model.head, **kwargs)  # type: ignore[assignment]
-    return FSDP(model, auto_wrap_policy=_policy(scenario["wrapping"]), **kwargs)
+    policy = {
+        "block": ModuleWrapPolicy({Block}),
+        "linear": ModuleWrapPolicy({nn.Linear, nn.Embedding}),
+        "always": always_wrap_policy,
+    }.get(scenario["wrapping"])
+    return FSDP(model, auto_wrap_policy=policy, **kwargs)
 
 
 class _Batches:
     """Inputs by rank and number; the same for the wrapped and the plain model."""
 
-    def __init__(self, input_grad: bool, device: torch.device) -> None:
-        self._input_grad, self._device = input_grad, device
+    def __init__(self, scenario: Scenario, device: torch.device | None) -> None:
+        # Reentrant checkpointing trains nothing where no input of it needs a gradient, plain module or not.
+        self._input_grad = scenario["input_grad"] or scenario["checkpointing"] == "reentrant"
+        self._device = device or torch.device("cpu")
 
     def loss(self, model: nn.Module, rank: int, number: int, forwards: int) -> torch.Tensor:
         losses = [self._one(model, rank, 10 * number + repeat) for repeat in range(forwards)]
@@ -345,7 +329,7 @@ def reference(
     torch.manual_seed(0)
     plain = Model(scenario).double().to(device or "cpu")
     initial, losses = copy.deepcopy(plain), {}
-    batches, optimizer = _batches(scenario, device), _optimizer(scenario, plain)
+    batches, optimizer = _Batches(scenario, device), _optimizer(scenario, plain)
     for step in range(steps):
         if step == 1 and scenario["unfreeze"]:
             plain.requires_grad_(True)
@@ -357,12 +341,6 @@ def reference(
             losses[number] = [loss.detach() for loss in found]
         optimizer.step()
     return Reference(initial, losses, plain.state_dict(), steps)
-
-
-def _batches(scenario: Scenario, device: torch.device | None) -> _Batches:
-    # Reentrant checkpointing trains nothing where none of its inputs needs a gradient, plain module or not.
-    needs_grad = scenario["input_grad"] or scenario["checkpointing"] == "reentrant"
-    return _Batches(needs_grad, device or torch.device("cpu"))
 
 
 def _optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
@@ -393,7 +371,8 @@ def check(
     expected = expected or reference(scenario, world_size, device)
     with aside():
         copied = copy.deepcopy(expected.initial)
-    model, batches = _wrap(copied, scenario), _batches(scenario, device)
+    model = _shard(copied, scenario) if "front" in scenario else _wrapped(copied, scenario)
+    batches = _Batches(scenario, device)
     optimizer = _optimizer(scenario, model)
     for step in range(expected.steps):
         if step == 1 and scenario["unfreeze"]:

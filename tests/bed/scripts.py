@@ -1,12 +1,116 @@
-"""Files that are no part of a package, as modules: the scripts in `docs`, which write pages, and examples."""
+"""Programs and files that are no part of a package: run in processes of their own, or imported as modules."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from bed.paths import ROOT
+from bed.patience import NEVER
+
+_SHOWN = 6000
+"""Characters of each output that a failure shows."""
+_TO_END = 60
+"""Seconds in which what is told to end ends; torchrun ends its ranks first."""
+
+
+class Done(NamedTuple):
+    """What is left of a command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @classmethod
+    def of(cls, process: subprocess.Popen[str], given: str | None, limit: float) -> Done:
+        """Waits for a process."""
+        out, err = process.communicate(given, timeout=limit)
+        return cls(process.returncode, out, err)
+
+    def __str__(self) -> str:
+        return f"it ended with {self.code}\n{self.out[-_SHOWN:]}\n{self.err[-_SHOWN:]}"
+
+
+def here(**variables: str) -> dict[str, str]:
+    """This process's environment with the checkout in front of what Python imports from."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def run(
+    *command: object,
+    code: int | None = 0,
+    given: str | None = None,
+    folder: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    first: Callable[[], None] | None = None,
+) -> Done:
+    """Runs a command to its end, after which nothing of it runs any more.
+
+    Args:
+        command: The words of it.
+        code: What it is to end with; None for anything.
+        given: What it reads.
+        folder: Its working folder.
+        env: Its whole environment; `here()` by default.
+        first: What its process does before it becomes the command.
+    """
+    words = [*map(str, command)]
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=here() if env is None else dict(env),
+        preexec_fn=first,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        done = Done.of(process, given, NEVER)
+    except BaseException as error:
+        left = _end(process)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise AssertionError(f"{shlex.join(words)}\nis stuck: {left}") from None
+        raise
+    assert code in (None, done.code), f"{shlex.join(words)}\nis to end with {code}: {done}"
+    return done
+
+
+def _end(process: subprocess.Popen[str]) -> Done:
+    """Tells a command to end, which torchrun passes on to its ranks, and makes sure that it does."""
+    for by in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, by)
+        with suppress(subprocess.TimeoutExpired):
+            return Done.of(process, None, _TO_END)
+    raise AssertionError(f"{process.args!r} does not end")
+
+
+def python(
+    *arguments: object,
+    code: int | None = 0,
+    folder: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    first: Callable[[], None] | None = None,
+) -> Done:
+    """Runs Python with these arguments, as `run` does."""
+    return run(sys.executable, *arguments, code=code, folder=folder, env=env, first=first)
+
+
+def on_ranks(ranks: int, *arguments: object) -> tuple[object, ...]:
+    """The words after Python that start a script in so many processes of torchrun."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments)
 
 
 def script(name: str, folder: str = "docs") -> ModuleType:

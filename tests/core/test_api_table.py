@@ -1,15 +1,24 @@
-"""docs/api.md says what its script finds in both packages, and the script finds every kind of difference."""
+"""docs/api.md says what its script finds in both packages, and the script finds every kind of difference.
+
+The public API is also the recorded one, and the changelog tells what changed in it since the last release.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import fsdp_wrap
 from bed.scripts import script
+from fsdp_wrap import api
+from fsdp_wrap._core import Seam
 
 api_table = script("api_table")
 
@@ -40,6 +49,37 @@ def test_page_lists_what_torch_exports():
     assert "| `FullyShardedDataParallel` | `limit_all_gathers` | `True` | same |  |" in lines
     assert "| `FSDPModule.reset_iter_state` |  |  | same | 2.13, 2.15 |" in lines
     assert "| `FSDPModule.reset_iter_state` |  |  | public here only | 2.11 |" in lines
+
+
+def test_what_torch_does_not_have_is_by_keyword_only():
+    rows = [line.split("|") for line in api_table.TARGET.read_text().splitlines() if "here only: `" in line]
+    assert len(rows) > 10
+    for row in rows:
+        name, argument, told, versions = (row[place].strip(" `") for place in (1, 2, 4, 5))
+        cls: Any = getattr(api, name, None)
+        if dataclasses.is_dataclass(cls):
+            by_keyword = {field.name for field in dataclasses.fields(cls) if field.kw_only}
+            assert argument in by_keyword or versions, (name, argument)
+        else:
+            assert "by keyword, " in told, (name, argument)
+
+
+def test_infos_of_meshes_equal_those_of_torch():
+    """Which torch has, but does not export."""
+    names = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult")
+    common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    for name in names:
+        if hasattr(common, name):  # torch 2.11 lacks one, and the last fields of the others
+            theirs, ours = (
+                [
+                    (field.name, field.default)
+                    for field in dataclasses.fields(getattr(each, name))
+                    if field.init
+                ]
+                for each in (common, api)
+            )
+            assert ours[: len(theirs)] == theirs
+            assert len(theirs) == 2 if name == "ShardPlacementResult" else len(theirs) in (3, 5)
 
 
 def test_rows_of_several_versions_become_one_list():
@@ -77,54 +117,39 @@ class Config:
     colours: list[Colour] = dataclasses.field(default_factory=list)
 
 
-def same() -> type:
-    class Ours(Theirs):
-        def __init__(self, first: int, second: str = "a") -> None: ...
+class Same(Theirs):
+    def __init__(self, first: int, second: str = "a") -> None: ...
 
-        def step(self, *, count: int = 1, closure: Any = None) -> None: ...
+    def step(self, *, count: int = 1, closure: Any = None) -> None: ...
 
-        @property
-        def size(self) -> int: ...  # type: ignore[empty-body]
+    @property
+    def size(self) -> int: ...  # type: ignore[empty-body]
 
-        def more(self) -> None: ...
-
-    return Ours
+    def more(self) -> None: ...
 
 
-def another_default() -> type:
-    cls = same()
-
-    def __init__(self: Any, first: int, second: str = "b") -> None: ...
-
-    cls.__init__ = __init__  # type: ignore[misc]
-    return cls
+class AnotherDefault(Same):
+    def __init__(self, first: int, second: str = "b") -> None: ...
 
 
-def another_order() -> type:
-    cls = same()
-
-    def step(self: Any, *, closure: Any = None, count: int = 1) -> None: ...
-
-    cls.step = step
-    return cls
+class AnotherOrder(Same):
+    def step(self, *, closure: Any = None, count: int = 1) -> None: ...
 
 
-def no_argument() -> type:
-    cls = same()
-    cls.step = lambda self, *, count=1: None
-    return cls
+class NoArgument(Same):
+    def step(self, *, count: int = 1) -> None: ...  # type: ignore[override]
 
 
-def by_position() -> type:
-    cls = same()
-    cls.step = lambda self, count=1, *, closure=None: None
-    return cls
+class ByPosition(Same):
+    def step(self, count: int = 1, *, closure: Any = None) -> None: ...
 
 
-def no_property() -> type:
-    cls = same()
-    cls.size = lambda self: 3
-    return cls
+class OneMore(Same):
+    def step(self, *, count: int = 1, closure: Any = None, wide: bool = True) -> None: ...
+
+
+class NoProperty(Same):
+    def size(self) -> int: ...  # type: ignore[empty-body, override]
 
 
 def compare(theirs: Any, ours: Any) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -133,29 +158,20 @@ def compare(theirs: Any, ours: Any) -> tuple[list[tuple[str, ...]], list[str]]:
     return table.rows, table.unexplained
 
 
-@pytest.mark.parametrize(
-    ("make", "faults"),
-    [
-        (same, []),
-        (another_default, ["Name(second) (here `'b'`)"]),
-        (another_order, ["Name.step(count)", "Name.step(closure)"]),
-        (no_argument, ["Name.step(closure) (missing)"]),
-        (by_position, ["Name.step(count) (here `1`)"]),
-        (no_property, ["Name.size (here `a method`)"]),
-    ],
-)
-def test_differences_of_a_class_are_found(make, faults):
-    rows, found = compare(Theirs, make())
-    assert len(found) == len(faults)
-    assert all(one.startswith(fault) for one, fault in zip(found, faults)), found
-    assert rows[-1] == ("Name.more", "", "", "public here only")
-
-
-def test_arguments_that_torch_does_not_have_are_listed():
-    cls = same()
-    cls.step = lambda self, *, count=1, closure=None, wide=True: None
-    rows, found = compare(Theirs, cls)
-    assert not found
+def test_differences_of_a_class_are_found():
+    for ours, faults in (
+        (Same, []),
+        (AnotherDefault, ["Name(second) (here `'b'`)"]),
+        (AnotherOrder, ["Name.step(count)", "Name.step(closure)"]),
+        (NoArgument, ["Name.step(closure) (missing)"]),
+        (ByPosition, ["Name.step(count) (here `1`)"]),
+        (NoProperty, ["Name.size (here `a method`)"]),
+        (OneMore, []),
+    ):
+        rows, found = compare(Theirs, ours)
+        assert len(found) == len(faults), ours
+        assert all(one.startswith(fault) for one, fault in zip(found, faults)), found
+        assert rows[-1] == ("Name.more", "", "", "public here only")
     assert ("Name.step", "wide", "", "here only: `by keyword, True`") in rows
 
 
@@ -187,19 +203,91 @@ def test_differences_of_other_kinds_are_found():
     assert table.unexplained == ["Name (another object than under the first path)"]
 
 
-def test_reasons_are_used_and_counted(monkeypatch):
+def test_reasons_and_notes_are_used_and_counted(monkeypatch):
     monkeypatch.setitem(api_table.REASONS, "Name.step(closure)", "it has none")
-    monkeypatch.setitem(api_table.REASONS, "Name.never", "no need")
-    rows, faults = compare(Theirs, no_argument())
+    monkeypatch.setitem(api_table.NOTES, "Name.step(count)", "another meaning since 2.3")
+    for needless in (api_table.REASONS, api_table.NOTES):
+        monkeypatch.setitem(needless, "Name.never", "no need")
+    rows, faults = compare(Theirs, NoArgument)
     assert faults == []
     assert ("Name.step", "closure", "by keyword, None", "missing: it has none") in rows
-    assert set(api_table.build()[1]) == {"needless: Name.step(closure)", "needless: Name.never"}
-
-
-def test_notes_stand_beside_what_is_the_same(monkeypatch):
-    monkeypatch.setitem(api_table.NOTES, "Name.step(count)", "another meaning since 2.3")
-    monkeypatch.setitem(api_table.NOTES, "Name.never", "no need")
-    rows, faults = compare(Theirs, same())
-    assert faults == []
     assert ("Name.step", "count", "by keyword, 1", "same: another meaning since 2.3") in rows
-    assert set(api_table.build()[1]) == {"needless: Name.step(count)", "needless: Name.never"}
+    needless = [f"needless: Name.{each}" for each in ("step(closure)", "never", "step(count)", "never")]
+    assert api_table.build()[1] == needless
+
+
+public_api = script("public_api")
+
+BEFORE = ["p.gone(a)", "p.same(a=1)", "p.K.other(a, b)", "p.K.value = 1"]
+NOW = ["p.same(a=1)", "p.K.other(a, *, b)", "p.K.value = 2", "p.come"]
+
+
+def test_record_is_up_to_date():
+    recorded, found = public_api.read(public_api.NOW), public_api.lines_of(fsdp_wrap)
+    differ = "\n".join(sorted(set(recorded) ^ set(found)))
+    assert recorded == found, f"run python docs/public_api.py, and add a line to CHANGELOG.md:\n{differ}"
+
+
+def test_changelog_tells_every_change_since_the_last_release():
+    now, changelog = public_api.lines_of(fsdp_wrap), public_api.CHANGELOG.read_text()
+    untold = public_api.untold(public_api.read(public_api.RELEASE), now, changelog)
+    assert untold == [], "name these under [Unreleased] in CHANGELOG.md"
+    version = public_api.RELEASE.read_text().split()[2]
+    assert f"\n## [{version}] - " in changelog
+
+
+def test_record_has_what_users_call():
+    lines = public_api.lines_of(fsdp_wrap)
+    for start in (
+        "fsdp_wrap.fully_shard(module, *, mesh=None, ",
+        "fsdp_wrap.FullyShardedDataParallel.no_sync(*, reduce_within_copy=False)",
+        "fsdp_wrap.ShardingStrategy.FULL_SHARD = 1",
+        "fsdp_wrap.checkpoint.save(",
+        "fsdp_wrap.optim.Muon.step(",
+        "fsdp_wrap.wrap.",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+    assert not any("._" in line.partition("(")[0] for line in lines if " = " not in line)
+    assert not any("forward(*args" in line and "FSDPModule" in line for line in lines)
+
+
+def test_what_came_went_or_changed_must_be_told():
+    for told, untold in {
+        "`come`, `gone`, `K.other` and `value`": [],
+        "`come`, `K.other`": ["gone", "value"],
+        "`comes`": ["come", "gone", "other", "value"],
+    }.items():
+        released = "## [0.1.0] - 2026\n\n- `come` `gone` `other`\n"
+        changelog = f"# Changelog\n\n## [Unreleased]\n\n- {told}\n\n{released}"
+        assert public_api.untold(BEFORE, NOW, changelog) == untold
+        assert public_api.untold(NOW, NOW, changelog) == []
+
+
+# What is imported when somebody asks.
+
+
+def test_names_of_folders_are_found_when_asked_for():
+    assert fsdp_wrap.plan is importlib.import_module("fsdp_wrap.tools").plan
+    assert fsdp_wrap.optim is sys.modules["fsdp_wrap.optim"]
+    with pytest.raises(AttributeError, match="module 'fsdp_wrap' has no attribute 'PRESETS'"):
+        fsdp_wrap.__getattr__("PRESETS")  # of a folder, and not exported here
+
+
+def test_a_seam_imports_what_fills_it_and_says_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    seam: Seam[Any] = Seam("fish", "folder_of_fish")
+    assert seam.filled is None
+    with pytest.raises(ImportError, match="dinner needs the add-on for fish"):
+        seam.needed("dinner")
+
+    seam = Seam("fish", "folder_of_fish")
+    imported = []
+
+    def load(name: str) -> ModuleType:
+        imported.append(name)
+        seam.fill("a fish")
+        return ModuleType(name)
+
+    monkeypatch.setattr("fsdp_wrap._core.add_ons.find_spec", ModuleType)
+    monkeypatch.setattr("fsdp_wrap._core.add_ons.import_module", load)
+    assert seam.filled == seam.needed("dinner") == "a fish"
+    assert imported == ["folder_of_fish"]

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import fsdp_wrap
 from bed.paths import PACKAGE, ROOT, TESTS
 
@@ -241,46 +239,32 @@ def test_only_one_file_writes_parameters():
     assert writers == {"fsdp_wrap._core.modules"}
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_the_check_of_writes_sees_all_forms():
+    for statement in (
         "module._parameters[name] = param",
         "module._parameters.pop(name)",
         "del module._parameters[name]",
         "a, module._parameters[name] = pair",
         "module._parameters = {}",
         "module._parameters.update(other)",
-    ],
-)
-def test_the_check_of_writes_sees_all_forms(statement):
-    assert any(writes_to(node, "_parameters") for node in ast.walk(ast.parse(statement)))
-    assert not any(writes_to(node, "_buffers") for node in ast.walk(ast.parse(statement)))
+    ):
+        assert any(writes_to(node, "_parameters") for node in ast.walk(ast.parse(statement))), statement
+        assert not any(writes_to(node, "_buffers") for node in ast.walk(ast.parse(statement)))
 
 
 def test_only_the_schedule_registers_runtime_hooks():
     hooks = {
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-        "register_multi_grad_hook",
-        "queue_callback",
+        *("register_hook", "register_post_accumulate_grad_hook", "register_forward_hook"),
+        *("register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"),
+        *("register_multi_grad_hook", "queue_callback"),
     }
     users = {module_of(path) for path in FILES for call in calls_in(path) if called_name(call) in hooks}
     assert users == {"fsdp_wrap._runtime.schedule"}
 
 
 COLLECTIVES = {
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "batch_isend_irecv",
-    "isend",
-    "irecv",
-    "_allgather_base",
-    "_reduce_scatter_base",
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "batch_isend_irecv"),
+    *("isend", "irecv", "_allgather_base", "_reduce_scatter_base"),
 }
 
 

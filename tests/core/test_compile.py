@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import bed
 from bed import ranks
-from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from models import Block, Transformer, tokens, train
@@ -40,8 +39,16 @@ class Unrolled(Transformer):
 
 WRAPPED_BLOCK = "_fsdp_wrapped_module.blocks.1._fsdp_wrapped_module"
 
-Compiled = tuple[FSDP, nn.Module]
-"""The wrapped model, and what to call."""
+WAYS = {
+    "blocks-then-wrapped": False,
+    "compiled-blocks-by-policy": False,
+    "blocks-in-place": True,
+    "wrapped-blocks": True,
+    "whole-then-wrapped": False,
+    "wrapped-whole": True,
+}
+"""What is compiled before and after wrapping, and with which `use_orig_params`."""
+each_of_two_ways = pytest.mark.parametrize("way", ["compiled-blocks-by-policy", "wrapped-whole"])
 
 
 def _compile(module: nn.Module, backend: str) -> Any:
@@ -49,61 +56,27 @@ def _compile(module: nn.Module, backend: str) -> Any:
     return torch.compile(module, backend=backend)
 
 
-def _blocks_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
+def _prepared(way: str, model: nn.Module, backend: str, **options: Any) -> tuple[FSDP, nn.Module]:
+    """The wrapped model, and what to call."""
+    options = {"use_orig_params": WAYS[way], **options}
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = FSDP(_compile(block, backend), **options)
-    wrapped = FSDP(model, **options)
-    return wrapped, wrapped
-
-
-def _compiled_blocks_by_policy(model: nn.Module, backend: str, **options) -> Compiled:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend=backend)
-    wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
-    return wrapped, wrapped
-
-
-def _blocks_in_place(model: nn.Module, backend: str, **options) -> Compiled:
-    for block in model.blocks:
-        block.compile(backend=backend)
-    wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
-    return wrapped, wrapped
-
-
-def _wrapped_blocks(model: nn.Module, backend: str, **options) -> Compiled:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = _compile(FSDP(block, **options), backend)
-    wrapped = FSDP(model, **options)
-    return wrapped, wrapped
-
-
-def _whole_then_wrapped(model: nn.Module, backend: str, **options) -> Compiled:
-    wrapped = FSDP(_compile(model, backend), auto_wrap_policy=_is_block, **options)
-    return wrapped, wrapped
-
-
-def _wrapped_whole(model: nn.Module, backend: str, **options) -> Compiled:
-    wrapped = FSDP(model, auto_wrap_policy=_is_block, **options)
-    return wrapped, _compile(wrapped, backend)
+        if way == "blocks-then-wrapped":
+            model.blocks[index] = FSDP(_compile(block, backend), **options)
+        elif way == "compiled-blocks-by-policy":
+            model.blocks[index] = _compile(block, backend)
+        elif way == "wrapped-blocks":
+            model.blocks[index] = _compile(FSDP(block, **options), backend)
+        elif way == "blocks-in-place":
+            block.compile(backend=backend)
+    if way == "whole-then-wrapped":
+        model = _compile(model, backend)
+    policy = None if way in ("blocks-then-wrapped", "wrapped-blocks") else _is_block
+    wrapped = FSDP(model, auto_wrap_policy=policy, **options)
+    return wrapped, _compile(wrapped, backend) if way == "wrapped-whole" else wrapped
 
 
 def _is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     return recurse or isinstance(module, Block)
-
-
-WAYS: dict[str, Callable[..., Compiled]] = {
-    "blocks-then-wrapped": _blocks_then_wrapped,
-    "compiled-blocks-by-policy": _compiled_blocks_by_policy,
-    "blocks-in-place": _blocks_in_place,
-    "wrapped-blocks": _wrapped_blocks,
-    "whole-then-wrapped": _whole_then_wrapped,
-    "wrapped-whole": _wrapped_whole,
-}
-each_way = pytest.mark.parametrize("way", list(WAYS))
-FIRST = ("compiled-blocks-by-policy", "wrapped-whole")
-each_way_of_tiers = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in FIRST else pytest.mark.slow) for way in WAYS]
-)
 
 
 def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:
@@ -111,7 +84,7 @@ def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:
     _forget()
     torch.manual_seed(0)
     plain = Unrolled().double()  # in fp32 AdamW makes rounding errors of small gradients large
-    wrapped, called = WAYS[way](copy.deepcopy(plain), backend, **options)
+    wrapped, called = _prepared(way, copy.deepcopy(plain), backend, **options)
     ddp = DDP(plain)
     reference = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
@@ -142,24 +115,21 @@ def _breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
-@pytest.mark.each_value
-@each_form
-@each_way_of_tiers
+@each_of_two_ways
 @ranks(2)
-def test_compiled_training_equals_eager(rank, world_size, way, use_orig_params):
-    _check_against_eager(way, "aot_eager", rank, use_orig_params=use_orig_params)
+def test_compiled_training_equals_eager(rank, world_size, way):
+    _check_against_eager(way, "aot_eager", rank)
 
 
 @pytest.mark.slow
-@each_form
-@each_way
+@pytest.mark.parametrize("way", WAYS)
 @ranks(2, timeout=300)
-def test_training_with_inductor_equals_eager(rank, world_size, way, use_orig_params):
-    _check_against_eager(way, "inductor", rank, use_orig_params=use_orig_params)
+def test_training_with_inductor_equals_eager(rank, world_size, way):
+    _check_against_eager(way, "inductor", rank)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["compiled-blocks-by-policy", "wrapped-whole"])
+@each_of_two_ways
 @ranks(4, timeout=300)
 def test_inductor_at_four_ranks(rank, world_size, way):
     """Two copies of the model, each of two ranks."""
@@ -191,27 +161,25 @@ def test_compiled_training_in_other_strategies(rank, world_size, strategy):
 
 
 @pytest.mark.slow
-@each_form
 @ranks(2)
-def test_one_graph_break_per_unit(rank, world_size, use_orig_params):
+def test_one_graph_break_per_unit(rank, world_size):
     """All blocks run the same graph, which no break cuts; the root's module is cut into four."""
     for way, breaks, graphs in (("blocks-in-place", 0, 1), ("wrapped-whole", 4, 1 + 4)):
         _forget()
-        wrapped, called = WAYS[way](Unrolled(), "aot_eager", use_orig_params=use_orig_params)
+        wrapped, called = _prepared(way, Unrolled(), "aot_eager")
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
         train(called, optimizer, rank, range(3))
         assert (_breaks(), _compiled()) == (breaks, graphs), counters["graph_break"]
 
 
 @pytest.mark.slow
-@each_form
 @ranks(2)
-def test_graphs_follow_what_trains_and_evaluation(rank, world_size, use_orig_params):
+def test_graphs_follow_what_trains_and_evaluation(rank, world_size):
     """Both compile anew, but once."""
     _forget()
     torch.manual_seed(0)
     plain = Unrolled()
-    wrapped, called = _wrapped_whole(copy.deepcopy(plain), "aot_eager", use_orig_params=use_orig_params)
+    wrapped, called = _prepared("wrapped-whole", copy.deepcopy(plain), "aot_eager")
     for trains in (True, False, True):
         for model in (plain, wrapped):
             model.get_submodule("blocks.1" if model is plain else WRAPPED_BLOCK).requires_grad_(trains)
@@ -227,12 +195,11 @@ def test_graphs_follow_what_trains_and_evaluation(rank, world_size, use_orig_par
         assert _compiled() == compiled
 
 
-@each_form
 @ranks(2)
-def test_parameters_are_no_constants_of_the_graph(rank, world_size, use_orig_params):
+def test_parameters_are_no_constants_of_the_graph(rank, world_size):
     """Values come from the leaves of the running step, also after a load."""
     _forget()
-    wrapped, called = _wrapped_whole(Unrolled(), "aot_eager", use_orig_params=use_orig_params)
+    wrapped, called = _prepared("wrapped-whole", Unrolled(), "aot_eager")
     batch = tokens(rank, 0)
     before = called(batch)
     wrapped.load_state_dict({name: 2 * value for name, value in wrapped.state_dict().items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +11,7 @@ from on_cuda import no_waiting, on_devices, place_of
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 AS_BYTES = ["float8_e4m3fn", "float8_e5m2", "int16", "int64", "int8", "bool"]
+LENGTHS = (1, 33, 4096)
 
 
 def _communicator(device, rank, world_size):
@@ -23,38 +23,37 @@ def _numbers(numel, dtype, place, seed=0):
     return torch.randint(0, 2, (numel,), generator=generator).to(getattr(torch, dtype)).to(place)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, *AS_BYTES])
 @on_devices
-def test_gathers(rank, world_size, device, dtype):
+def test_gathers(rank, world_size, device):
     group = _communicator(device, rank, world_size)
-    own = [_numbers(numel, dtype, group.device, rank) for numel in (1, 33, 4096)]
-    full = [torch.empty(each.numel() * world_size, dtype=each.dtype, device=group.device) for each in own]
-    pending = group.all_gather(full, lambda: [group.own_part(a).copy_(b) for a, b in zip(full, own)])
-    pending.wait()
-    for index, found in enumerate(full):
-        parts = [_numbers((1, 33, 4096)[index], dtype, group.device, each) for each in range(world_size)]
-        assert torch.equal(found.view(torch.uint8), torch.cat(parts).view(torch.uint8))
+    for dtype in (*DTYPES, *AS_BYTES):
+        own = [_numbers(numel, dtype, group.device, rank) for numel in LENGTHS]
+        full = [torch.empty(each.numel() * world_size, dtype=each.dtype, device=group.device) for each in own]
+        parts = list(zip(full, own))
+        group.all_gather(full, lambda: [group.own_part(a).copy_(b) for a, b in parts]).wait()  # noqa: B023
+        for numel, found in zip(LENGTHS, full):
+            expected = torch.cat([_numbers(numel, dtype, group.device, each) for each in range(world_size)])
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @on_devices
-def test_reductions(rank, world_size, device, dtype):
+def test_reductions(rank, world_size, device):
     """Also of numbers that are narrower than their sum, and the zeros by which ranks tell what they used."""
     group = _communicator(device, rank, world_size)
-    kind = getattr(torch, dtype)
-    full = [_numbers(64 * world_size, dtype, group.device, rank) for _ in range(2)]
-    full[1].fill_(-0.0)
-    wide = torch.float64 if kind == torch.float64 else torch.float32
-    shards = [torch.empty(64, dtype=wide, device=group.device) for _ in full]
-    expected = sum(_numbers(64 * world_size, dtype, group.device, each) for each in range(world_size))
-    group.reduce_scatter(shards, full).wait()
-    assert torch.equal(shards[0], group.own_part(expected.to(wide)))
-    assert torch.signbit(shards[1]).all()  # -0.0 from every rank
-    for op, total in ((dist.ReduceOp.SUM, expected), (dist.ReduceOp.MAX, None)):
-        values = _numbers(64 * world_size, dtype, group.device, rank)
-        group.all_reduce([values], op).wait()
-        assert total is None or torch.equal(values, total)
-        assert values.max() <= world_size
+    for dtype in DTYPES:
+        full = [_numbers(64 * world_size, dtype, group.device, rank) for _ in range(2)]
+        full[1].fill_(-0.0)
+        wide = torch.float64 if dtype == "float64" else torch.float32
+        shards = [torch.empty(64, dtype=wide, device=group.device) for _ in full]
+        expected = sum(_numbers(64 * world_size, dtype, group.device, each) for each in range(world_size))
+        group.reduce_scatter(shards, full).wait()
+        assert torch.equal(shards[0], group.own_part(expected.to(wide))), dtype
+        assert torch.signbit(shards[1]).all(), f"-0.0 from every rank, {dtype}"
+        for op, total in ((dist.ReduceOp.SUM, expected), (dist.ReduceOp.MAX, None)):
+            values = _numbers(64 * world_size, dtype, group.device, rank)
+            group.all_reduce([values], op).wait()
+            assert total is None or torch.equal(values, total), dtype
+            assert values.max() <= world_size
 
 
 @on_devices
@@ -78,11 +77,6 @@ def test_one_to_all_and_all_to_one(rank, world_size, device):
     parts = torch.empty(sum(lengths), device=group.device)
     group.all_gather_parts(parts, lengths, lambda part: part.fill_(rank)).wait()
     assert parts.tolist() == [float(each) for each, length in enumerate(lengths) for _ in range(length)]
-
-
-@on_devices
-def test_objects(rank, world_size, device):
-    group = _communicator(device, rank, world_size)
     assert group.all_gather_object({"rank": rank}) == [{"rank": each} for each in range(world_size)]
     assert group.broadcast_object(["from", rank]) == ["from", 0]
     assert group.members == frozenset(range(world_size))

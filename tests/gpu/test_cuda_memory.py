@@ -11,14 +11,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bed import ranks
-from fronts import FRONTS, no_sync, shard
+from fronts import no_sync, shard
 from fsdp_wrap import CPUOffload, ShardingStrategy, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, loss_of, tokens
 from on_cuda import each_device, memory_of, no_waiting, on_devices, only_cuda, over_the_group, place_of
 from stream_programs import BF16, NO_SHARD, OFFLOAD, Layer, batch, wrapped
 
-each_front = pytest.mark.parametrize("front", FRONTS)
+each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "accumulation": {"accumulates": True},
@@ -29,8 +29,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forward_prefetch": {"forward_prefetch": True},
 }
 ALL_HAVE = ("nothing", "accumulation", "checkpointing", "offload")
-CHOICES = [(front, name) for front in FRONTS for name in OPTIONS if front != "composable" or name in ALL_HAVE]
-RESIDENT = [(front, name) for front, name in CHOICES if name != "offload"]
+CHOICES = [
+    ("flat", "nothing"),
+    *(("orig", name) for name in OPTIONS),
+    *(("composable", name) for name in ALL_HAVE),
+]
 
 
 def _in_training(front, place, accumulates=False, **options):
@@ -52,18 +55,15 @@ def _in_training(front, place, accumulates=False, **options):
 
 @pytest.mark.parametrize(("front", "name"), CHOICES)
 @on_devices
-def test_peak_is_the_same_in_every_step_and_nothing_more_is_reserved(rank, world_size, device, front, name):
+def test_steps_take_the_same_memory_and_the_host_never_waits(rank, world_size, device, front, name):
+    """The peak is the same from the third step on, and nothing more is reserved."""
     place = place_of(device, rank)
     with over_the_group(device == "cuda"):  # gloo's threads let go of memory when they like
         step = _in_training(front, place, **OPTIONS[name])
         taken = [memory_of(place, step) for _ in range(6)]
     assert len(set(taken[2:])) == 1 and taken[2].peak > 0 == taken[2].kept, taken
-
-
-@pytest.mark.parametrize(("front", "name"), RESIDENT)
-@on_devices
-def test_the_host_never_waits(rank, world_size, device, front, name):
-    place = place_of(device, rank)
+    if name == "offload":  # the host steps, and waits for the gradients
+        return
     with over_the_group():
         step = _in_training(front, place, **OPTIONS[name])
         for _ in range(2):  # in the first step ranks compare the model
@@ -91,7 +91,7 @@ def _squares(front, place, units=6, width=1024):
     return model, 4 * width * width
 
 
-@each_front
+@each_api
 @each_device
 @ranks(1, backend=None, timeout=240)
 def test_one_of_eight_ranks_that_send_nothing(rank, world_size, device, front):
@@ -124,9 +124,8 @@ def test_one_of_eight_ranks_that_send_nothing(rank, world_size, device, front):
     assert len(ahead) >= 3 and all(ahead), order
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @on_devices
-def test_offload_trains_what_does_not_fit(rank, world_size, device, use_orig_params):
+def test_offload_trains_what_does_not_fit(rank, world_size, device):
     """Parameters, gradients and Adam states take three times the memory that the process may allocate."""
     place = place_of(device, rank)
     blocks, width = (12, 1024) if device == "cuda" else (2, 32)
@@ -138,7 +137,7 @@ def test_offload_trains_what_does_not_fit(rank, world_size, device, use_orig_par
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(needed / 3 / total, place)
     wrapped = shard(
-        "orig" if use_orig_params else "flat",
+        "orig",
         model,
         WRAPPINGS["block"](),
         cpu_offload=CPUOffload(offload_params=True),
@@ -157,7 +156,7 @@ def test_offload_trains_what_does_not_fit(rank, world_size, device, use_orig_par
     assert losses[-1].item() < losses[0].item()
 
 
-@each_front
+@each_api
 @on_devices
 def test_units_on_a_device_that_is_not_current(rank, world_size, device, front):
     """Streams, buffers and pinned memory are the unit's, whichever device is current."""

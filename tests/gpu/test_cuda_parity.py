@@ -1,36 +1,64 @@
-"""The CUDA code path against DDP there: streams, events, NCCL, one rank for each GPU."""
+"""The CUDA code path against DDP and a plain model there, by every value of an option with every other."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+import random
+
 import pytest
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from composable import shard_blocks
-from fsdp_wrap import CPUOffload, CPUOffloadPolicy, OffloadPolicy
-from models import Transformer, full_grads, loss_of, named_state, tokens, transformer_twins
-from on_cuda import on_devices, over_the_group, place_of, train
+from fronts import FULL, KEPT, clip, full, full_grads, shard
+from fsdp_wrap import CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
+from models import WRAPPINGS, Transformer, loss_of, named_state, tokens
+from on_cuda import by_device, mostly_on_cuda, on_devices, over_the_group, place_of
+from scenario import COMPOSABLE_SPACE, SPACE, check, draw, name_of, pairwise
+
+CHOICES = [
+    *(
+        (front, strategy)
+        for front in ("flat", "orig")
+        for strategy in (FULL, KEPT, ShardingStrategy.NO_SHARD)
+    ),
+    *(("composable", strategy) for strategy in (FULL, KEPT)),
+]
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["copies", "group"])
+@pytest.mark.parametrize("alone", [True, False], ids=["copies", "group"])
 @pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @on_devices
-def test_wrapper_equals_ddp(rank, world_size, device, use_orig_params, strategy, offload, alone):
+def test_training_equals_ddp(rank, world_size, device, offload, alone):
     place = place_of(device, rank)
-    with over_the_group(alone):
-        plain, model = transformer_twins(
-            use_orig_params, strategy, cpu_offload=CPUOffload(offload_params=offload), device_id=place
-        )
-        ddp = DDP(plain.to(place))
-        for module in (ddp, model):
-            train(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), rank, place, 4)
-        state, grads = model.state_dict(), full_grads(model)
+    for front, strategy in CHOICES:
+        with over_the_group(not alone):
+            _compare_with_ddp(rank, place, front, strategy, offload)
+
+
+def _compare_with_ddp(rank, place, front, strategy, offload):
+    torch.manual_seed(0)
+    plain = Transformer().double()
+    options = {"sharding_strategy": strategy, "cpu_offload": CPUOffload(offload_params=offload)}
+    if front != "composable":
+        options["device_id"] = place
+    model = shard(front, copy.deepcopy(plain), WRAPPINGS["block"](), **options)
+    ddp = DDP(plain.to(place))
+    for each in (ddp, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(each, tokens(rank, step).to(place)).backward()
+            clip(each, 0.5)
+            optimizer.step()
+    state, grads = model.state_dict(), {name: param.grad for name, param in model.named_parameters()}
+    if front != "composable":
+        grads = full_grads(model)
     for name, param in named_state(ddp):
-        torch.testing.assert_close(state[name].to(place), param.detach(), rtol=0, atol=1e-10)
-        torch.testing.assert_close(grads[name].to(place), param.grad, rtol=0, atol=1e-10)
+        for found, expected in ((state[name], param.detach()), (grads[name], param.grad)):
+            told = f"{name}: {{}}, {front} {strategy}".format
+            torch.testing.assert_close(full(found.to(place)), expected, rtol=0, atol=1e-10, msg=told)
 
 
 POLICIES = {
@@ -40,30 +68,43 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshards", "keeps"])
-@pytest.mark.parametrize("offload", POLICIES)
 @on_devices
-def test_fully_shard_equals_ddp(rank, world_size, device, offload, reshard):
+def test_shards_lie_where_the_policy_says(rank, world_size, device):
+    place_of(device, rank)
+    for name, policy in POLICIES.items():
+        model = shard_blocks(Transformer(), offload_policy=policy())
+        at_home = device if name == "resident" else "cpu"
+        assert {param.device.type for param in model.parameters()} == {at_home}
+        pinned = device == "cuda" and name == "offloaded"
+        assert all(param.to_local().is_pinned() for param in model.parameters()) == pinned
+
+
+SCENARIOS = [*pairwise(SPACE, seed=5), *pairwise(COMPOSABLE_SPACE, seed=6)]
+WALKS, IN_EACH = 5, 4
+
+
+@mostly_on_cuda("scenario", SCENARIOS, 25, name_of)
+@by_device
+def test_every_pair_of_options(rank, world_size, device, scenario):
+    """One rank alone copies; every third time it calls its group as well, as several do."""
     place = place_of(device, rank)
-    torch.manual_seed(0)
-    plain = Transformer().double()
-    torch.manual_seed(0)
-    model = shard_blocks(
-        Transformer().double(), offload_policy=POLICIES[offload](), reshard_after_forward=reshard
-    )
-    at_home = device if offload == "resident" else "cpu"
-    assert {param.device.type for param in model.parameters()} == {at_home}
-    assert all(param.to_local().is_pinned() for param in model.parameters()) == (
-        device == "cuda" and offload == "offloaded"
-    )
-    ddp = DDP(plain.to(place))
-    for one in (ddp, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(one, tokens(rank, step).to(place)).backward()
-            nn.utils.clip_grad_norm_(one.parameters(), 0.5)
-            optimizer.step()
-    for (name, found), expected in zip(model.named_parameters(), plain.parameters()):
-        whole = found.detach().to(place).full_tensor()
-        torch.testing.assert_close(whole, expected.detach(), rtol=0, atol=1e-9, msg=name)
+    for over in (False, True)[: 1 + (SCENARIOS.index(scenario) % 3 == 1)]:
+        with over_the_group(over):
+            check(scenario, rank, world_size, device=place)
+
+
+@mostly_on_cuda("walk", range(WALKS), WALKS, str)
+@by_device
+def test_random_walk(rank, world_size, device, walk):
+    generator = random.Random(7000 + walk)
+    place = place_of(device, rank)
+    for number, space in itertools.product(range(IN_EACH), (SPACE, COMPOSABLE_SPACE)):
+        with over_the_group(number % 2 == 0):
+            check(draw(space, generator), rank, world_size, device=place)
+
+
+def test_scenarios_are_many_enough():
+    """Each strategy, offload, tying and checkpointing is there."""
+    for name in ("strategy", "offload", "tied", "checkpointing", "frozen", "fault", "accumulation"):
+        assert {each[name] for each in SCENARIOS if name in each} == {*SPACE[name]}, name
+    assert {each.get("front", "wrapper") for each in SCENARIOS} == {"wrapper", "fully_shard"}

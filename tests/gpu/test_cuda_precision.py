@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens
 from on_cuda import on_devices, over_the_group, place_of
 
-each_front = pytest.mark.parametrize("front", FRONTS)
+each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # A gradient that is rounded otherwise by a kernel chosen for another alignment is off by a unit or two.
 CLOSE = {"bf16": 2e-3, "fp16": 3e-4}
@@ -51,109 +50,113 @@ def _by_hand(plain, dtype, batch):
 
 @pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
 @pytest.mark.parametrize("alone", [True, False], ids=["copies", "group"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@each_front
+@each_api
 @on_devices
-def test_training_equals_training_by_hand(rank, world_size, device, front, dtype, alone, offload):
-    place = place_of(device, rank)
+def test_training_equals_training_by_hand(rank, world_size, device, front, alone, offload):
+    for name in DTYPES:
+        with over_the_group(not alone):
+            _compare_with_training_by_hand(rank, world_size, place_of(device, rank), front, name, offload)
+
+
+def _compare_with_training_by_hand(rank, world_size, place, front, name, offload):
+    dtype = DTYPES[name]
     torch.manual_seed(0)
     plain = Transformer().to(place)
-    with nullcontext() if alone else over_the_group():
-        model = _mixed(front, copy.deepcopy(plain), DTYPES[dtype], offload)
-        seen = set()
-        model.blocks[0].mlp[0].register_forward_hook(lambda module, args, out: seen.add(out.dtype))
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-        for step in range(3):
-            batches = [tokens(each, step).to(place) for each in range(world_size)]
-            expected = sum(_by_hand(plain, DTYPES[dtype], each) for each in batches) / world_size
-            loss = loss_of(model, batches[rank])
-            for optimizer, each in zip(optimizers, (expected, loss)):
-                optimizer.zero_grad()
-                each.backward()
-                optimizer.step()
-            assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {
-                torch.float32
-            }
-        state = model.state_dict()
-    assert seen == {DTYPES[dtype]}
+    model = _mixed(front, copy.deepcopy(plain), dtype, offload)
+    seen = set()
+    model.blocks[0].mlp[0].register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        batches = [tokens(each, step).to(place) for each in range(world_size)]
+        expected = sum(_by_hand(plain, dtype, each) for each in batches) / world_size
+        loss = loss_of(model, batches[rank])
+        for optimizer, each in zip(optimizers, (expected, loss)):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert {grad.dtype for grad in grads} == {torch.float32}
+    assert seen == {dtype}
+    _assert_same(model, plain, atol=CLOSE[name])
+
+
+def _assert_same(model, plain, **tolerance):
+    state = model.state_dict()
     for name, param in plain.named_parameters():
-        found = full(state[name].to(place))
-        torch.testing.assert_close(found, param.detach(), rtol=0, atol=CLOSE[dtype], msg=name)
+        found = full(state[name].to(param.device))
+        torch.testing.assert_close(found, param.detach(), rtol=0, msg=name, **tolerance)
 
 
-@pytest.mark.parametrize("overflows", [False, True], ids=["fine", "overflows"])
-@each_front
+@each_api
 @on_devices
-def test_scaler_follows_torch(rank, world_size, device, front, overflows):
+def test_scaler_follows_torch(rank, world_size, device, front):
     """Also after a step whose gradients overflow on one rank: nobody takes it, and the scale goes down."""
     place = place_of(device, rank)
     torch.manual_seed(0)
     plain = Transformer().to(place)
     model = shard(front, copy.deepcopy(plain), WRAPPINGS["block"]())
     kinds = (GradScaler(device, init_scale=2.0**10), ShardedGradScaler(device, init_scale=2.0**10))
-    for each, scaler in zip((plain, model), kinds):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            sharded = each is model
-            batches = [tokens(rank if sharded else other, step).to(place) for other in range(world_size)]
-            losses = [loss_of(each, batch) for batch in batches[: 1 if sharded else None]]
-            loss = sum(losses) / len(losses)
-            if overflows and step == 1 and rank == 0:
-                loss = loss * torch.full((), float("inf"), device=place)
-            scaler.scale(loss).backward()  # type: ignore[arg-type]
-            if not sharded and overflows and step == 1 and rank != 0:
-                next(each.parameters()).grad.fill_(float("inf"))
-            scaler.step(optimizer)
-            scaler.update()
-    assert kinds[0].get_scale() == kinds[1].get_scale() == 2.0 ** (9 if overflows else 10)
-    state = model.state_dict()
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(full(state[name]), param.detach(), rtol=0, atol=1e-5, msg=name)
+    for overflows in (False, True):
+        for each, scaler in zip((plain, model), kinds):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                sharded = each is model
+                batches = [tokens(rank if sharded else other, step).to(place) for other in range(world_size)]
+                losses = [loss_of(each, batch) for batch in batches[: 1 if sharded else None]]
+                loss = sum(losses) / len(losses)
+                if overflows and step == 1 and rank == 0:
+                    loss = loss * torch.full((), float("inf"), device=place)
+                scaler.scale(loss).backward()  # type: ignore[arg-type]
+                if not sharded and overflows and step == 1 and rank != 0:
+                    next(each.parameters()).grad.fill_(float("inf"))
+                scaler.step(optimizer)
+                scaler.update()
+        assert kinds[0].get_scale() == kinds[1].get_scale() == 2.0 ** (9 if overflows else 10)
+        _assert_same(model, plain, atol=1e-5)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@each_front
+@each_api
 @on_devices
-def test_clipping_equals_torch(rank, world_size, device, front, norm_type, offload):
+def test_clipping_equals_torch(rank, world_size, device, front, offload):
     place = place_of(device, rank)
     torch.manual_seed(0)
     plain = Transformer().double().to(place)
     model = shard(front, copy.deepcopy(plain), WRAPPINGS["block"](), cpu_offload=CPUOffload(offload))
-    losses = [loss_of(plain, tokens(each, 0).to(place)) for each in range(world_size)]
-    (sum(losses) / world_size).backward()
-    loss_of(model, tokens(rank, 0).to(place)).backward()
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
-    found = clip(model, 0.5, norm_type)
-    torch.testing.assert_close(found.to(place), expected, rtol=1e-9, atol=0)
-    for module in (plain, model):
-        torch.optim.SGD(module.parameters(), lr=1.0).step()
-    state = model.state_dict()
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(full(state[name].to(place)), param.detach(), rtol=0, atol=1e-10, msg=name)
+    for step, norm_type in enumerate((1.0, 2.0, float("inf"))):
+        for each in (plain, model):
+            each.zero_grad()
+        losses = [loss_of(plain, tokens(each, step).to(place)) for each in range(world_size)]
+        (sum(losses) / world_size).backward()
+        loss_of(model, tokens(rank, step).to(place)).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+        found = clip(model, 0.5, norm_type)
+        torch.testing.assert_close(found.to(place), expected, rtol=1e-9, atol=0)
+        for module in (plain, model):
+            torch.optim.SGD(module.parameters(), lr=1.0).step()
+        _assert_same(model, plain, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int16"])
+class _Scaled(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.arange(16).to(dtype), requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale.to(x.dtype)
+
+
 @on_devices
-def test_frozen_parameters_that_nccl_does_not_know(rank, world_size, device, dtype):
+def test_frozen_parameters_that_nccl_does_not_know(rank, world_size, device):
     """They travel as bytes."""
     place = place_of(device, rank)
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            stored = torch.arange(16, device=place).to(getattr(torch, dtype))
-            self.scale = nn.Parameter(stored, requires_grad=False)
-
-        def forward(self, x):
-            return self.linear(x) * self.scale.to(x.dtype)
-
     torch.manual_seed(0)
-    plain = Scaled().to(place)
-    with over_the_group():
-        for front in FRONTS:
-            model = shard(front, copy.deepcopy(plain))
-            x = torch.rand(3, 16, device=place)
-            torch.testing.assert_close(model(x), plain(x))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16):
+        plain = _Scaled(dtype).to(place)
+        with over_the_group():
+            for front in FRONTS:
+                model = shard(front, copy.deepcopy(plain))
+                x = torch.rand(3, 16, device=place)
+                torch.testing.assert_close(model(x), plain(x))

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from bed import ranks
 from bed.patience import until
-from fronts import FRONTS
 from fsdp_wrap._comm import device as _device
 from fsdp_wrap._comm import positions
 from fsdp_wrap._comm.watching import monitor, watch
@@ -69,7 +68,7 @@ def test_what_a_stream_has_not_done_is_reported_and_what_it_does_then_is_not(ran
 
 
 @pytest.mark.skipif(2 not in SIZES, reason="needs two GPUs")
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2, backend="nccl")
 def test_a_rank_that_comes_late_is_reported_by_unit(rank, world_size, front):
     device = place_of("cuda", rank)

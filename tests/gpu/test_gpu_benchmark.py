@@ -1,9 +1,12 @@
-"""What `python -m benchmarks.gpu` does without a GPU: its measures at tiny sizes, its sizes, its verdicts."""
+"""What `python -m benchmarks.gpu` does without a GPU: its measures at tiny sizes, its sizes, its verdicts.
+
+Also that it reads traces rightly: by traces made here as the profiler writes them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 from bed.paths import ROOT
+from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
@@ -19,6 +23,7 @@ from benchmarks import gpu
 from benchmarks.goals import GOALS, Goal, verdicts
 from benchmarks.harness import Settings, run_fake, run_group
 from benchmarks.models import TINY, Block
+from benchmarks.timeline import COMPUTE, STEP, STREAM, read, record
 
 OF_GPU = [goal for goal in GOALS if goal.place[0] == "gpu"]
 
@@ -67,20 +72,15 @@ def _alone():
     }
 
 
-@pytest.mark.parametrize(
-    ("device", "host", "wide", "huge"),
-    [(139, 110, 4, 16), (24, 64, 1, 10), (8, 4, 1, 1), (40, 500, 2, 16)],
-)
-def test_sizes_fit_what_is_free(device, host, wide, huge):
-    found = gpu.scale_for(device * gpu.GB, host * gpu.GB)
-    assert found.wide[0] == wide and found.huge[0] == huge
-    least = 1  # block, also where it may not fit
-    assert 5 * 1.6 * 0.2 * found.wide[0] * 4 < device or wide == least
-    assert 16e-9 * gpu.parameters(found.at("huge")) < host or huge == least
-
-
-def test_the_large_one_has_the_size_that_the_goal_names():
-    assert 3.0e9 < gpu.parameters(gpu.scale_for(139 * gpu.GB, 110 * gpu.GB).at("huge")) < 7e9
+def test_sizes_fit_what_is_free():
+    for device, host, wide, huge in ((139, 110, 4, 16), (24, 64, 1, 10), (8, 4, 1, 1), (40, 500, 2, 16)):
+        found = gpu.scale_for(device * gpu.GB, host * gpu.GB)
+        assert found.wide[0] == wide and found.huge[0] == huge
+        least = 1  # block, also where it may not fit
+        assert 5 * 1.6 * 0.2 * found.wide[0] * 4 < device or wide == least
+        assert 16e-9 * gpu.parameters(found.at("huge")) < host or huge == least
+    large = gpu.scale_for(139 * gpu.GB, 110 * gpu.GB).at("huge")
+    assert 3.0e9 < gpu.parameters(large) < 7e9, "the size that the goal names"
 
 
 def test_models_are_filled_with_values():
@@ -135,8 +135,84 @@ def test_verdicts():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_what_it_needs():
-    found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 2 and not found.stdout
-    assert found.stderr.strip().splitlines()[-1].startswith("benchmarks.gpu needs a CUDA device")
+    found = python("-m", "benchmarks.gpu", code=2)
+    assert not found.out
+    assert found.err.strip().splitlines()[-1].startswith("benchmarks.gpu needs a CUDA device")
+
+
+HOST, BACKWARD = 100, 101  # threads
+
+
+class _Trace:
+    """Writes events as the profiler does: an annotation, what it calls, and what the GPU does later."""
+
+    def __init__(self):
+        self.events = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}}]
+        self._numbers = itertools.count(1)
+
+    def note(self, name, start, stop):
+        self._add("user_annotation", name, start, stop, tid=HOST)
+
+    def call(self, name, at, **args):
+        self._add("cuda_runtime", name, at, at + 1, tid=args.pop("tid", HOST), args=args)
+
+    def work(self, stream, start, stop, launched, kind="kernel", tid=HOST):
+        number = next(self._numbers)
+        self.call("cudaLaunchKernel", launched, correlation=number, tid=tid)
+        args = {"device": 0, "stream": stream, "correlation": number}
+        self._add(kind, "some_kernel", start, stop, tid=stream, args=args)
+
+    def _add(self, kind, name, start, stop, tid, args=None):
+        event = {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": tid, "ts": start, "dur": stop - start}
+        self.events.append({**event, "args": args or {}})
+
+
+def _trace():
+    trace = _Trace()
+    for at, (purpose, stream) in enumerate({COMPUTE: 7, "gather": 20, "reduce": 24}.items()):
+        trace.note(STREAM + purpose, 10 * at, 10 * at + 5)
+        trace.work(stream, 10 * at + 6, 10 * at + 8, launched=10 * at + 2)
+    return trace
+
+
+def test_shares_beside_computation():
+    trace = _trace()
+    trace.note(STEP, 100, 200)
+    trace.work(7, 300, 340, launched=110)
+    trace.work(7, 335, 350, launched=111, tid=BACKWARD)  # joined with the one before
+    trace.work(7, 400, 410, launched=112)
+    trace.work(20, 290, 310, launched=120, kind="gpu_memcpy")  # half of it beside
+    trace.work(20, 345, 405, launched=121, kind="gpu_memcpy")  # 5 and 5 of 60
+    trace.work(24, 500, 520, launched=122)  # alone
+    trace.work(20, 300, 399, launched=230)  # in no step
+    found = read(trace.events)
+    assert found.busy(COMPUTE) == 60 and found.busy("gather") == 80 and found.busy("reduce") == 20
+    assert found.beside("gather") == pytest.approx(20 / 80)
+    assert found.beside("reduce") == 0 == found.beside("nothing of the kind")
+
+
+def test_waits_by_step():
+    trace = _trace()
+    for start in (100, 200, 300):
+        trace.note(STEP, start, start + 50)
+    for at in (110, 310, 320):
+        trace.call("cudaStreamSynchronize", at, tid=BACKWARD if at == 310 else HOST)
+    trace.call("cudaDeviceSynchronize", 170)  # between steps
+    trace.call("cudaStreamWaitEvent", 115)  # which the host does not wait for
+    assert read(trace.events).waits == [1, 0, 2]
+
+
+def test_streams_without_a_name_are_told_by_number():
+    trace = _trace()
+    trace.note(STEP, 100, 200)
+    trace.work(31, 300, 340, launched=110)
+    assert read(trace.events).busy("stream 31") == 40
+    nameless = [event for event in trace.events if not event["name"].startswith(STREAM)]
+    with pytest.raises(ValueError, match=r"which of its streams \[31\] computes"):
+        read(nameless)
+
+
+def test_a_real_trace_without_a_gpu():
+    value = torch.rand(8)
+    found = record(lambda: value.add_(1), 3, {COMPUTE: None})
+    assert len(found.waits) == 3 and (torch.cuda.is_available() or (not found.spans and not any(found.waits)))

@@ -9,16 +9,14 @@ import json
 import pkgutil
 import re
 import shlex
-import subprocess
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 import fsdp_wrap
 from bed.paths import ROOT
+from bed.scripts import run
 from site_pages import DOCS, blocks, name_of, pages
 
 LANGUAGES = {"python", "bash", "sh", "console", "text", "json", "yaml", "toml"}
@@ -26,14 +24,9 @@ COMMANDS = [
     "pip install -e . && torchrun --nproc-per-node 2 examples/train_lm.py",
     'pip install -e ".[test]" && pytest -n 2',
 ]
-WRITTEN_BY_HAND = [page for page in pages() if name_of(page) not in {"docs/messages.md", "docs/api.md"}]
 _LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _FENCED = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]*`")
-
-
-def names(paths: list[Path]) -> list[str]:
-    return [name_of(page) for page in paths]
 
 
 def prose(page: Path) -> str:
@@ -49,17 +42,17 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", title.strip().lower()) for title in kept}
 
 
-@pytest.mark.parametrize("name", names(pages()))
-def test_links_lead_somewhere(name):
-    page = ROOT / name
-    for found in _LINK.finditer(prose(page)):
-        target, _, anchor = found["target"].partition("#")
-        if target.startswith(("http://", "https://")):
-            continue
-        path = (page.parent / target).resolve() if target else page
-        assert path.is_file(), f"{name}: {found['target']}"
-        assert page.parent == ROOT or path.is_relative_to(DOCS), f"{name}: {target} is not on the site"
-        assert not anchor or anchor in anchors(path), f"{name}: no heading for {found['target']}"
+def test_links_lead_somewhere():
+    for page in pages():
+        for found in _LINK.finditer(prose(page)):
+            target, _, anchor = found["target"].partition("#")
+            if target.startswith(("http://", "https://")):
+                continue
+            told = f"{name_of(page)}: {found['target']}"
+            path = (page.parent / target).resolve() if target else page
+            assert path.is_file(), told
+            assert page.parent == ROOT or path.is_relative_to(DOCS), f"{told} is not on the site"
+            assert not anchor or anchor in anchors(path), f"{told}: there is no such heading"
 
 
 def navigation() -> list[str]:
@@ -74,33 +67,29 @@ def test_every_page_is_in_the_navigation_once():
     assert {*listed} == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
-@pytest.mark.parametrize("name", names(pages()))
-def test_blocks_say_what_they_are(name):
-    """So that none is passed over when snippets run."""
-    found = blocks(ROOT / name)
-    assert {block.language for block in found} <= LANGUAGES, [block[::2] for block in found]
-    fences = re.findall(r"^ *```", (ROOT / name).read_text("utf-8"), re.M)
-    assert len(fences) == 2 * len(found), "a fence is not closed"
+def test_blocks_say_what_they_are():
+    """So that none is passed over when snippets run. Those of `sh` are files for clusters."""
+    for page in pages():
+        found = blocks(page)
+        assert {block.language for block in found} <= LANGUAGES, [block[::2] for block in found]
+        fences = re.findall(r"^ *```", page.read_text("utf-8"), re.M)
+        assert len(fences) == 2 * len(found), f"{name_of(page)}: a fence is not closed"
+        for block in found:
+            if block.language in {"bash", "sh"}:
+                done = run("bash", "-n", given=block.source, code=None)
+                assert done.code == 0, f"{name_of(page)}:{block.line}: {done}"
 
 
-@pytest.mark.parametrize("name", names(pages()))
-def test_what_pages_install_is_there(name):
+def test_what_pages_install_is_there():
     extras = set(re.findall(r'^        "(\w+)": ', (ROOT / "setup.py").read_text("utf-8"), re.M))
-    for block in blocks(ROOT / name):
-        for command in re.findall(r"^pip install (.*?)(?: &&|$)", block.source, re.M):
+    for page in pages():
+        text = "".join(block.source for block in blocks(page))
+        for command in re.findall(r"^pip install (.*?)(?: &&|$)", text, re.M):
             for word in shlex.split(command):
                 found = re.fullmatch(r"(?:\.|fsdp-wrap)(?:\[([\w,]+)\])?", word)
-                assert word == "-e" or found, f"{name}: pip install {word}"
-                assert word == "-e" or {*(found[1] or "").split(",")} - {""} <= extras, f"{name}: {word}"
-
-
-def test_shell_blocks_are_shell():
-    """Those of `sh` are files for clusters, which do not run here."""
-    for page in pages():
-        for block in blocks(page):
-            if block.language in {"bash", "sh"}:
-                done = subprocess.run(["bash", "-n"], input=block.source, text=True, capture_output=True)
-                assert done.returncode == 0, f"{name_of(page)}:{block.line}: {done.stderr}"
+                assert word == "-e" or found, f"{name_of(page)}: pip install {word}"
+                wanted = {*(found[1] or "").split(",")} - {""} if found else set()
+                assert wanted <= extras, f"{name_of(page)}: {word}"
 
 
 def test_readme_is_short_and_begins_with_two_commands():
@@ -158,24 +147,15 @@ def public_values() -> dict[str, Any]:
 
 
 def test_every_public_name_is_in_the_reference_once():
+    """Those of torch's are told in its text."""
     of_reference = [id(value) for value in listed()]
     assert len(of_reference) == len(set(of_reference)), "a value is listed under two paths"
     values = public_values()
-    absent = [
-        path for path, value in values.items() if id(value) not in of_reference and not is_torchs(value)
-    ]
-    assert not absent
     assert set(of_reference) <= {*map(id, values.values())}, "the reference lists what is not public"
-
-
-def test_names_of_torchs_are_told_in_the_reference():
     text = "".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md"))
-    absent = [
-        path
-        for path, value in public_values().items()
-        if is_torchs(value) and f"`{path.rpartition('.')[2]}`" not in text
-    ]
-    assert not absent
+    for path, value in values.items():
+        told = f"`{path.rpartition('.')[2]}`" in text if is_torchs(value) else id(value) in of_reference
+        assert told, path
 
 
 def documented_constants() -> set[str]:

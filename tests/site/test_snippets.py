@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from unittest import SkipTest
@@ -29,6 +27,7 @@ import pytest
 from bed import run_isolated
 from bed.paths import ROOT
 from bed.report import RankFailure
+from bed.scripts import Done, here, run
 from site_pages import blocks, name_of, pages
 
 pytestmark = pytest.mark.slow
@@ -112,42 +111,21 @@ def commands_of(page: str) -> str:
     return "\n".join(commands)
 
 
-def run_commands(script: str, folder: Path) -> tuple[int, str]:
-    """The exit status of a script and what it printed; nothing of it is left running."""
+def run_commands(script: str, folder: Path, code: int | None = 0) -> Done:
+    """Runs a script; nothing of it is left running."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    source = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(
-        ["bash", "-c", PROLOGUE + script],
-        cwd=folder,
-        env={**os.environ, **quiet, "PATH": path, "PYTHONPATH": source},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = running.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGTERM)  # torchrun passes it on
-        out, _ = running.communicate(timeout=30)
-    return running.returncode, out
+    quiet = here(PATH=path, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+    return run("bash", "-c", PROLOGUE + script, code=code, folder=folder, env=quiet)
 
 
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands_of_a_page_run(page, folder):
-    code, out = run_commands(commands_of(page), folder)
-    assert code == 0, out[-6000:]
+    run_commands(commands_of(page), folder)
 
 
-@pytest.mark.parametrize(
-    "script", ["false | true\n:", "python -c 'raise SystemExit(3)'\n:", "torchrun absent.py\n:"]
-)
-def test_a_command_that_fails_is_seen(script, folder):
-    assert run_commands(script, folder)[0] != 0
-
-
-def test_python_that_fails_is_seen(folder):
+def test_what_fails_is_seen(folder):
+    for script in ("false | true\n:", "python -c 'raise SystemExit(3)'\n:", "torchrun absent.py\n:"):
+        assert run_commands(script, folder, code=None).code != 0
     broken = folder / "broken.md"
     broken.write_text("# Page\n\n```python\nvalue = 1\n```\n\n```python\nassert value == 2\n```\n")
     outcomes = run_isolated(run_python, str(broken), str(folder), 0, world_size=2, timeout=LIMIT)

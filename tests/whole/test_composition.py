@@ -59,28 +59,21 @@ def replicated_by(way: str, module: nn.Module) -> None:
 
 
 @each_front
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
 @ranks(RANKS)
-def test_replicate_around_units(rank, world_size, way, front):
-    plain = net()
-    model = copy.deepcopy(plain)
-    for index in (0, 2):
-        model[index] = shard(front, model[index])
-    replicated_by(way, model)
-    assert_trains_like(plain, model, rank)
+def test_replicate_around_units_and_inside_of_one(rank, world_size, front):
+    for way in ("ddp", "fsdp"):
+        plain, inside = net(), net()
+        model = copy.deepcopy(plain)
+        for index in (0, 2):
+            model[index] = shard(front, model[index])
+        replicated_by(way, model)
+        assert_trains_like(plain, model, rank)
 
-
-@each_front
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@ranks(RANKS)
-def test_replicate_inside_of_a_unit(rank, world_size, way, front):
-    plain = net()
-    model = copy.deepcopy(plain)
-    replicated_by(way, model[2])
-    theirs = [*model[2].parameters()]
-    model = shard(front, model)
-    assert all(one is other for one, other in zip(theirs, model[2].parameters())), "left alone"
-    assert_trains_like(plain, model, rank)
+        replicated_by(way, inside[2])
+        theirs = [*inside[2].parameters()]
+        model = shard(front, inside)
+        assert all(one is other for one, other in zip(theirs, model[2].parameters())), "left alone"
+        assert_trains_like(net(), model, rank)
 
 
 @each_front
@@ -92,22 +85,17 @@ def test_ddp_around_units_that_it_ignores(rank, world_size, front):
     names = [name for name, _ in model.named_parameters() if name.startswith("2.")]
     DDP._set_params_and_buffers_to_ignore_for_model(model, names)
     assert_trains_like(plain, model, rank, DDP(model))
-
-
-@ranks(RANKS)
-def test_what_is_sharded_is_not_replicated(rank, world_size):
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(shard("composable", net()))
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(RANKS)
-def test_a_module_whose_unit_has_no_parameters_is_wrapped_again(rank, world_size, use_orig_params):
+def test_a_module_whose_unit_has_no_parameters_is_wrapped_again(rank, world_size):
     plain = net()
-    inner = nn.Sequential(*(FSDP(copy.deepcopy(each), use_orig_params=use_orig_params) for each in plain))
-    first = FSDP(inner, use_orig_params=use_orig_params)
+    inner = nn.Sequential(*(FSDP(copy.deepcopy(each), use_orig_params=True) for each in plain))
+    first = FSDP(inner, use_orig_params=True)
     assert_trains_like(plain, first, rank)
-    again = FSDP(inner, use_orig_params=use_orig_params)
+    again = FSDP(inner, use_orig_params=True)
     assert_trains_like(plain, again, rank)
     assert_trains_like(plain, first, rank)
     with pytest.raises(ValueError, match="already wrapped"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bed.paths import ROOT
+from bed.scripts import here, on_ranks, python
 from fsdp_wrap._core import __version__
 
 pytestmark = pytest.mark.slow
@@ -51,12 +50,6 @@ dist.destroy_process_group()
 """
 
 
-def run(*command: str, **options: str | Path | dict[str, str]) -> str:
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
-    return str(ran.stdout)
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The source archive, and the wheel that is built from it."""
@@ -64,7 +57,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         pytest.importorskip(tool, reason='needs pip install -e ".[dev]"')
     root = tmp_path_factory.mktemp("release")
     shutil.copytree(ROOT, root / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(root / "dist"), cwd=root / "source")
+    environment = {**os.environ}  # not what imports the checkout
+    python(
+        *("-m", "build", "--no-isolation", "--outdir", root / "dist"), folder=root / "source", env=environment
+    )
     (archive,) = (root / "dist").glob("*.tar.gz")
     (wheel,) = (root / "dist").glob("*.whl")
     return archive, wheel
@@ -79,12 +75,8 @@ def test_archives_hold_what_they_should(built):
     for name in (
         *("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "pyproject.toml", ".ci/run"),
         *("fsdp_wrap/py.typed", "tests/bed/crew.py", "tests/whole/test_distribution.py"),
-        *(
-            "docs/architecture.md",
-            "docs/public_api/release.txt",
-            "examples/lm/model.py",
-            "benchmarks/step.py",
-        ),
+        *("docs/architecture.md", "docs/public_api/release.txt"),
+        *("examples/lm/model.py", "benchmarks/step.py"),
     ):
         assert name in inside, name
     assert not any(name.endswith(".pyc") for name in inside)
@@ -94,29 +86,14 @@ def test_archives_hold_what_they_should(built):
         there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_wrap").rglob("*.py")}
         assert there | {"fsdp_wrap/py.typed"} <= set(files.namelist())
         assert any(name.endswith("LICENSE") for name in files.namelist())
-
-
-def test_metadata_are_in_order(built):
-    run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
+    python("-m", "twine", "check", "--strict", *built)
 
 
 def test_installed_wheel_trains_without_the_repository(built, tmp_path):
     _, wheel = built
     place = tmp_path / "site"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(place),
-        str(wheel),
-    )
+    python(*"-m pip install -q --no-deps --no-index --target".split(), place, wheel)
     (tmp_path / "training.py").write_text(TRAINING)
-    environment = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "training.py")
-    said = run(sys.executable, *launch, cwd=tmp_path, env=environment)
+    environment = here(PYTHONPATH=str(place), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    said = python(*on_ranks(2, "training.py"), folder=tmp_path, env=environment).out
     assert f"trained by {place / 'fsdp_wrap' / '__init__.py'} {__version__}" in said

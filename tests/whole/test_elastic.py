@@ -1,4 +1,7 @@
-"""Training that outlives its hosts, under torchrun's elastic agent: what goes on, from where, to what end."""
+"""Training that outlives its hosts, under torchrun's elastic agent: what goes on, from where, to what end.
+
+Also a receiver of weights that dies and comes back, and what the command that kills draws.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,13 @@ import torch.distributed as dist
 
 from bed.paths import ROOT
 from bed.patience import NEVER, until
+from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks import receiver_kills
+from benchmarks.kills import KINDS, drawn
+
 sys.path.insert(0, str(ROOT / "examples"))
 
 from lm.data import Corpus, Share
@@ -41,22 +49,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # which data a rank sees
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 9])
-def test_a_step_has_the_same_windows_for_any_number_of_ranks(text, ranks):
+def test_a_step_has_the_same_windows_for_any_number_of_ranks(text):
     """Each once; all ranks run equally many forwards; the mean over ranks is that over the windows."""
     corpus = Corpus.load(text, 16)
     expected, _ = corpus.batch("step 3", 7, 16)
-    found, weights = [], 0.0
-    for rank in range(ranks):
-        share = Share(rank, ranks, global_batch=7, batch=2)
-        parts = [*share.windows(corpus, "step 3", 16)]
-        assert len(parts) == share.forwards == math.ceil(math.ceil(7 / ranks) / 2)
-        for (inputs, targets), count in parts:
-            assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
-            found.append(inputs[:count])
-            weights += count * share.scale / ranks
-    assert torch.equal(torch.cat(found), expected)
-    assert weights == pytest.approx(1)
+    for ranks in (1, 2, 3, 5, 9):
+        found, weights = [], 0.0
+        for rank in range(ranks):
+            share = Share(rank, ranks, global_batch=7, batch=2)
+            parts = [*share.windows(corpus, "step 3", 16)]
+            assert len(parts) == share.forwards == math.ceil(math.ceil(7 / ranks) / 2)
+            for (inputs, targets), count in parts:
+                assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
+                found.append(inputs[:count])
+                weights += count * share.scale / ranks
+        assert torch.equal(torch.cat(found), expected), ranks
+        assert weights == pytest.approx(1)
 
 
 def test_the_table_of_kills_counts_rightly():
@@ -75,16 +83,8 @@ def test_the_table_of_kills_counts_rightly():
 def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
     """Of two hosts one goes for good, later a rank of the other; the end is that of an undisturbed run."""
     script = [str(ROOT / "examples" / "train_lm.py"), *LONG.split(), "--data", str(text)]
-    alone = subprocess.run(
-        [sys.executable, *script],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: os.sched_setaffinity(0, cores_of(0, 2)),  # as a host below
-        capture_output=True,
-        text=True,
-        timeout=NEVER,
-    )
-    assert alone.returncode == 0, alone.stderr
-    undisturbed = json.loads(alone.stdout.splitlines()[-1])
+    alone = python(*script, first=lambda: os.sched_setaffinity(0, cores_of(0, 2)))  # as a host below
+    undisturbed = json.loads(alone.out.splitlines()[-1])
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saved, log = tmp_path / "checkpoints", tmp_path / "run.log"
@@ -139,3 +139,18 @@ def test_a_lost_host_costs_no_more_than_the_steps_since_the_copy(text, tmp_path)
 def resumptions(run: Run) -> list[tuple[int, str]]:
     lines = [json.loads(line) for line in run.log.read_text().splitlines() if line.startswith("{")]
     return [(line["resumed"], line["from"]) for line in lines if "resumed" in line]
+
+
+def test_kinds_are_drawn_equally_often_and_by_the_seed():
+    first, again, other = (drawn(50, KINDS, random.Random(seed)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert sorted(Counter(first).values()) == [8, 8, 8, 8, 9, 9]
+
+
+@pytest.mark.slow
+def test_a_receiver_that_is_killed_costs_no_step_and_the_next_one_has_all():
+    """The trainers' bits are those of a run without receivers, and the last receiver has them."""
+    events, same = receiver_kills.disturbed(1, seed=3)
+    assert [event.lost for event in events] == [0]
+    assert events[0].seconds < events[0].away
+    assert same

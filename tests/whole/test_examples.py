@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,81 +17,26 @@ from torch import nn
 from bed import ranks
 from bed.paths import ROOT
 from bed.patience import NEVER, until
+from bed.scripts import Done, on_ranks, python
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks.victims import Host, kill
 
 EXAMPLES = ROOT / "examples"
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4".split()
-LIMIT = NEVER
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def report(self) -> dict[str, float]:
-        assert self.code == 0, self.err
-        return json.loads(self.out.splitlines()[-1])
+def report_of(done: Done) -> dict[str, float]:
+    assert done.code == 0, done
+    report: dict[str, float] = json.loads(done.out.splitlines()[-1])
+    return report
 
 
-class Torchrun:
-    """A running `torchrun`; its rank processes end with it, whatever happens in between."""
-
-    def __init__(self, script: str, *flags: str, processes: int = 2, cwd: Path = ROOT) -> None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, *launcher, str(EXAMPLES / script), *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-
-    def __enter__(self) -> Torchrun:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        ranks = self.ranks()
-        if self._process.poll() is None:
-            self._process.terminate()  # torchrun passes it on
-            try:
-                self._process.communicate(timeout=20)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                for pid in ranks.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-
-    def result(self, limit: float = LIMIT) -> Result:
-        out, err = self._process.communicate(timeout=limit)
-        return Result(self._process.returncode, out, err)
-
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def ranks(self) -> dict[int, int]:
-        """The process id of each rank that is running now."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(stat.read_text().rpartition(")")[2].split()[1])
-                environment = (stat.parent / "environ").read_bytes() if parent == self._process.pid else b""
-            except OSError:  # ended meanwhile
-                continue
-            for entry in environment.split(b"\0"):
-                if entry.startswith(b"RANK="):
-                    found[int(entry[5:])] = int(stat.parent.name)
-        return found
-
-
-def train(*flags: object, processes: int = 2) -> Result:
+def train(*flags: object, processes: int = 2) -> Done:
     """A tiny run of the language-model example, to its end."""
-    with Torchrun("train_lm.py", *TINY, *map(str, flags), processes=processes) as run:
-        return run.result()
+    return python(*on_ranks(processes, EXAMPLES / "train_lm.py", *TINY, *flags))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_default_corpus_trains_and_reports_one_line_of_json():
     result = train("--steps", 12, "--eval-every", 5, "--lr", "1e-2")
-    report = result.report
+    report = report_of(result)
     assert set(report) == {"step", "val_loss", "tokens_per_s", "peak_memory_bytes"}
     assert report["step"] == 12
     assert 1 < report["val_loss"] < 5.5  # log 256 is 5.545
@@ -132,18 +73,38 @@ def test_default_corpus_trains_and_reports_one_line_of_json():
 @pytest.mark.slow
 def test_muon_learns_more_in_the_same_steps(data):
     flags = ("--data", data, "--steps", 40, "--sample", 0)
-    losses = {name: train(*flags, "--optimizer", name).report["val_loss"] for name in ("adamw", "muon")}
+    losses = {name: report_of(train(*flags, "--optimizer", name))["val_loss"] for name in ("adamw", "muon")}
     assert 0 < losses["muon"] < losses["adamw"]
 
 
 @pytest.mark.slow
 def test_minimal_example_trains_and_saves(tmp_path):
-    with Torchrun("minimal.py", cwd=tmp_path) as run:
-        result = run.result()
-    assert result.code == 0, result.err
+    result = python(*on_ranks(2, EXAMPLES / "minimal.py"), folder=tmp_path)
     losses = [float(line.rpartition(" ")[2]) for line in result.out.splitlines()]
     assert losses[-1] < losses[0]
     assert (tmp_path / "model.pt").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_default_run_learns():
+    assert report_of(python(*on_ranks(2, EXAMPLES / "train_lm.py")))["val_loss"] < 1.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
+def test_any_number_of_processes_trains_evaluates_and_samples(data, processes):
+    report = report_of(train("--data", data, "--steps", 4, "--accumulation", 2, processes=processes))
+    assert 1 < report["val_loss"] < 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["gloo", "memory", "folder"])
+def test_a_generating_process_follows_the_trainers(way):
+    words = f"--way {way} --steps 4 --every 2".split()
+    result = python(*on_ranks(2, EXAMPLES / "weights_to_inference.py", *words))
+    lines = [line for line in result.out.splitlines() if line.startswith("version")]
+    assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
+    assert ": all; 'def " in lines[0] and " changes (" in lines[2]
 
 
 # --- before it runs, and while it runs ------------------------------------------------------------------
@@ -151,16 +112,9 @@ def test_minimal_example_trains_and_saves(tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_is_printed_and_nothing_is_trained(tmp_path):
-    planned = subprocess.run(
-        [sys.executable, EXAMPLES / "train_lm.py", *TINY, "--plan", "64", "--checkpoint", tmp_path / "run"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert planned.returncode == 0, planned.stderr
-    assert "rank 0 of 64" in planned.stdout and "blocks.1" in planned.stdout
-    assert "val_loss" not in planned.stdout and not (tmp_path / "run").exists()
+    planned = python(EXAMPLES / "train_lm.py", *TINY, "--plan", "64", "--checkpoint", tmp_path / "run").out
+    assert "rank 0 of 64" in planned and "blocks.1" in planned
+    assert "val_loss" not in planned and not (tmp_path / "run").exists()
 
 
 def test_a_plan_of_a_job_is_printed_by_its_first_rank_alone(monkeypatch, capsys):
@@ -184,7 +138,7 @@ def test_a_plan_of_a_job_is_printed_by_its_first_rank_alone(monkeypatch, capsys)
 @pytest.mark.slow
 def test_a_timeline_of_some_steps_is_written_with_report_and_picture(data, tmp_path):
     result = train("--data", data, "--steps", 6, "--timeline", tmp_path / "seen")
-    assert result.report["step"] == 6
+    assert report_of(result)["step"] == 6
     assert "wrote trace.json" in result.err
     trace = json.loads((tmp_path / "seen" / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"] if event.get("ph") == "X"} == {0, 1}
@@ -200,25 +154,19 @@ def test_a_timeline_of_some_steps_is_written_with_report_and_picture(data, tmp_p
 def test_resumed_run_ends_exactly_like_an_uninterrupted_one(data, tmp_path):
     """Over a damaged checkpoint; a run whose steps see other data is refused."""
     flags = ("--data", data, "--steps", 6, "--accumulation", 2, "--checkpoint", tmp_path)
-    whole = train(*flags, "--checkpoint-every", 3).report
+    whole = report_of(train(*flags, "--checkpoint-every", 3))
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step_00000003", "step_00000006"]
     part = tmp_path / "step_00000006" / "__1_0.distcp"
     part.write_bytes(part.read_bytes()[:1000])
     before = contents(tmp_path)
-    alone = subprocess.run(
-        [sys.executable, EXAMPLES / "train_lm.py", *TINY, *map(str, flags), "--resume"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert alone.returncode != 0
-    assert "error: " in alone.stderr and "global batch is 8 in the checkpoint and 4 here" in alone.stderr
+    alone = python(EXAMPLES / "train_lm.py", *TINY, *flags, "--resume", code=None)
+    assert alone.code != 0
+    assert "error: " in alone.err and "global batch is 8 in the checkpoint and 4 here" in alone.err
     assert contents(tmp_path) == before
 
     result = train(*flags, "--checkpoint-every", 1, "--resume")
-    assert result.report["step"] == whole["step"] == 6
-    assert result.report["val_loss"] == whole["val_loss"]
+    assert report_of(result)["step"] == whole["step"] == 6
+    assert report_of(result)["val_loss"] == whole["val_loss"]
     assert "step_00000006: __1_0.distcp has 1000 of" in result.err
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step_00000005", "step_00000006"]
 
@@ -265,32 +213,32 @@ def test_folders_refuse_what_is_not_of_this_run(rank, world_size, tmp_path, monk
 # --- wrong flags --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--steps -3", "--steps: must be at least 1, not -3"),
-        ("--steps many", "--steps: invalid whole number value: 'many'"),
-        ("--lr nan", "--lr: must be positive and finite"),
-        ("--width 30 --heads 4", "--heads 4 does not divide --width 30"),
-        ("--wrap Blok", "--wrap Blok is no module class of the model; it has Attention, Block"),
-        ("--wrap ModuleList", "--wrap ModuleList is no module class of the model"),
-        ("--resume", "--resume needs --checkpoint DIR"),
-        ("--data {tmp}/absent", "absent does not exist or is not a folder"),
-        ("--data {tmp}", "holds 0 bytes of text to train on and 0 held out"),
-        ("--data {tmp}/small", "each must be more than the context of 64 bytes"),
-    ],
-)
-def test_wrong_flags_end_in_a_usage_error(flags, message, tmp_path, monkeypatch, capsys):
+WRONG_FLAGS = {
+    "--steps -3": "--steps: must be at least 1, not -3",
+    "--steps many": "--steps: invalid whole number value: 'many'",
+    "--lr nan": "--lr: must be positive and finite",
+    "--width 30 --heads 4": "--heads 4 does not divide --width 30",
+    "--wrap Blok": "--wrap Blok is no module class of the model; it has Attention, Block",
+    "--wrap ModuleList": "--wrap ModuleList is no module class of the model",
+    "--resume": "--resume needs --checkpoint DIR",
+    "--data {tmp}/absent": "absent does not exist or is not a folder",
+    "--data {tmp}/empty": "holds 0 bytes of text to train on and 0 held out",
+    "--data {tmp}/small": "each must be more than the context of 64 bytes",
+}
+
+
+def test_wrong_flags_end_in_a_usage_error(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from lm.options import parse
 
-    if "small" in flags:
-        (tmp_path / "small").mkdir()
-        (tmp_path / "small" / "text").write_text("too little to learn from")
-    with pytest.raises(SystemExit) as ended:
-        parse(flags.format(tmp=tmp_path).split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "text").write_text("too little to learn from")
+    for flags, message in WRONG_FLAGS.items():
+        with pytest.raises(SystemExit) as ended:
+            parse(flags.format(tmp=tmp_path).split())
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 # --- killed -------------------------------------------------------------------------------------------
@@ -301,12 +249,12 @@ LONG = ("--steps", 90, "--checkpoint-every", 3)
 
 @pytest.fixture(scope="module")
 def uninterrupted(data: Path) -> float:
-    return train("--data", data, *LONG).report["val_loss"]
+    return report_of(train("--data", data, *LONG))["val_loss"]
 
 
-def wait_for(folder: Path, pattern: str, run: Torchrun) -> None:
-    until(lambda: any(folder.glob(pattern)) or not run.is_running(), pause=0.002)
-    assert any(folder.glob(pattern)), run.result().err
+def wait_for(folder: Path, pattern: str, run: Host) -> None:
+    until(lambda: any(folder.glob(pattern)) or run.agent.poll() is not None, pause=0.002)
+    assert any(folder.glob(pattern)), run.log.with_suffix(".err").read_text()
 
 
 @pytest.mark.slow
@@ -315,36 +263,16 @@ def wait_for(folder: Path, pattern: str, run: Torchrun) -> None:
 @pytest.mark.parametrize("moment", ["in_a_step", "in_a_checkpoint"])
 def test_killed_run_resumes_to_the_same_end(data, uninterrupted, tmp_path, moment, rank):
     flags = ["--data", data, *LONG, "--checkpoint", tmp_path / "checkpoints"]
-    with Torchrun("train_lm.py", *TINY, *map(str, flags)) as run:
+    command = [sys.executable, *map(str, on_ranks(2, EXAMPLES / "train_lm.py", *TINY, *flags))]
+    run = Host(command, tmp_path / "memory", tmp_path / "run.log", sorted(os.sched_getaffinity(0)))
+    try:
         wait_for(tmp_path / "checkpoints", "step_00000006", run)
         if moment == "in_a_step":
             time.sleep(random.uniform(0, 0.5))
         else:
             wait_for(tmp_path / "checkpoints", ".*.partial", run)
-        os.kill(run.ranks()[rank], signal.SIGKILL)
-        assert run.result().code != 0
-    assert train(*flags, "--resume").report["val_loss"] == uninterrupted
-
-
-@pytest.mark.slow
-def test_default_run_learns():
-    with Torchrun("train_lm.py") as run:
-        assert run.result(limit=600).report["val_loss"] < 1.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 3, 4])
-def test_any_number_of_processes_trains_evaluates_and_samples(data, processes):
-    report = train("--data", data, "--steps", 4, "--accumulation", 2, processes=processes).report
-    assert 1 < report["val_loss"] < 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["gloo", "memory", "folder"])
-def test_a_generating_process_follows_the_trainers(way):
-    with Torchrun("weights_to_inference.py", "--way", way, "--steps", "4", "--every", "2") as running:
-        result = running.result()
-    assert result.code == 0, result.err
-    lines = [line for line in result.out.splitlines() if line.startswith("version")]
-    assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
-    assert ": all; 'def " in lines[0] and " changes (" in lines[2]
+        kill([run.ranks()[rank]])
+        assert run.agent.wait(timeout=NEVER) != 0
+    finally:
+        run.stop()
+    assert report_of(train(*flags, "--resume"))["val_loss"] == uninterrupted

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,7 @@ import pytest
 import torch
 
 from bed.paths import ROOT
-from bed.patience import NEVER
-from bed.scripts import script
+from bed.scripts import Done, here, python, script
 
 gallery = script("gallery")
 
@@ -29,7 +25,7 @@ NEEDS = {
     "ray_train": ["ray"],
     "resume_elsewhere": ["safetensors"],
 }
-LINES, LIMIT = 120, NEVER
+LINES = 120
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -41,21 +37,13 @@ def marked(name: str) -> Any:
     )
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: str, folder: Path, code: int | None = 0) -> Done:
     """Runs a command in an empty folder, with this interpreter and this checkout."""
     words = [re.sub("^examples/", f"{ROOT}/examples/", word) for word in shlex.split(command)]
     program, *arguments = words[words.index("&&") + 1 :] if "&&" in words else words
     starts = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "python": []}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.run(
-        [sys.executable, *starts[program], *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=LIMIT,
-        env={**os.environ, **quiet, "PYTHONPATH": path},
-    )
+    quiet = here(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    return python(*starts[program], *arguments, code=code, folder=folder, env=quiet)
 
 
 def words_of(line: str) -> list[str]:
@@ -81,8 +69,7 @@ def test_it_prints_what_it_says(name, tmp_path):
     example = gallery.Example.read(name)
     for command in [each for each in example.commands if not re.fullmatch("pip [^&]*", each)]:
         done = run(command, tmp_path)
-        assert done.returncode == 0, done.stderr[-4000:]
-    printed = done.stdout.splitlines()
+    printed = done.out.splitlines()
     if "beside what" in example.before:
         known = [*map(words_of, example.printed)]
         printed = [line for line in printed if words_of(line) in known]
@@ -99,10 +86,7 @@ def losses_of(lines: list[str]) -> list[float]:
 
 def losses_of_an_uninterrupted_run() -> list[float]:
     """Those of steps 30 and 40 of a plain model in this process, which sees all samples."""
-    spec = importlib.util.spec_from_file_location("resume_elsewhere", ROOT / "examples/resume_elsewhere.py")
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = script("resume_elsewhere", "examples")
     model, losses = example.make_net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(1, 41):
@@ -118,23 +102,25 @@ def losses_of_an_uninterrupted_run() -> list[float]:
 
 @pytest.mark.slow
 def test_a_number_of_ranks_that_does_not_fit_is_told_in_a_line(tmp_path):
-    done = run("torchrun --nproc-per-node 1 examples/experts.py", tmp_path)
-    assert done.returncode != 0
-    assert "experts.py: error: two ranks share the experts, so start an even number, not 1\n" in done.stderr
+    done = run("torchrun --nproc-per-node 1 examples/experts.py", tmp_path, code=None)
+    assert done.code != 0
+    assert "experts.py: error: two ranks share the experts, so start an even number, not 1\n" in done.err
 
 
 def test_page_is_up_to_date():
     assert gallery.page() == gallery.TARGET.read_text("utf-8"), "run python docs/gallery.py"
 
 
-@pytest.mark.parametrize("name", gallery.GALLERY)
-def test_it_is_short_and_uses_public_names(name):
-    text = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
-    assert len(text.splitlines()) < LINES
-    tree = [*ast.walk(ast.parse(text))]
-    modules = [each for each in tree if isinstance(each, ast.ImportFrom)]
-    named = [f"{each.module}.{alias.name}" for each in modules for alias in each.names]
-    attributes = [each.attr for each in tree if isinstance(each, ast.Attribute)]
-    parts = [part for path in named if path.startswith(("fsdp_wrap", "torch")) for part in path.split(".")]
-    private = [part for part in (*parts, *attributes) if re.match("_(?!_)", part)]
-    assert not private
+def test_they_are_short_and_use_public_names():
+    for name in gallery.GALLERY:
+        text = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
+        assert len(text.splitlines()) < LINES, name
+        tree = [*ast.walk(ast.parse(text))]
+        modules = [each for each in tree if isinstance(each, ast.ImportFrom)]
+        named = [f"{each.module}.{alias.name}" for each in modules for alias in each.names]
+        attributes = [each.attr for each in tree if isinstance(each, ast.Attribute)]
+        parts = [
+            part for path in named if path.startswith(("fsdp_wrap", "torch")) for part in path.split(".")
+        ]
+        private = [part for part in (*parts, *attributes) if re.match("_(?!_)", part)]
+        assert not private, name

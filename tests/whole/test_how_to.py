@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from bed.paths import ROOT
+from bed.scripts import run
 
 SCRIPT = ROOT / "examples" / "slurm.sh"
 PRINT_ARGUMENTS = '#!/bin/bash\nprintf "%s\\n" "${0##*/}" "$@"\n'
 
 
-def test_the_slurm_script_is_on_its_page():
+def test_the_slurm_script_is_sound_and_on_its_page():
+    run("bash", "-n", SCRIPT)
     page = (ROOT / "docs" / "how-to" / "several-hosts.md").read_text("utf-8")
     assert f"```sh\n{SCRIPT.read_text('utf-8').rstrip()}\n```\n" in page
 
@@ -26,17 +27,8 @@ def started(folder: Path, programs: dict[str, str], **settings: str) -> list[str
         (folder / name).chmod(0o755)
     path = os.pathsep.join([str(folder), "/usr/bin", "/bin"])
     job = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "host-[3-4]", "SLURM_JOB_NUM_NODES": "2"}
-    return subprocess.run(
-        ["bash", str(SCRIPT), "train.py", "--lr", "a b"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PATH": path, **job, **settings},
-    ).stdout.splitlines()
-
-
-def test_the_slurm_script_is_sound():
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+    done = run("bash", SCRIPT, "train.py", "--lr", "a b", env={"PATH": path, **job, **settings})
+    return done.out.splitlines()
 
 
 @pytest.mark.skipif(Path("/usr/bin/srun").exists(), reason="this host has Slurm")
@@ -55,9 +47,8 @@ def test_the_slurm_script_starts_one_torchrun_on_each_host(tmp_path):
     }
     assert words[14:] == ["train.py", "--lr", "a b"]
 
-
-@pytest.mark.skipif(Path("/usr/bin/srun").exists(), reason="this host has Slurm")
-def test_the_slurm_script_starts_this_hosts_part_without_slurm(tmp_path):
+    for name in programs:
+        (tmp_path / name).unlink()  # without Slurm it starts this host's part
     alone = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost", "RANKS_PER_NODE": "2"}
     words = started(tmp_path, {"torchrun": PRINT_ARGUMENTS}, **alone)
     assert words[0] == "torchrun"

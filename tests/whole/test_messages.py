@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import io
 import pickle
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
 from bed.paths import ROOT
-from fronts import each_front
+from bed.scripts import python
+from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType, fully_shard
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
+
+each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def net() -> nn.Sequential:
@@ -43,59 +45,49 @@ OF_TORCH: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("argument", OF_TORCH)
 @ranks(2)
-def test_torchs_objects_are_told_from_ours(rank, world_size, argument):
-    value = OF_TORCH[argument]
+def test_torchs_objects_are_told_from_ours(rank, world_size):
     model = net()
     before = list(model.parameters())
-    assert_names_both(type(value).__name__, lambda: FSDP(model, **{argument: value}))
-    policy = CustomPolicy(lambda module: {argument: value} if isinstance(module, nn.Linear) else False)
-    assert_names_both(type(value).__name__, lambda: FSDP(model, auto_wrap_policy=policy))
+    for argument, value in OF_TORCH.items():
+        assert_names_both(type(value).__name__, partial(FSDP, model, **{argument: value}))
+        policy = CustomPolicy(partial(overridden, options={argument: value}))
+        assert_names_both(type(value).__name__, partial(FSDP, model, auto_wrap_policy=policy))
+    with pytest.raises(TypeError, match="must be a ShardingStrategy or None, not 'FULL_SHARD'"):
+        FSDP(model, sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
 
-
-@ranks(2)
-def test_torchs_objects_are_told_from_ours_elsewhere(rank, world_size):
-    wrapped, mesh = FSDP(net()), init_device_mesh("cpu", (world_size,))
-    kind = torch_fsdp.StateDictType.FULL_STATE_DICT
-    assert_names_both("StateDictType", lambda: FSDP.set_state_dict_type(wrapped, kind))  # type: ignore[arg-type]
-    for config in (torch_fsdp.FullStateDictConfig(), torch_fsdp.FullOptimStateDictConfig()):
-        place = "optim_state_dict_config" if "Optim" in type(config).__name__ else "state_dict_config"
-        options: dict[str, Any] = {place: config}
-        assert_names_both(
-            type(config).__name__,
-            lambda: FSDP.set_state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, **options),  # noqa: B023
-        )
-    for policy in (
-        torch_fsdp.MixedPrecisionPolicy(),
-        torch_fsdp.OffloadPolicy(),
-        torch_fsdp.CPUOffloadPolicy(),
+    wrapped, kind = FSDP(net()), torch_fsdp.StateDictType.FULL_STATE_DICT
+    assert_names_both("StateDictType", partial(FSDP.set_state_dict_type, wrapped, kind))  # type: ignore[arg-type]
+    for argument, value in (
+        ("state_dict_config", torch_fsdp.FullStateDictConfig()),
+        ("optim_state_dict_config", torch_fsdp.FullOptimStateDictConfig()),
     ):
-        argument = "mp_policy" if "Mixed" in type(policy).__name__ else "offload_policy"
-        options = {argument: policy}
-        assert_names_both(type(policy).__name__, lambda: fully_shard(net(), mesh=mesh, **options))  # noqa: B023
-    with pytest.raises(TypeError, match="must be a ShardingStrategy or None, not 'FULL_SHARD'"):
-        FSDP(net(), sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
+        ours: Any = partial(FSDP.set_state_dict_type, wrapped, StateDictType.FULL_STATE_DICT)
+        assert_names_both(type(value).__name__, partial(ours, **{argument: value}))
+    for argument, value in (
+        ("mp_policy", torch_fsdp.MixedPrecisionPolicy()),
+        ("offload_policy", torch_fsdp.OffloadPolicy()),
+        ("offload_policy", torch_fsdp.CPUOffloadPolicy()),
+    ):
+        ours = partial(fully_shard, net())
+        assert_names_both(type(value).__name__, partial(ours, **{argument: value}))
 
 
-def made(front: str, module: nn.Module, **options: Any) -> nn.Module:
-    """Sharded by a front-end, with an option that has the same name in all."""
-    if front != "composable":
-        return FSDP(module, use_orig_params=front == "orig", **options)
-    return fully_shard(module, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)), **options)
+def overridden(module: nn.Module, options: dict[str, Any]) -> bool | dict[str, Any]:
+    return options if isinstance(module, nn.Linear) else False
 
 
-@each_front
+@each_api
 @ranks(2)
 def test_shared_memory_is_a_flag(rank, world_size, front):
     for wrong in ("yes", 1, "0"):
         model = net()
         with pytest.raises(TypeError, match=f"shared_memory must be True, False or None.*not {wrong!r}"):
-            made(front, model, shared_memory=wrong)
+            shard(front, model, shared_memory=wrong)
         assert [param.numel() for param in model.parameters()] == [16, 4, 8, 2]
     for right in (None, True, False):
-        made(front, net(), shared_memory=right)(torch.ones(1, 4)).sum().backward()
+        shard(front, net(), shared_memory=right)(torch.ones(1, 4)).sum().backward()
 
 
 @ranks(2)
@@ -127,26 +119,24 @@ class LazyScale(nn.modules.lazy.LazyModuleMixin, nn.Module):  # type: ignore[mis
         return x * self.scale
 
 
-@each_front
+@each_api
 @ranks(2)
 def test_lazy_modules_are_to_run_once(rank, world_size, front):
     for lazy, named in ((nn.LazyLinear(3), "1.weight"), (LazyScale(), "1.scale")):
         model = nn.Sequential(nn.Linear(4, 4), lazy)
         with pytest.raises(ValueError, match=f"'{named}' .*lazy.* no shape yet; run one forward"):
-            made(front, model)
+            shard(front, model)
         model(torch.ones(2, 4))
-        made(front, model)(torch.ones(2, 4)).sum().backward()
-    if front != "composable":
-        ignoring = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
-        FSDP(ignoring, ignored_modules=[ignoring[1]], use_orig_params=front == "orig")
+        shard(front, model)(torch.ones(2, 4)).sum().backward()
+    ignoring = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+    FSDP(ignoring, ignored_modules=[ignoring[1]], use_orig_params=True)
 
 
-@each_front
 @ranks(2)
-def test_pickling_says_what_to_do_instead(rank, world_size, front):
-    model = made(front, net())
-    holder = nn.ModuleDict({"inner": model})
-    for value in (model, holder):
+def test_pickling_says_what_to_do_instead(rank, world_size):
+    """With `fully_shard`; of the wrapper `test_errors.py` shows it."""
+    model = fully_shard(net())
+    for value in (model, nn.ModuleDict({"inner": model})):
         for save in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
             with pytest.raises(TypeError, match=r"cannot be pickled.*state"):
                 save(value)
@@ -154,18 +144,14 @@ def test_pickling_says_what_to_do_instead(rank, world_size, front):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "arguments", "told"),
-    [
-        ("host", ["--cases", "12"], "--cases: '12' unknown; there are 4 parameters, 12 parameters, 24 par"),
-        ("step", ["--impl", "ddp,fdsp"], "--impl: 'fdsp' unknown; there are ddp, "),
-        ("collectives", ["--impl", "ddp"], "--impl: 'ddp' unknown; collectives has none to choose from"),
-    ],
-)
-def test_benchmarks_refuse_names_that_are_none(script, arguments, told):
-    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 2 and told in found.stderr and not found.stdout
+def test_benchmarks_refuse_names_that_are_none():
+    for words, told in (
+        ("host --cases 12", "--cases: '12' unknown; there are 4 parameters, 12 parameters, 24 par"),
+        ("step --impl ddp,fdsp", "--impl: 'fdsp' unknown; there are ddp, "),
+        ("collectives --impl ddp", "--impl: 'ddp' unknown; collectives has none to choose from"),
+    ):
+        found = python("-m", *f"benchmarks.{words}".split(), code=2)
+        assert told in found.err and not found.out
 
 
 def test_benchmarks_know_their_names():

@@ -36,15 +36,10 @@ COMPOSABLE_SPACE = {
 }
 
 
-@pytest.mark.parametrize("scenario", pairwise(SPACE, seed=1), ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize("space", [SPACE, COMPOSABLE_SPACE], ids=["wrapper", "fully_shard"])
 @ranks(1, 2)
-def test_training_equals_ddp(rank, world_size, scenario):
-    _check_training(rank, scenario)
-
-
-@ranks(2)
-def test_training_by_fully_shard_equals_ddp(rank, world_size):
-    for scenario in pairwise(COMPOSABLE_SPACE, seed=1):
+def test_training_equals_ddp(rank, world_size, space):
+    for scenario in pairwise(space, seed=1):
         _check_training(rank, scenario)
 
 
@@ -71,7 +66,7 @@ def _check_training(rank: int, scenario: dict[str, Any]) -> None:
                     loss = loss_of(each, tokens(rank, 10 * step + part))
                     loss.backward()
                 losses.append(loss.detach())
-            torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0, msg=f"loss: {scenario}")
         assert all(param.grad is None or param.grad.device.type == "cpu" for param in model.parameters())
         if scenario["max_norm"] is not None:
             expected = nn.utils.clip_grad_norm_(ddp.parameters(), scenario["max_norm"])
@@ -84,4 +79,6 @@ def _check_training(rank: int, scenario: dict[str, Any]) -> None:
     for name, value in full_state(model).items():
         if "in_proj_bias" in name and scenario["optimizer"] == "AdamW":
             continue  # its key part has a true gradient of zero, which AdamW blows up
-        torch.testing.assert_close(value, expected_state[name], rtol=1e-9, atol=1e-11, msg=name)
+        torch.testing.assert_close(
+            value, expected_state[name], rtol=1e-9, atol=1e-11, msg=f"{name}: {scenario}"
+        )

@@ -25,33 +25,26 @@ DRAWS = 300
 """Scenarios of the random walk."""
 
 
-@pytest.mark.parametrize("scenario", pairwise(SPACE, seed=1), ids=name_of)
+TWO_RANKS = [
+    *pairwise(SPACE, seed=1),
+    *few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 6),
+    *few_fast(pairwise(REPLICATE_SPACE, seed=5), 14),
+]
+FOUR_RANKS = [
+    *few_fast(pairwise(HYBRID_SPACE, seed=2)[::2], 3),
+    *few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 20),
+]
+
+
+@pytest.mark.parametrize("scenario", TWO_RANKS, ids=name_of)
 @ranks(2)
 def test_every_pair_of_options(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.parametrize("scenario", few_fast(pairwise(HYBRID_SPACE, seed=2)[::2], 3), ids=name_of)
+@pytest.mark.parametrize("scenario", FOUR_RANKS, ids=name_of)
 @ranks(4)
 def test_hybrid_with_other_options(rank, world_size, scenario):
-    check(scenario, rank, world_size)
-
-
-@pytest.mark.parametrize("scenario", few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 6), ids=name_of)
-@ranks(2)
-def test_every_pair_of_options_of_fully_shard(rank, world_size, scenario):
-    check(scenario, rank, world_size)
-
-
-@pytest.mark.parametrize("scenario", few_fast(pairwise(REPLICATE_SPACE, seed=5), 14), ids=name_of)
-@ranks(2)
-def test_every_pair_of_options_of_replicate(rank, world_size, scenario):
-    check(scenario, rank, world_size)
-
-
-@pytest.mark.parametrize("scenario", few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 20), ids=name_of)
-@ranks(4)
-def test_fully_shard_on_four_ranks(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
@@ -75,11 +68,10 @@ def test_cross_of_a_block(rank, world_size, block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("space", [SPACE, COMPOSABLE_SPACE], ids=["wrapper", "fully_shard"])
 @pytest.mark.parametrize("part", range(10))
 @ranks(2, timeout=600)
-def test_random_walk(rank, world_size, part, front):
+def test_random_walk(rank, world_size, part, space):
     generator = random.Random(part)
-    space = SPACE if front == "wrapper" else COMPOSABLE_SPACE
     for _ in range(DRAWS // 10):
         check(draw(space, generator), rank, world_size)

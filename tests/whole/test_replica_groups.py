@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import each_front, full_state
+from fronts import full_state
 from fsdp_wrap.replica_groups import join_replica_groups
 from replica_managers import SHARDS, Manager, sharded
 from resuming import net, other, train, trained
 from state_nets import adamw, assert_close, assert_equal
 
+each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
-@each_front
+
+@each_api
 @ranks(4)
 def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, front):
     model = sharded(front, net(), rank)
@@ -66,7 +68,7 @@ def sharded_again(front: str, rank: int) -> nn.Module:
     return sharded(front, other(net()), rank)
 
 
-@each_front
+@each_api
 @ranks(4)
 def test_without_gradients_only_states_are_the_managers(rank, world_size, front):
     """As for LocalSGD and DiLoCo, which average parameters."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
-from fronts import assert_same_grads, assert_same_values, each_form
+from fronts import assert_same_grads, assert_same_values
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import CustomPolicy
@@ -30,18 +30,22 @@ from models import (
     twins,
 )
 
-each_hybrid = pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-
 
 def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("wrapping", ["whole", "block"])
-@each_form
+def train_with_accumulation(module, optimizer, rank):
+    with module.no_sync():
+        loss_of(module, tokens(rank, 9)).backward()
+    loss_of(module, tokens(rank, 8)).backward()
+    optimizer.step()
+    train(module, optimizer, rank, range(4))
+
+
+@pytest.mark.parametrize(("use_orig_params", "wrapping"), [(False, "whole"), (True, "block")])
 @ranks(1, 2)
-def test_no_shard_is_bit_equal_to_ddp(rank, world_size, use_orig_params, wrapping, accumulate):
+def test_no_shard_is_bit_equal_to_ddp(rank, world_size, use_orig_params, wrapping):
     plain, model = twins(
         Transformer,
         auto_wrap_policy=WRAPPINGS[wrapping](),
@@ -50,13 +54,7 @@ def test_no_shard_is_bit_equal_to_ddp(rank, world_size, use_orig_params, wrappin
     )
     ddp = DDP(plain)
     for module in (ddp, model):
-        optimizer = _adamw(module)
-        if accumulate:
-            with module.no_sync():
-                loss_of(module, tokens(rank, 9)).backward()
-            loss_of(module, tokens(rank, 8)).backward()
-            optimizer.step()
-        train(module, optimizer, rank, range(4))
+        train_with_accumulation(module, _adamw(module), rank)
     assert_same_values(model, ddp)
     assert_same_grads(model, ddp)
 
@@ -90,20 +88,22 @@ def _hybrid_arguments(form: str):
 _HYBRID_GROUPS = {"shard0": [0, 1], "shard1": [2, 3], "replicate0": [0, 2], "replicate1": [1, 3]}
 
 
-@pytest.mark.parametrize("form", ["mesh", "pair", "local_world_size"])
-@each_hybrid
-@each_form
+@pytest.mark.parametrize(
+    ("use_orig_params", "strategy", "form"),
+    [
+        (False, "HYBRID_SHARD", "mesh"),
+        (True, "_HYBRID_SHARD_ZERO2", "mesh"),
+        (True, "HYBRID_SHARD", "pair"),
+        (False, "_HYBRID_SHARD_ZERO2", "local_world_size"),
+    ],
+)
 @ranks(4)
 def test_hybrid_equals_ddp(rank, world_size, use_orig_params, strategy, form):
     plain, model = transformer_twins(use_orig_params, strategy, **_hybrid_arguments(form))
     ddp = DDP(plain)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (ddp, model)]
     for module, optimizer in zip((ddp, model), optimizers):
-        with module.no_sync():
-            loss_of(module, tokens(rank, 9)).backward()
-        loss_of(module, tokens(rank, 8)).backward()
-        optimizer.step()
-        train(module, optimizer, rank, range(4))
+        train_with_accumulation(module, optimizer, rank)
     norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
     torch.testing.assert_close(model.clip_grad_norm_(0.01), norm, rtol=1e-10, atol=1e-12)
     assert_same_values(model, ddp, rtol=0, atol=1e-10)
@@ -118,25 +118,19 @@ def test_hybrid_syncs_module_states_from_rank_0(rank, world_size):
     torch.manual_seed(rank)
     module = nn.Linear(5, 7)
     expected = gather_objects(module.state_dict())[0]
-    model = FSDP(
-        module,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        sync_module_states=True,
-        **_hybrid_arguments("mesh"),
-    )
-    for name, value in model.state_dict().items():
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, **_hybrid_arguments("mesh")}
+    for name, value in FSDP(module, sync_module_states=True, **options).state_dict().items():
         assert torch.equal(value, expected[name])
 
 
-@each_form
 @ranks(2)
-def test_strategies_differ_per_unit(rank, world_size, use_orig_params):
+def test_strategies_differ_per_unit(rank, world_size):
     chosen = iter(["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"])
 
     def choose(module):
         return isinstance(module, Block) and {"sharding_strategy": ShardingStrategy[next(chosen)]}
 
-    plain, model = twins(Transformer, auto_wrap_policy=CustomPolicy(choose), use_orig_params=use_orig_params)
+    plain, model = twins(Transformer, auto_wrap_policy=CustomPolicy(choose), use_orig_params=True)
     ddp = DDP(plain)
     for module in (ddp, model):
         train(module, _adamw(module), rank, range(4))

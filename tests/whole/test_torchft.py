@@ -9,15 +9,15 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
-from fronts import each_front, full_state
+from fronts import full_state
 from fsdp_wrap.replica_groups import join_replica_groups
 from replica_managers import Manager, sharded
 from resuming import net, train
@@ -31,6 +31,8 @@ pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow
 
 FLAGS = "--layers 1 --width 16 --context 16 --global-batch 8 --timeout 20"
+
+each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def started(number: int, folder: Path, *flags: str) -> Group:
@@ -77,56 +79,53 @@ def test_a_group_that_was_killed_heals_while_the_other_goes_on(front, tmp_path, 
     assert all(line["checksum"] == sums[line["step"]] for line in common)
 
 
-def averaged(models: list[nn.Module]) -> dict[str, torch.Tensor]:
-    states = [model.state_dict() for model in models]
-    return {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
+class Plain:
+    """Two groups that train apart, and what they have on average after every second step."""
+
+    def __init__(self) -> None:
+        self.groups = [net() for _ in range(2)]
+        self._optimizers = [adamw(each) for each in self.groups]
+
+    def means(self) -> Iterator[dict[str, torch.Tensor]]:
+        for start in (0, 2):
+            for group, (model, optimizer) in enumerate(zip(self.groups, self._optimizers)):
+                train(model, optimizer, group, 2, range(start, start + 2))
+            states = [model.state_dict() for model in self.groups]
+            yield {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        for model in self.groups:
+            model.load_state_dict(state)
 
 
-@each_front
+@each_api
 @ranks(4)
-def test_local_sgd_averages_shards_of_groups_that_trained_apart(rank, world_size, front):
-    from torchft.local_sgd import LocalSGD
+def test_groups_that_trained_apart_meet_by_local_sgd_and_by_diloco(rank, world_size, front):
+    """The first averages their shards, the second steps by what they have moved."""
+    from torchft.local_sgd import DiLoCo, LocalSGD
 
-    manager = Manager()
-    model = sharded(front, net(), rank)
-    optimizer = adamw(model)
-    join_replica_groups(manager, model, optimizer, average_gradients=False)
-    with LocalSGD(manager, model, optimizer, sync_every=2):
-        train(model, optimizer, rank, world_size, range(4))
-    plain = [net() for _ in range(2)]
-    theirs = [adamw(each) for each in plain]
-    for start in (0, 2):
-        for group in range(2):
-            train(plain[group], theirs[group], group, 2, range(start, start + 2))
-        mean = averaged(plain)
-        for each in plain:
-            each.load_state_dict(mean)
-    assert_close(full_state(model), mean)
+    models = []
+    for way in (LocalSGD, DiLoCo):
+        manager = Manager()
+        model = sharded(front, net(), rank)
+        optimizer = adamw(model)
+        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        join_replica_groups(manager, model, optimizer, average_gradients=False)
+        given = [model, optimizer] if way is LocalSGD else [[model], optimizer, outer]
+        with way(manager, *given, sync_every=2):
+            train(model, optimizer, rank, world_size, range(4))
+        models.append(model)
 
+    plain = Plain()
+    for mean in plain.means():
+        plain.load(mean)
+    assert_close(full_state(models[0]), mean)
 
-@each_front
-@ranks(4)
-def test_diloco_steps_by_what_groups_have_moved(rank, world_size, front):
-    from torchft.local_sgd import DiLoCo
-
-    manager = Manager()
-    model = sharded(front, net(), rank)
-    optimizer = adamw(model)
-    outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-    join_replica_groups(manager, model, optimizer, average_gradients=False)
-    with DiLoCo(manager, [model], optimizer, outer, sync_every=2):
-        train(model, optimizer, rank, world_size, range(4))
-    whole = net()
-    theirs_outer = torch.optim.SGD(whole.parameters(), 0.7, momentum=0.9, nesterov=True)
-    plain = [net() for _ in range(2)]
-    theirs = [adamw(each) for each in plain]
-    for start in (0, 2):
-        for group in range(2):
-            train(plain[group], theirs[group], group, 2, range(start, start + 2))
-        mean = averaged(plain)
+    plain, whole = Plain(), net()
+    outer = torch.optim.SGD(whole.parameters(), 0.7, momentum=0.9, nesterov=True)
+    for mean in plain.means():
         for name, param in whole.named_parameters():
             param.grad = param.detach() - mean[name]
-        theirs_outer.step()
-        for each in plain:
-            each.load_state_dict(whole.state_dict())
-    assert_close(full_state(model), whole.state_dict())
+        outer.step()
+        plain.load(whole.state_dict())
+    assert_close(full_state(models[1]), whole.state_dict())
