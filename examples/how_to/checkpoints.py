@@ -53,7 +53,7 @@ for step in range(first, 21):
         checkpoint.save("runs/lm", model, optimizer, extra, step=step, keep_last=3)
 
 pending = checkpoint.async_save("runs/lm", model, optimizer, extra, step=30)
-# steps go on, since everything was copied
+# Steps go on here, since everything was copied.
 pending.result()  # before destroy_process_group(); raises what went wrong
 
 sharded = Model()

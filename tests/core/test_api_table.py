@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -266,11 +265,16 @@ def test_what_came_went_or_changed_must_be_told():
 # What is imported when somebody asks.
 
 
-def test_names_of_folders_are_found_when_asked_for():
+def test_public_names_are_found_when_asked_for():
     assert fsdp_wrap.plan is importlib.import_module("fsdp_wrap.tools").plan
-    assert fsdp_wrap.optim is sys.modules["fsdp_wrap.optim"]
+    modules = {name for name in dir(fsdp_wrap) if isinstance(getattr(fsdp_wrap, name), ModuleType)}
+    expected = {"checkpoint", "comm_hooks", "compat", "optim", "replica_groups", "tools", "weights", "wrap"}
+    assert modules - {"fully_shard", "replicate"} == expected
+    assert {*dir(fsdp_wrap)} - modules == {*fsdp_wrap.__all__} - modules
     with pytest.raises(AttributeError, match="module 'fsdp_wrap' has no attribute 'PRESETS'"):
         fsdp_wrap.__getattr__("PRESETS")  # of a folder, and not exported here
+    with pytest.raises(AttributeError, match="'fuly_shard'. Did you mean 'fully_shard'?"):
+        fsdp_wrap.__getattr__("fuly_shard")
 
 
 def test_a_seam_imports_what_fills_it_and_says_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch):

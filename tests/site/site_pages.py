@@ -37,3 +37,11 @@ def blocks(page: Path) -> list[Block]:
 def name_of(page: Path) -> str:
     """A page's path in the repository."""
     return page.relative_to(ROOT).as_posix()
+
+
+def program_of(page: str) -> Path | None:
+    """The program of which a page shows parts, which is one of its commands."""
+    found = re.search(
+        r"(?:torchrun --nproc-per-node 2|python) (examples/how_to/\w+\.py)$", (ROOT / page).read_text(), re.M
+    )
+    return ROOT / found[1] if found else None

@@ -17,7 +17,7 @@ from typing import Any
 import fsdp_wrap
 from bed.paths import ROOT
 from bed.scripts import run
-from site_pages import DOCS, blocks, name_of, pages
+from site_pages import DOCS, blocks, name_of, pages, program_of
 
 LANGUAGES = {"python", "bash", "sh", "console", "text", "json", "yaml", "toml"}
 COMMANDS = [
@@ -78,6 +78,37 @@ def test_blocks_say_what_they_are():
             if block.language in {"bash", "sh"}:
                 done = run("bash", "-n", given=block.source, code=None)
                 assert done.code == 0, f"{name_of(page)}:{block.line}: {done}"
+
+
+def statements(code: str) -> tuple[set[str], list[str]]:
+    """The imports of a program or of a part of one, and its other statements; without comments and layout."""
+    nodes = ast.parse(code).body
+    imports = {
+        f"{getattr(node, 'module', '')} {name.name} {name.asname}"
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    }
+    return imports, [ast.unparse(node) for node in nodes if not isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def test_pages_that_show_parts_of_a_program_show_it_as_it_is():
+    shown = {page: program for page in pages() if (program := program_of(name_of(page)))}
+    assert {*shown.values()} == {*(ROOT / "examples" / "how_to").glob("*.py")}
+    for page, program in shown.items():
+        imports, whole = statements(program.read_text("utf-8"))
+        begin = 0
+        for block in (block for block in blocks(page) if block.language == "python"):
+            told = f"{name_of(page)}, line {block.line}: {program.name} has it otherwise"
+            needed, part = statements(block.source)
+            assert needed <= imports, told
+            begin = next((n for n in range(begin, len(whole)) if whole[n : n + len(part)] == part), None)
+            assert begin is not None, told
+
+
+def test_how_to_and_start_hide_nothing():
+    for page in [ROOT / "README.md", DOCS / "index.md", *DOCS.glob("how-to/*.md"), *DOCS.glob("start/*.md")]:
+        assert "invisible-code-block: python" not in page.read_text("utf-8"), name_of(page)
 
 
 def test_what_pages_install_is_there():

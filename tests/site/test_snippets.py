@@ -1,9 +1,11 @@
 """The Python and the commands of README and of every page of the site, run as a reader would.
 
-Python blocks of a page run one after the other in one namespace, in two ranks with a process group, and with
-a temporary folder as the working folder. What a reader need not see stands in an invisible block:
-`<!--- invisible-code-block: python ... -->`. What cannot run here is skipped, with a reason:
-`<!--- skip: next "needs a GPU" -->`.
+README, the front page and *First run* are programs: their Python blocks are pasted into one file, and that
+runs in two ranks. The other pages of *Start* and *How-to* show parts of a program in `examples/how_to`, which
+is one of their commands; `test_site.py` compares the parts. On all other pages, Python blocks run one after
+the other in one namespace, in two ranks with a process group, and with a temporary folder as the working
+folder. What they only refer to stands in an invisible block: `<!--- invisible-code-block: python ... -->`.
+What cannot run here is skipped, with a reason: `<!--- skip: next "needs a GPU" -->`.
 
 Commands in `bash` blocks run one after the other under `bash -euo pipefail` in a folder that holds a copy of
 the examples. Three are not taken as they stand. `pip` installs nothing: `test_site.py` compares what it
@@ -28,7 +30,7 @@ from bed import run_isolated
 from bed.paths import ROOT
 from bed.report import RankFailure
 from bed.scripts import Done, here, run
-from site_pages import blocks, name_of, pages
+from site_pages import blocks, name_of, pages, program_of
 
 pytestmark = pytest.mark.slow
 sybil = pytest.importorskip("sybil")
@@ -83,7 +85,19 @@ def run_python(rank: int, world_size: int, page: str, folder: str, port: int) ->
     return reasons
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
+PROGRAMS = ["README.md", "docs/index.md", "docs/start/first-run.md"]
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_a_page_that_is_a_program_runs(page, folder):
+    copied = [block.source for block in blocks(ROOT / page) if block.language == "python"]
+    (folder / "pasted.py").write_text("\n".join(copied))
+    run_commands("torchrun --nproc-per-node 2 pasted.py", folder)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in pages_with("python") if page not in PROGRAMS and program_of(page) is None]
+)
 def test_python_of_a_page_runs(page, folder):
     with socket.socket() as free:
         free.bind(("localhost", 0))

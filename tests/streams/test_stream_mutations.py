@@ -10,7 +10,7 @@ from bed.paths import ROOT
 
 
 def test_every_wait_of_the_package_has_a_verdict():
-    lines = (ROOT / "docs" / "testing.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "architecture" / "streams.md").read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("| where | what | missed by"))
     rows, expected = lines[first + 2 :], [place.row for place in places()]
     found = Counter(next((each for each in expected if row.startswith(each)), row) for row in rows)
