@@ -72,7 +72,7 @@ def _summarise(folder):
     from transformers.models.t5.modeling_t5 import T5Block
 
     model = FullyShardedDataParallel(
-        t5(),
+        t5(use_cache=False),  # it would be filled again in the backward
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block}),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,

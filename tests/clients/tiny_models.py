@@ -26,7 +26,7 @@ def llama(seed=0):
     return LlamaForCausalLM(config)
 
 
-def t5():
+def t5(**options):
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -41,6 +41,7 @@ def t5():
         decoder_start_token_id=0,
         eos_token_id=2,
         pad_token_id=0,
+        **options,
     )
     return T5ForConditionalGeneration(config)  # its embedding is tied to encoder, decoder and head
 
