@@ -50,12 +50,11 @@ def _counts(text: str) -> list[int]:
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of ranks: write them as in 8,64,512")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks: write it as in 8,64,512")
     return counts
 
 
 def _run(options: argparse.Namespace) -> int:
-
     if options.vary and not options.fit:
         raise ValueError("--vary is for --fit: pass both")
     if options.fit and options.plot:

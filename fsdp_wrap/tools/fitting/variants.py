@@ -52,7 +52,7 @@ _STRATEGIES = {
 
 def shard_as(
     model: nn.Module,
-    blocks: type[nn.Module] | Iterable[type[nn.Module]],
+    blocks: type[nn.Module] | str | Iterable[type[nn.Module] | str],
     *,
     strategy: str = "full",
     wrapping: str = "blocks",
@@ -69,7 +69,7 @@ def shard_as(
 
     Args:
         model: The model.
-        blocks: The classes of its blocks.
+        blocks: The classes of its blocks, or their names.
         strategy: "full" frees full parameters after forward, "grad_op" after backward, "hybrid" shards within
             hosts and replicates over them.
         wrapping: "blocks" makes a unit of each block, "whole" one of the model.
@@ -97,18 +97,27 @@ def shard_as(
     for name, word in chosen.items():
         if word not in WORDS[name]:
             raise ValueError(f"{name} must be one of {', '.join(WORDS[name])}, not {word!r}")
-    classes = (blocks,) if isinstance(blocks, type) else tuple(blocks)
-    found = [module for module in model.modules() if isinstance(module, classes)]
-    if not found:
-        raise ValueError(f"the model has no module of {', '.join(each.__name__ for each in classes)}")
+    found = _modules_of(model, (blocks,) if isinstance(blocks, (type, str)) else tuple(blocks))
     if checkpointing == "blocks":
         for module in found:
             setattr(module, "forward", partial(checkpoint, module.forward, use_reentrant=False))  # noqa: B010
     units = found if wrapping == "blocks" else []
     mesh = _mesh(strategy, ranks_per_host)
     if front_end == "wrapper":
-        return _wrapped(model, set(classes) if units else set(), mesh, chosen)
+        return _wrapped(model, {type(module) for module in units}, mesh, chosen)
     return _composed(model, units, mesh, chosen)
+
+
+def _modules_of(model: nn.Module, blocks: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
+    """Returns the modules of some classes, or of classes of some names."""
+    classes = tuple(each for each in blocks if isinstance(each, type))
+    modules = [*model.modules()]
+    found = [each for each in modules if isinstance(each, classes) or type(each).__name__ in blocks]
+    if not found:
+        asked = ", ".join(each if isinstance(each, str) else each.__name__ for each in blocks)
+        there = ", ".join(dict.fromkeys(type(each).__name__ for each in modules))
+        raise ValueError(f"the model has no module of {asked}; its classes are {there}")
+    return found
 
 
 def step_of(
