@@ -10,78 +10,48 @@ from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import checkpoint, fully_shard, iter_full_optim_state, iter_full_params
+from state_nets import assert_equal
 
 
-def layers() -> nn.Sequential:
+def layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 4), nn.Linear(4, 3)).double()
 
 
-def sharded() -> nn.Module:
-    model = layers()
+def sharded(seed: int) -> nn.Module:
+    model = layers(seed)
     fully_shard(model[0])
-    fully_shard(model)
-    return model
-
-
-def stepped(model: nn.Module, rank: int) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.full((2, 7), 1.0 + rank, dtype=torch.float64)).square().sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    expected = dict(iter_full_params(other))
-    found = dict(iter_full_params(one))
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-@ranks(1, 3)
-def test_full_parameters_stream(rank, world_size):
-    torch.manual_seed(0)
-    model = layers()
-    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-    fully_shard(model[0])
-    fully_shard(model)
-    for name, value in iter_full_params(model, budget=1):
-        assert torch.equal(value, expected.pop(name)), name
-    assert not expected
-    with pytest.raises(ValueError, match=r"'0\.weight' was sharded by fully_shard"):
-        iter_full_optim_state(model, stepped(model, rank))
+    return fully_shard(model)
 
 
 @ranks(3)
-def test_checkpoints_go_to_the_wrapper_and_back(rank, world_size, tmp_path):
-    torch.manual_seed(0)
-    model = sharded()
-    optimizer = stepped(model, rank)
-    checkpoint.save(tmp_path, model, optimizer)
-    torch.manual_seed(1)
-    wrapped = FSDP(layers(), use_orig_params=True)
+def test_what_is_saved_goes_to_the_wrapper_and_back(rank, world_size, tmp_path):
+    model = sharded(0)
+    full = {name: param.detach() for name, param in layers(0).named_parameters()}
+    assert_equal({name: value.clone() for name, value in iter_full_params(model, budget=1)}, full)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.full((2, 7), 1.0 + rank, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"'0\.weight' was sharded by fully_shard"):
+        iter_full_optim_state(model, optimizer)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    wrapped = FSDP(layers(1), use_orig_params=True)
     of_wrapped = torch.optim.AdamW(wrapped.parameters())
-    checkpoint.load(tmp_path, wrapped, of_wrapped)
-    assert_same(wrapped, model)
-    checkpoint.save(tmp_path, wrapped, of_wrapped)
-    again = sharded()
+    checkpoint.load(tmp_path / "run", wrapped, of_wrapped)
+    assert_equal(dict(iter_full_params(wrapped)), dict(iter_full_params(model)))
+    checkpoint.save(tmp_path / "run", wrapped, of_wrapped)
+    again = sharded(2)
     of_again = torch.optim.AdamW(again.parameters())
-    checkpoint.load(tmp_path, again, of_again)
+    checkpoint.load(tmp_path / "run", again, of_again)
     for param, other in zip(model.parameters(), again.parameters()):
         assert torch.equal(param.to_local(), other.to_local())
         for kind in ("step", "exp_avg", "exp_avg_sq"):
             one, two = optimizer.state[param][kind], of_again.state[other][kind]
             assert torch.equal(getattr(one, "_local_tensor", one), getattr(two, "_local_tensor", two)), kind
 
-
-@ranks(2)
-def test_safetensors_are_read_without_communication(rank, world_size, tmp_path):
-    torch.manual_seed(0)
-    model = sharded()
-    checkpoint.export_safetensors(model, tmp_path)
-    torch.manual_seed(1)
-    again = sharded()
+    checkpoint.export_safetensors(model, tmp_path / "files")
+    imported = sharded(3)
     with count_collectives() as counts:
-        checkpoint.import_safetensors(again, tmp_path)
+        checkpoint.import_safetensors(imported, tmp_path / "files")
     assert not counts
-    assert_same(again, model)
+    assert_equal(dict(iter_full_params(imported)), dict(iter_full_params(model)))

@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import each_front, shard
+from fronts import full_state, shard
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint, InMemory
 from fsdp_wrap.checkpoint._in_memory import MemorySave
@@ -28,8 +29,8 @@ from resuming import Block, full_disk, net, other, train, trained
 from state_nets import adamw, assert_close
 
 
-def sharded(front: str, module: nn.Module) -> nn.Module:
-    return shard(front, module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+def sharded(front: str, module: nn.Module, **options: Any) -> nn.Module:
+    return shard(front, module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 def stepped(front: str, rank: int, size: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -55,19 +56,13 @@ def lose(*hosts: Path) -> None:
 def as_after(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
     """The model goes on as a plain one that was never interrupted: so parameters and optimizer are right."""
     train(model, optimizer, rank, size, range(steps, steps + 2))
-    expected, _ = trained(steps + 2)
-    with torch.no_grad():
-        found = checkpoint_free_state(model)
-    assert_close(found, expected.state_dict())
+    assert_close(full_state(model), trained(steps + 2)[0].state_dict())
 
 
-def checkpoint_free_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full parameters, by another way than a checkpoint's."""
-    state = model.state_dict()
-    full = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()
-    }
-    return full
+def fresh(front: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with other values, whose optimizer has made no step."""
+    model = sharded(front, other(net()), **options)
+    return model, adamw(model)
 
 
 def flip(path: Path, at: int = 700) -> None:
@@ -79,9 +74,7 @@ def flip(path: Path, at: int = 700) -> None:
 # a host is lost
 
 
-@pytest.mark.each_value
-@each_front
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("front", "lost"), [("orig", 0), ("composable", 1)])
 @ranks(4)
 def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_path, front, lost):
     model, optimizer = stepped(front, rank, world_size)
@@ -92,16 +85,15 @@ def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_pa
     before = torch.get_rng_state()
     lose(tmp_path / f"host{lost}")
 
-    again = sharded(front, other(net()))
-    fresh = adamw(again)
+    again, optim = fresh(front)
     assert memory.latest() == 2
-    found = checkpoint.load(memory, again, fresh)
+    found = checkpoint.load(memory, again, optim)
     assert (found.step, found["seen"]) == (2, 10 + rank)
     assert torch.equal(torch.get_rng_state(), before)
-    as_after(2, again, fresh, rank, world_size)
-    assert_same(by_name(fresh, again), by_name(optimizer, model))
+    as_after(2, again, optim, rank, world_size)
+    assert_same(by_name(optim, again), by_name(optimizer, model))
     assert not (tmp_path / f"host{lost}" / "step_00000002").exists()  # a load writes nothing
-    checkpoint.save(memory, again, fresh, step=4)
+    checkpoint.save(memory, again, optim, step=4)
     lose(tmp_path / f"host{1 - lost}")
     assert memory.latest() == 4
 
@@ -118,14 +110,10 @@ def test_other_numbers_of_ranks_on_other_hosts_load(rank, world_size, tmp_path, 
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        again = shard(
-            "orig", other(net()), auto_wrap_policy=ModuleWrapPolicy({Block}), process_group=survivors
-        )
-    fresh = adamw(again)
+        again, optim = fresh("orig", process_group=survivors)
     memory = InMemory(tmp_path / ("host1" if rank == came_back - 1 else f"new{rank}"))
-    found = checkpoint.load(memory, again, fresh, process_group=survivors)
-    assert found.step == 2
-    as_after(2, again, fresh, rank, came_back)
+    assert checkpoint.load(memory, again, optim, process_group=survivors).step == 2
+    as_after(2, again, optim, rank, came_back)
 
 
 @ranks(3)
@@ -158,10 +146,9 @@ def test_hosts_of_unlike_size_lose_any(rank, world_size, tmp_path):
     memory = InMemory(tmp_path / ("large" if rank < 3 else "small"))
     checkpoint.save(memory, model, optimizer, step=2)
     lose(tmp_path / "large")
-    again = sharded("composable", other(net()))
-    fresh = adamw(again)
-    checkpoint.load(memory, again, fresh)
-    as_after(2, again, fresh, rank, world_size)
+    again, optim = fresh("composable")
+    checkpoint.load(memory, again, optim)
+    as_after(2, again, optim, rank, world_size)
 
 
 # how much is lost
@@ -201,12 +188,11 @@ def test_an_older_step_that_is_whole_is_taken(rank, world_size, tmp_path):
     checkpoint.save(memory, model, optimizer, step=4, keep_last=2)
     lose(tmp_path / "host0", tmp_path / "host1" / "step_00000004")
     assert memory.latest() == 2
-    again = sharded("orig", other(net()))
-    fresh = adamw(again)
+    again, optim = fresh("orig")
     with pytest.raises(ValueError, match=r"no complete step 4 .* of step 4 no host has __0_0.distcp"):
-        checkpoint.load(memory, again, fresh, step=4)
-    assert checkpoint.load(memory, again, fresh).step == 2
-    as_after(2, again, fresh, rank, world_size)
+        checkpoint.load(memory, again, optim, step=4)
+    assert checkpoint.load(memory, again, optim).step == 2
+    as_after(2, again, optim, rank, world_size)
 
 
 @ranks(3)
@@ -224,25 +210,23 @@ def test_two_lost_neighbours_are_told(rank, world_size, tmp_path):
     as_after(2, model, optimizer, rank, world_size)  # nothing was changed
 
 
-@pytest.mark.parametrize("copies", [1, 2])
 @ranks(2)
-def test_damage_on_one_host_is_made_good_by_the_other(rank, world_size, tmp_path, copies):
+def test_damage_on_one_host_is_made_good_by_the_other(rank, world_size, tmp_path):
     model, optimizer = stepped("orig", rank, world_size)
     memory = place(tmp_path, rank, per_host=1)
     checkpoint.save(memory, model, optimizer, step=2)
-    if rank < copies:
-        flip(memory.folder / "step_00000002" / "__0_0.distcp")
-    dist.barrier()
-    again = sharded("orig", other(net()))
-    fresh = adamw(again)
-    if copies == 2:
-        with pytest.raises(
-            DamagedCheckpoint, match="(?s)step 2 in the memory .*__0_0.distcp bytes .* are not as"
-        ):
-            checkpoint.load(memory, again, fresh)
-    else:
-        checkpoint.load(memory, again, fresh)
-        as_after(2, again, fresh, rank, world_size)
+    again, optim = fresh("orig")
+    for damaged in range(2):
+        if rank == damaged:
+            flip(memory.folder / "step_00000002" / "__0_0.distcp")
+        dist.barrier()
+        if damaged == 0:
+            checkpoint.load(memory, again, optim)
+            as_after(2, again, optim, rank, world_size)
+    with pytest.raises(
+        DamagedCheckpoint, match="(?s)step 2 in the memory .*__0_0.distcp bytes .* are not as"
+    ):
+        checkpoint.load(memory, again, optim)
 
 
 class Bad:
@@ -263,9 +247,8 @@ def test_a_save_that_fails_on_one_rank_leaves_what_was_there(rank, world_size, t
     with pytest.raises(TypeError, match="rank 1: extra"):
         checkpoint.save(memory, model, optimizer, {"bad": Bad(rank)}, step=3)
     with full_disk() if rank == 1 else nullcontext():
-        with pytest.raises(
-            RuntimeError, match=r"saving step 3 in the memory of 2 hosts .*rank 1.*No space left"
-        ):
+        full = r"saving step 3 in the memory of 2 hosts .*rank 1.*No space left"
+        with pytest.raises(RuntimeError, match=full):
             checkpoint.save(memory, model, optimizer, step=3)
     gc.collect()  # nothing that a failure leaves behind may harm
     assert sorted(path.name for path in memory.folder.iterdir()) == ["step_00000002"]
@@ -282,9 +265,8 @@ def test_one_host_alone_keeps_what_it_has_and_warns(rank, world_size, tmp_path):
         folder = checkpoint.save(memory, model, optimizer, step=2)
     told = [str(each.message) for each in caught if "memory of one host" in str(each.message)]
     assert len(told) == (rank == 0)
-    again = sharded("orig", other(net()))
-    fresh = adamw(again)
-    checkpoint.load(folder, again, fresh)  # of one host it is a step folder like any
-    as_after(2, again, fresh, rank, world_size)
+    again, optim = fresh("orig")
+    checkpoint.load(folder, again, optim)  # of one host it is a step folder like any
+    as_after(2, again, optim, rank, world_size)
     with pytest.raises(RuntimeError, match="/proc/nowhere"):  # no folder can be made there
         InMemory("/proc/nowhere").latest()
