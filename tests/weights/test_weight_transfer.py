@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -80,8 +81,7 @@ def follow(way: Way) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("front", ["flat", "composable"])
+@pytest.mark.parametrize(("way", "front"), [("gloo", "flat"), ("memory", "composable"), ("folder", "orig")])
 @ranks(2)
 def test_a_receiver_has_what_the_trainers_have(rank, world_size, way, front):
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor() as pool:
@@ -228,16 +228,14 @@ def test_an_update_that_does_not_fit_writes_nothing(tmp_path):
 
 
 def corrupt(path: Path, place: int) -> None:
-    """Flips one bit of a file."""
+    """Flips one bit of a file; once more makes it good."""
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(bytes(data))
 
 
 @pytest.mark.parametrize("kind", ["whole", "changes"])
-@pytest.mark.parametrize("file", ["model.safetensors", "update.json", "manifest.json"])
-@pytest.mark.parametrize("place", [9, -2])
-def test_one_flipped_bit_is_not_applied(tmp_path, kind, file, place):
+def test_one_flipped_bit_is_not_applied(tmp_path, kind):
     model, state = nn.Linear(2, 3), {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}
     folder, changes = WeightFolder(tmp_path), weight_changes(model)
     folder.send(weight_source(model))
@@ -245,11 +243,13 @@ def test_one_flipped_bit_is_not_applied(tmp_path, kind, file, place):
         with torch.no_grad():
             model.weight.add_(1)
         folder.send_changes(changes.collect(checksums=False))
-    corrupt(tmp_path / f"version-{folder.version:08}" / file, place)
-    with pytest.raises(RuntimeError, match=f"version-{folder.version:08} is damaged: .*{file}"):
-        for update in stored(tmp_path, after=folder.version - 1):
-            update.apply(state)
-    assert not state["weight"].any() and not state["bias"].any()
+    for file, place in itertools.product(("model.safetensors", "update.json", "manifest.json"), (9, -2)):
+        corrupt(tmp_path / f"version-{folder.version:08}" / file, place)
+        with pytest.raises(RuntimeError, match=f"version-{folder.version:08} is damaged: .*{file}"):
+            for update in stored(tmp_path, after=folder.version - 1):
+                update.apply(state)
+        assert not state["weight"].any() and not state["bias"].any()
+        corrupt(tmp_path / f"version-{folder.version:08}" / file, place)
 
 
 class Refusing:
@@ -300,9 +300,8 @@ def test_what_the_first_rank_cannot_send_is_told_to_all(rank, world_size, way):
     fully_shard(model)
     with tempfile.TemporaryDirectory() as place:
         if way == "folder":
-            with pytest.raises(
-                ValueError, match="safetensors cannot hold weight, which is of torch.complex128"
-            ):
+            refused = "safetensors cannot hold weight, which is of torch.complex128"
+            with pytest.raises(ValueError, match=refused):
                 WeightFolder(place if rank == 0 else None).send(weight_source(model))
             sealed = os.path.join(place, "file")
             if rank == 0:
