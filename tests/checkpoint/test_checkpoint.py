@@ -8,7 +8,6 @@ import json
 import random
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,19 +21,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
-from fronts import shard
+from fronts import full_state, inner, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, checkpoint, fully_shard
+from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
+from fsdp_wrap.checkpoint._state import may_refuse
 from nets import WIDTH
 from optim_states import assert_same, by_name
 from resuming import Counter, full_disk, net, other, per_block_of, train, trained
 from state_nets import Tied, adamw, assert_close, assert_equal
+
+each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def stepped(model: nn.Module, rank: int, world_size: int, steps: int = 2) -> torch.optim.Optimizer:
@@ -81,45 +82,6 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
     assert_equal(again.state_dict(), model.state_dict())
 
 
-@ranks(3)
-def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path):
-    pair = dist.new_group([0, 1])
-
-    def flat() -> nn.Module:
-        return FSDP(net(), process_group=pair)
-
-    def pieces() -> nn.Module:
-        return per_block_of(net(), use_orig_params=True)
-
-    def replicated() -> nn.Module:
-        return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
-
-    def by(fully_shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        model = net()
-        for module in (*model.blocks, model):
-            fully_shard(module)
-        return model
-
-    theirs, ours = (partial(by, each) for each in (torchs_fully_shard, fully_shard))
-    kinds = [pieces, flat, net, theirs, replicated, ours, pieces]
-    for index, make in enumerate(kinds):
-        group = pair if make is flat else None
-        if group is not None and rank > 1:
-            continue
-        size = 2 if group is not None else world_size
-        share = (rank, size) if make is not net else (0, 1)  # a plain model sees whole batches
-        model = make()
-        optimizer = adamw(model)
-        if index:
-            other(model)
-            checkpoint.load(tmp_path / str(index - 1), model, optimizer, process_group=group)
-        train(model, optimizer, *share, range(index, index + 1))  # type: ignore[call-arg]
-        checkpoint.save(tmp_path / str(index), model, optimizer, process_group=group)
-    plain, reference = trained(len(kinds))
-    assert_close(model.state_dict(), plain.state_dict())
-    assert_same(FSDP.optim_state_dict(model, optimizer), by_name(reference, plain))
-
-
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 
@@ -143,7 +105,7 @@ class Odd(torch.optim.Optimizer):
                 state |= {"scalar": torch.tensor(1 / 3, dtype=f64), "mode": "cosine", "count": 3}
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@each_kind
 @ranks(2)
 def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_path):
     makes = (Odd, torch.optim.NAdam, torch.optim.ASGD, partial(torch.optim.SGD, momentum=0.9))
@@ -222,7 +184,6 @@ def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_p
         checkpoint.save(tmp_path, model, extra={"bad": (lambda: 0) if rank else 1})
     with pytest.raises(ValueError, match="the same step; step is 0 on rank 0, 1 on rank 1"):
         checkpoint.save(tmp_path, model, step=rank)
-
     with full_disk() if rank == 1 else nullcontext():
         with pytest.raises(RuntimeError, match="saving step 2 in .* failed: rank 1: OSError: .*No space"):
             checkpoint.save(tmp_path, model)
@@ -476,3 +437,84 @@ def test_what_needs_numpy_says_so_and_nothing_else_needs_it(rank, world_size, tm
         with pytest.raises(ImportError, match=r'numpy package.*"fsdp-wrap\[checkpoint\]"'):
             checkpoint.save(tmp_path, model, optimizer)
     assert not list(tmp_path.iterdir())
+
+
+# together or not at all
+
+
+class Part(nn.Module):
+    """One layer is trainable and never used, one frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.used(x))
+
+
+@ranks(2)
+@each_kind
+def test_optimizer_state_that_is_not_there_is_left_out(rank, world_size, front, tmp_path):
+    """Of an optimizer that was never stepped, and of parameters that never had a gradient."""
+    model = shard(front, Part().double())
+    optimizer, before = adamw(model), full_state(model)
+    checkpoint.save(tmp_path, model, optimizer)
+    assert not optimizer.state and all(param.grad is None for param in model.parameters())
+    checkpoint.load(tmp_path, model, optimizer)
+    assert not optimizer.state
+    assert_equal(full_state(model), before)
+
+    train(model, optimizer, rank, world_size, range(1))
+    checkpoint.save(tmp_path, model, optimizer)
+    part = other(Part().double())
+    part.frozen.requires_grad_(True)
+    again = shard(front, part)
+    fresh = adamw(again)
+    checkpoint.load(tmp_path, again, fresh)
+    assert_equal(full_state(again), full_state(model))
+    inner(model).frozen.requires_grad_(True)
+    for one, optim in ((model, optimizer), (again, fresh)):
+        train(one, optim, rank, world_size, range(1, 2))
+    assert_equal(full_state(again), full_state(model))
+
+
+class Refusing(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if dist.get_rank() == 1:
+            raise RuntimeError("not this one")
+
+
+class Particular(nn.Linear):
+    """Takes a copy of what it is given, on one rank."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("not that one")
+
+
+@ranks(2)
+@each_kind
+def test_what_fails_on_one_rank_changes_nothing_on_any(rank, world_size, front, tmp_path):
+    particular = nn.Sequential(net(), Particular(3, 3).double())
+    for whole, optim in ((net(), Refusing), (particular, torch.optim.AdamW)):
+        model = shard(front, whole)
+        optimizer = optim(model.parameters())
+        train(model, optimizer, rank, world_size, range(1))
+        checkpoint.save(tmp_path, model, optimizer)
+        train(model, optimizer, rank, world_size, range(1))
+        optimizer.param_groups[0]["lr"] = 0.5
+        before, entries = copy.deepcopy(full_state(model)), {p: dict(e) for p, e in optimizer.state.items()}
+        with pytest.raises(RuntimeError, match="rank 1: .*not th"):
+            checkpoint.load(tmp_path, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert optimizer.state.keys() == entries.keys()
+        for param, entry in entries.items():
+            assert all(optimizer.state[param][key] is value for key, value in entry.items())
+        assert_equal(full_state(model), before)
+        assert may_refuse(model) == (whole is particular)
